@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
@@ -18,13 +19,13 @@ from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed, slice_checksum
 from megatron_dapo.reshard.execution import Buffers
-from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec, shard_view
+from megatron_dapo.reshard.layout import Layout, PartialLayout, Shard, ShiftedLayout, TensorSpec, shard_view
 from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
-from megatron_dapo.reshard.planner import ReshardPlan, Transfer
+from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
 DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of it in shared memory
-_FORMAT_VERSION = 2  # part of the digest: ranks of two releases must not agree by chance
+_FORMAT_VERSION = 3  # part of the digest: ranks of two releases must not agree by chance
 Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
@@ -58,6 +59,13 @@ class Write(NamedTuple):
         return self.view(sources).to(dtype)
 
 
+class _Packed(NamedTuple):
+    """Buckets of one engine rank and what fills the chunks of each."""
+
+    buckets: tuple[Bucket, ...]
+    writes: tuple[tuple[Write, ...], ...]
+
+
 class SyncPlan:
     """Buckets of every engine rank, of at most `bucket_bytes` each; all its sources write into each of them.
 
@@ -66,6 +74,10 @@ class SyncPlan:
 
     Engine rank r is rank r + `rank_offset` of the reshard plan's destination: 0 if engines share the trainer's nodes
     (rank r beside rank r), the trainer's world size (with a `ShiftedLayout`) if they have their own.
+
+    `engines_per_node` engines, one after the other, share a node and the trainer ranks that write into them: ranks of one
+    number within them have equal buckets (`alike`), so that every byte travels to the node once. Of each such set
+    `reshard` need fill the first rank alone.
     """
 
     def __init__(
@@ -74,6 +86,7 @@ class SyncPlan:
         engines: EngineLayout,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         rank_offset: int = 0,
+        engines_per_node: int = 1,
     ) -> None:
         if bucket_bytes < CHUNK_ALIGNMENT:
             raise ValueError(f"bucket of {bucket_bytes} bytes: must be at least {CHUNK_ALIGNMENT}")
@@ -81,12 +94,15 @@ class SyncPlan:
         self.engines = engines
         self.bucket_bytes = bucket_bytes
         self.rank_offset = rank_offset
-        self._packed: dict[int, tuple[tuple[Bucket, tuple[Write, ...]], ...]] = {}
+        self.engines_per_node = engines_per_node
+        self._packed: dict[int, _Packed] = {}
+        self._destinations: dict[int, tuple[int, ...]] = {}
 
     @property
     def digest(self) -> bytes:
         """32 bytes, equal exactly if the plans are."""
-        numbers = (_FORMAT_VERSION, self.bucket_bytes, self.engines.tensor_parallel, self.rank_offset)
+        engines = (self.engines.tensor_parallel, self.engines_per_node)
+        numbers = (_FORMAT_VERSION, self.bucket_bytes, *engines, self.rank_offset)
         return hashlib.sha256(f"weight sync plan {numbers}".encode() + self.reshard.digest).digest()
 
     @property
@@ -98,58 +114,75 @@ class SyncPlan:
         size = self.engines.tensor_parallel
         return range(engine * size, (engine + 1) * size)
 
+    def alike(self, engine_rank: int) -> range:
+        """Return the engine ranks of the node whose buckets are equal to those of `engine_rank`, itself included."""
+        size = self.engines.tensor_parallel
+        engine, number = divmod(engine_rank, size)
+        first = engine - engine % self.engines_per_node
+        last = min(first + self.engines_per_node, self.num_engines)
+        return range(first * size + number, last * size, size)
+
     def num_buckets(self, engine: int) -> int:
         """Return the number of rounds that fill all ranks of an engine."""
-        return max(len(self._pack(rank)) for rank in self.ranks_of(engine))
+        return max(len(self.buckets(rank)) for rank in self.ranks_of(engine))
 
     def buckets(self, engine_rank: int) -> tuple[Bucket, ...]:
-        return tuple(bucket for bucket, _ in self._pack(engine_rank))
+        return self._pack(engine_rank).buckets
 
     def writes(self, bucket: Bucket, source: int | None = None) -> tuple[Write, ...]:
         """Return what fills the chunks of a bucket, in their order; of one trainer rank if given."""
-        writes = self._pack(bucket.engine_rank)[bucket.index][1]
+        writes = self._pack(bucket.engine_rank).writes[bucket.index]
         return writes if source is None else tuple(write for write in writes if write.source == source)
 
     def sources(self, engine_rank: int) -> tuple[int, ...]:
         """Return the trainer ranks that write into an engine rank."""
-        return tuple(sorted({source for bucket, _ in self._pack(engine_rank) for source in bucket.segments}))
+        return tuple(sorted({source for bucket in self.buckets(engine_rank) for source in bucket.segments}))
 
     def num_bytes(self, engine_rank: int) -> int:
         """Return the bytes that an engine rank receives, in its own element types."""
-        return sum(bucket.num_bytes for bucket, _ in self._pack(engine_rank))
+        return sum(bucket.num_bytes for bucket in self.buckets(engine_rank))
 
     def destinations(self, source: int) -> tuple[int, ...]:
         """Return the engine ranks that a trainer rank writes into, in order."""
-        found = {transfer.destination - self.rank_offset for transfer in self.reshard.sends(source)}
-        return tuple(sorted(found))
+        if source not in self._destinations:
+            found = {transfer.destination - self.rank_offset for transfer in self.reshard.sends(source)}
+            self._destinations[source] = tuple(sorted(rank for first in found for rank in self.alike(first)))
+        return self._destinations[source]
 
     def manifest(self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0) -> Manifest:
         """Return what a weight sync promises to an engine rank."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
-        for transfer in self.reshard.receives(engine_rank + self.rank_offset):
+        for transfer in self._receives(engine_rank):
             filled[transfer.destination_shard.local] += transfer.bounds.volume
         specs = self.engines.local_specs(engine_rank)
         parameters = {n: ParameterManifest(tuple(s.shape), s.dtype, filled[n]) for n, s in specs.items()}
-        return Manifest(sync_id, session, version, len(self._pack(engine_rank)), parameters, number)
+        return Manifest(sync_id, session, version, len(self.buckets(engine_rank)), parameters, number)
 
     def parameter_names(self, engine_rank: int) -> tuple[str, ...]:
         return tuple(self.engines.local_specs(engine_rank))
 
-    def _pack(self, engine_rank: int) -> tuple[tuple[Bucket, tuple[Write, ...]], ...]:
+    def _receives(self, engine_rank: int) -> tuple[Transfer, ...]:
+        return self.reshard.receives(self.alike(engine_rank)[0] + self.rank_offset)
+
+    def _pack(self, engine_rank: int) -> _Packed:
+        first = self.alike(engine_rank)[0]
+        if engine_rank not in self._packed and first != engine_rank:
+            buckets, writes = self._pack(first)
+            self._packed[engine_rank] = _Packed(tuple(replace(b, engine_rank=engine_rank) for b in buckets), writes)
         if engine_rank not in self._packed:
             specs = self.engines.local_specs(engine_rank)
             packed = _pack(list(self._writes(engine_rank)), specs, self.bucket_bytes)
-            self._packed[engine_rank] = tuple(
-                (_bucket(engine_rank, index, num_bytes, writes), writes)
-                for index, (num_bytes, writes) in enumerate(packed)
+            buckets = (
+                _bucket(engine_rank, index, num_bytes, writes) for index, (num_bytes, writes) in enumerate(packed)
             )
+            self._packed[engine_rank] = _Packed(tuple(buckets), tuple(writes for _, writes in packed))
         return self._packed[engine_rank]
 
     def _writes(self, engine_rank: int) -> Iterator[Write]:
         """Everything an engine rank receives, in the order of its parameters, no write larger than a bucket."""
         specs = self.engines.local_specs(engine_rank)
         by_name: dict[str, list[Transfer]] = {name: [] for name in specs}
-        for transfer in self.reshard.receives(engine_rank + self.rank_offset):
+        for transfer in self._receives(engine_rank):
             by_name[transfer.destination_shard.local].append(transfer)
         for name, transfers in by_name.items():
             limit = self.bucket_bytes // specs[name].dtype.itemsize
@@ -158,6 +191,26 @@ class SyncPlan:
                 for bounds in _cut(transfer.bounds, limit):
                     local = local_slice(transfer.destination_shard, bounds, tuple(specs[name].shape))
                     yield Write(Chunk(name, local, 0), transfer.source, transfer.source_shard, bounds)
+
+
+def plan_sync(
+    source: Layout,
+    engines: EngineLayout,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    ranks_per_node: int,
+    rank_offset: int = 0,
+    engines_per_node: int = 1,
+) -> SyncPlan:
+    """Return the plan of a weight sync from `source`; arguments as of `SyncPlan`."""
+    size, shares = engines.tensor_parallel, engines_per_node > 1
+    target: Layout = ShiftedLayout(engines, rank_offset) if rank_offset else engines
+    if shares:
+        firsts = range(0, engines.num_ranks // size, engines_per_node)
+        target = PartialLayout(target, {e * size + n + rank_offset for e in firsts for n in range(size)})
+    # Engines that share a node's memory: no rank is nearer to them than another one of the node.
+    reshard = plan(source, target, ranks_per_node=ranks_per_node, prefer_own=not shares)
+    return SyncPlan(reshard, engines, bucket_bytes, rank_offset, engines_per_node)
 
 
 class ExpectedChecksums:
@@ -170,20 +223,21 @@ class ExpectedChecksums:
         self._plan = plan
         self._sums: dict[int, dict[str, int]] = {}
 
-    def add(self, engine_rank: int, chunk: Chunk, values: torch.Tensor) -> None:
-        """Count a chunk; `values` in the engine's element type."""
-        shape = tuple(self._plan.engines.local_specs(engine_rank)[chunk.name].shape)
-        sums = self._sums.setdefault(engine_rank, {})
+    def add(self, engine_ranks: Sequence[int], chunk: Chunk, values: torch.Tensor) -> None:
+        """Count a chunk that goes to some engine ranks that are alike; `values` in the engine's element type."""
+        shape = tuple(self._plan.engines.local_specs(engine_ranks[0])[chunk.name].shape)
         # Weighted by position in the whole parameter, so that the parts of many ranks add up modulo 2^64.
         part = slice_checksum(values.reshape(chunk.bounds.shape), chunk.bounds, shape)
-        sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
+        for engine_rank in engine_ranks:
+            sums = self._sums.setdefault(engine_rank, {})
+            sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
 
     def add_plan(self, engine_rank: int, source: int, sources: Buffers) -> None:
         """Count all that `source` would write into an engine rank, without a bucket (loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
         for bucket in self._plan.buckets(engine_rank):
             for write in self._plan.writes(bucket, source):
-                self.add(engine_rank, write.chunk, write.read(sources, specs[write.chunk.name].dtype))
+                self.add((engine_rank,), write.chunk, write.read(sources, specs[write.chunk.name].dtype))
 
     def merge(self, other: ExpectedChecksums) -> None:
         """Take over the counts of `other`, which must be of other engine ranks."""
@@ -230,7 +284,7 @@ def _factor(name: str) -> int:
 
 
 def write_chunks(
-    plan: SyncPlan,
+    sync_plan: SyncPlan,
     bucket: Bucket,
     source: int,
     sources: Buffers,
@@ -238,22 +292,23 @@ def write_chunks(
     expected: ExpectedChecksums | None = None,
     *,
     origin: int = 0,
+    engine_ranks: Sequence[int] = (),
 ) -> int:
     """Write the chunks of trainer rank `source` into `data` (uint8, the bucket from byte `origin` on), cast to the
     engine's types.
 
     Return the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
-    bucket is noticed like any after it.
+    bucket is noticed like any after it: for `engine_ranks`, all that will get them (default: the bucket's own).
     """
-    specs, num_bytes = plan.engines.local_specs(bucket.engine_rank), 0
-    for write in plan.writes(bucket, source):
+    specs, num_bytes = sync_plan.engines.local_specs(bucket.engine_rank), 0
+    for write in sync_plan.writes(bucket, source):
         chunk, dtype = write.chunk, specs[write.chunk.name].dtype
         values = write.read(sources, dtype)
         size = chunk.bounds.volume * dtype.itemsize
         start = chunk.byte_offset - origin
         data[start : start + size].view(dtype).view(values.shape).copy_(values)
         if expected is not None:
-            expected.add(bucket.engine_rank, chunk, values)
+            expected.add(engine_ranks or (bucket.engine_rank,), chunk, values)
         num_bytes += size
     return num_bytes
 

@@ -7,7 +7,7 @@ laptop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -137,6 +137,22 @@ class ShiftedLayout:
 
     def buffer_names(self, rank: int) -> frozenset[str]:
         return self.layout.buffer_names(rank - self.offset) if rank >= self.offset else frozenset()
+
+
+class PartialLayout:
+    """`layout` of which only some ranks are filled: the others hold nothing here, and get it in another way."""
+
+    def __init__(self, layout: Layout, ranks: Collection[int]) -> None:
+        self.layout = layout
+        self.ranks = ranks
+        self.tensors = layout.tensors
+        self.num_ranks = layout.num_ranks
+
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        return self.layout.shards(rank) if rank in self.ranks else ()
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return self.layout.buffer_names(rank) if rank in self.ranks else frozenset()
 
 
 def _whole_shards(tensors: Mapping[str, TensorSpec]) -> tuple[Shard, ...]:

@@ -124,10 +124,11 @@ class ReshardPlan:
     Source and destination ranks are numbered in one world: rank r of both layouts is the same process.
     """
 
-    def __init__(self, source: Layout, destination: Layout, ranks_per_node: int) -> None:
+    def __init__(self, source: Layout, destination: Layout, ranks_per_node: int, prefer_own: bool) -> None:
         self.source = source
         self.destination = destination
         self.ranks_per_node = ranks_per_node
+        self.prefer_own = prefer_own
         self._sources = ReplicaGroups(source)
         self._destinations = ReplicaGroups(destination)
         # Bytes of an element on the way: of the narrower of both types, see `execution.wire_dtype`.
@@ -151,7 +152,8 @@ class ReshardPlan:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes, equal exactly where both layouts and the planner are: ranks compare them before they exchange."""
-        canonical = hashlib.sha256(f"reshard plan {PLANNER_VERSION} node {self.ranks_per_node}".encode())
+        rules = f"node {self.ranks_per_node} own {self.prefer_own}"
+        canonical = hashlib.sha256(f"reshard plan {PLANNER_VERSION} {rules}".encode())
         canonical.update(_layout_digest(self.source, self._sources))
         canonical.update(_layout_digest(self.destination, self._destinations))
         return canonical.digest()
@@ -212,7 +214,7 @@ class ReshardPlan:
         node, held = destination // self.ranks_per_node, self._sources.group_of
         if node not in self._near:
             self._near[node] = frozenset(held[node * self.ranks_per_node : (node + 1) * self.ranks_per_node])
-        own = held[destination] if destination < len(held) else -1
+        own = held[destination] if self.prefer_own and destination < len(held) else -1
         return ReceiverClass(self._destinations.group_of[destination], own, self._near[node])
 
     @cached_property
@@ -384,10 +386,11 @@ def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> t
     return transfers if tensors is None else tuple(transfer for transfer in transfers if transfer.tensor in tensors)
 
 
-def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8) -> ReshardPlan:
+def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8, prefer_own: bool = True) -> ReshardPlan:
     """The plan that fills every shard of `destination` from `source`, each element exactly once.
 
-    `destination` may hold fewer tensors than `source`. Raises ValueError where it holds one that the source lacks or
+    `prefer_own`: a rank serves itself where it can; False where another rank of its node serves it as well as itself does,
+    so that all of them share the work. `destination` may hold fewer tensors than `source`. Raises ValueError where it holds one that the source lacks or
     has in another shape, or where the source does not hold every element of it.
     """
     for name, spec in destination.tensors.items():
@@ -400,7 +403,7 @@ def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8) -> Res
                 f"reshard: {name!r} is {tuple(source.tensors[name].shape)} in the source, "
                 f"{tuple(spec.shape)} in the destination"
             )
-    result = ReshardPlan(source, destination, ranks_per_node)
+    result = ReshardPlan(source, destination, ranks_per_node, prefer_own)
     for name, regions in result._regions.items():
         if sum(region.bounds.volume for region, _ in regions) != whole(destination.tensors[name].shape).volume:
             check_layout(source)  # names the hole

@@ -17,7 +17,7 @@ from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_
 from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, meet
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.sources import SOURCES, WeightSource, expected_layouts
-from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
+from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan, plan_sync
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
@@ -50,8 +50,7 @@ from megatron_dapo.parallel.coordination import collective_timeout, coordinate, 
 from megatron_dapo.parallel.nodes import node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.reshard.execution import Buffers
-from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
-from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.layout import Layout, TensorSpec
 from megatron_dapo.trainer.topology import RunTopology
 from megatron_dapo.types import Completion, GenerationRequest
 
@@ -390,16 +389,17 @@ class SglangBuilder(EngineBuilder):
             raise ValueError(answer["problem"])
         return [specs_from_json(specs) for specs in answer["ranks"]]
 
-    def _plan(self, source: Layout, engines: EngineLayout, rank_offset: int = 0) -> SyncPlan:
-        target = ShiftedLayout(engines, rank_offset) if rank_offset else engines
-        reshard = plan(source, target, ranks_per_node=self._nodes.ranks_per_node)
+    def _plan(self, source: Layout, engines: EngineLayout, **places: int) -> SyncPlan:
         bucket_bytes = self._config.sglang.weight_sync_bucket_mb * MEBIBYTE
-        return SyncPlan(reshard, engines, bucket_bytes, rank_offset=rank_offset)
+        return plan_sync(source, engines, bucket_bytes, ranks_per_node=self._nodes.ranks_per_node, **places)
 
     def _shared_memory(
         self, handles: EngineHandles, source: Layout, engines: EngineLayout
     ) -> tuple[SyncPlan, Transport]:
-        sync_plan = self._plan(source, engines)
+        # Slots on GPUs: an engine rank gets what it can from the trainer rank beside it.
+        in_host_memory = self._config.sglang.shared_memory == "host"
+        per_node = self._config.sglang.servers_per_node if in_host_memory else 1
+        sync_plan = self._plan(source, engines, engines_per_node=per_node)
         transport = SharedMemoryTransport(
             sync_plan,
             handles,

@@ -19,7 +19,7 @@ import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup
-from megatron_dapo.bridge.sync_plan import SyncPlan
+from megatron_dapo.bridge.sync_plan import plan_sync
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -237,16 +237,20 @@ class World:
         bucket_bytes: int = 4096,
         ranks_per_node: int | None = None,
         device: str = "cpu",
+        engines_per_node: int = 1,
     ) -> None:
         self.size = parallel.world_size
         self.nodes = NodeTopology(self.size, ranks_per_node or self.size)
         self.source: MegatronLayout = megatron_layout(architecture, parallel, torch.float32)
         self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines, device=device)
-        reshard = plan(self.source, self.layout, ranks_per_node=self.nodes.ranks_per_node)
-        self.plan = SyncPlan(reshard, self.layout, bucket_bytes)
-        self.reshard = reshard
-        # Engines are spread over the nodes.
-        self.leaders = [self.nodes.ranks_of(engine % self.nodes.num_nodes)[0] for engine in range(num_engines)]
+        per_node = self.nodes.ranks_per_node
+        self.plan = plan_sync(
+            self.source, self.layout, bucket_bytes, ranks_per_node=per_node, engines_per_node=engines_per_node
+        )
+        self.reshard = plan(self.source, self.layout, ranks_per_node=per_node)
+        # Engines are spread over the nodes, those that are to share one after the other.
+        places = [engine // engines_per_node % self.nodes.num_nodes for engine in range(num_engines)]
+        self.leaders = [self.nodes.ranks_of(place)[0] for place in places]
 
     def weights(self, version: int) -> list[Tensors]:
         """Local buffers of every trainer rank at a version; replicas agree because they are cut from one model."""

@@ -22,7 +22,14 @@ from megatron_dapo.parallel.layout import ParallelLayout
 PATIENT = SyncTimeouts(30, 30, 30, 30, 40, 30, 20)
 
 
-def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, directory: Path, **sizes: Any):
+def _build(
+    ranks_per_node: int,
+    num_engines: int,
+    timeouts: SyncTimeouts,
+    directory: Path,
+    engines_per_node: int = 1,
+    **sizes: Any,
+):
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(
         small_architecture(num_hidden_layers=4, **sizes),
@@ -31,6 +38,7 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, direct
         num_engines=num_engines,
         dtype=torch.bfloat16,
         ranks_per_node=ranks_per_node,
+        engines_per_node=engines_per_node,
     )
     engines = {e: SimulatedEngine(world.layout, e) for e in range(num_engines) if world.leaders[e] == rank}
     handles = EngineHandles(world.leaders, engines)
@@ -57,15 +65,22 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Sync two versions into the engines, on one node or on several; compare every byte with the executor's."""
     rank = dist.get_rank()
     world, engines, update = _build(
-        arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["directory"])
+        arguments["ranks_per_node"],
+        arguments["num_engines"],
+        PATIENT,
+        Path(arguments["directory"]),
+        arguments["engines_per_node"],
     )
     for step in (1, 150, 1500):  # shorter and longer than one collective carries
         gathered = update.coordination.gather("é" * step * rank, "values of several lengths", 20.0)
         assert gathered == ["é" * step * other for other in range(dist.get_world_size())]
-    for version in (1, 2):
+    last = arguments["num_engines"] - 1
+    for version, chosen in ((1, range(last + 1)), (2, range(last + 1)), (2, [last])):  # last: after a restart of one
         weights = world.weights(version)
-        report = update.update(version, weights[rank])
+        report = update.update_engines(chosen, version, weights[rank])
         assert report.is_complete, report.failures
+        if len(report.engines) > last:
+            num_bytes = [one.num_bytes for one in report.engines.values()]
         expected = world.expected(weights)
         for index, engine in engines.items():
             assert world.holds(engine, index, expected) and engine.version == version and not engine.is_paused
@@ -73,7 +88,7 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     left = [path.name for path in Path(arguments["directory"]).iterdir()]
     assert not left, left
-    return {"bytes": [report.engines[e].num_bytes for e in report.engines]}
+    return {"bytes": num_bytes}
 
 
 def killed(arguments: dict[str, Any]) -> dict[str, Any]:

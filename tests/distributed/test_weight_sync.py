@@ -17,9 +17,17 @@ from megatron_dapo.parallel.layout import ParallelLayout
 WORKER = Path(__file__).with_name("sync_worker.py")
 
 
-@pytest.mark.parametrize(("ranks_per_node", "num_engines"), [(4, 1), (2, 2), (1, 1)])
-def test_shards_reach_engines_on_one_node_and_on_several(ranks_per_node, num_engines, tmp_path):
-    arguments = {"ranks_per_node": ranks_per_node, "num_engines": num_engines, "directory": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("ranks_per_node", "num_engines", "engines_per_node"),
+    [(4, 1, 1), (2, 2, 1), (1, 1, 1), (2, 4, 2), (4, 3, 3)],
+)
+def test_shards_reach_engines_on_one_node_and_on_several(ranks_per_node, num_engines, engines_per_node, tmp_path):
+    arguments = {
+        "ranks_per_node": ranks_per_node,
+        "num_engines": num_engines,
+        "engines_per_node": engines_per_node,
+        "directory": str(tmp_path),
+    }
     result = run_distributed(f"{WORKER}:nodes", 4, arguments, timeout_s=200.0)
     assert len(result["bytes"]) == num_engines and len(set(result["bytes"])) == 1
 
@@ -55,7 +63,7 @@ def handles(monkeypatch) -> dict[str, torch.Tensor]:
         return {"handle": str(id(tensor))}
 
     for module in (node_memory, weight_loader):
-        monkeypatch.setattr(module, "open_shared", lambda handle: shared[handle["handle"]])
+        monkeypatch.setattr(module, "open_shared", lambda handle, *through: shared[handle["handle"]])
     monkeypatch.setattr(node_memory, "share", share)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(node_memory, "torch", _CpuInsteadOfCuda())
@@ -81,7 +89,7 @@ def test_slots_outside_the_arena(tmp_path, handles):
 
 
 def test_an_engine_that_cannot_open_the_slots_says_why(tmp_path, handles, monkeypatch):
-    def not_visible(handle: dict[str, str]) -> torch.Tensor:
+    def not_visible(handle: dict[str, str], *through: torch.device) -> torch.Tensor:
         raise ValueError("GPU x is not visible in this process")
 
     monkeypatch.setattr(weight_loader, "open_shared", not_visible)

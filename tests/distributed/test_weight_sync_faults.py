@@ -287,7 +287,9 @@ class FaultyTransport(SharedMemoryTransport):
                 fault.fired = True
                 raise SystemExit
             if fault.kind == "sender fails":
-                buckets = self._nodes.buckets(state.engines, index)
+                buckets = [
+                    b for e in state.engines for r in self.plan.ranks_of(e) for b in self.plan.buckets(r)[index:][:1]
+                ]
                 fault.fired = any(self.rank in bucket.segments for bucket in buckets)
                 sources = {}
         super()._round(state, index, sources)
@@ -301,7 +303,12 @@ class Trial:
         architecture = small_architecture(bool(number % 4 < 2), num_hidden_layers=1, hidden_size=8, vocab_size=67)
         parallel = ParallelLayout(2, tensor=2) if number % 3 else ParallelLayout(2)
         self.world = World(
-            architecture, parallel, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=2048
+            architecture,
+            parallel,
+            tensor_parallel=tensor_parallel,
+            num_engines=num_engines,
+            bucket_bytes=2048,
+            engines_per_node=num_engines if number % 4 < 3 else 1,
         )
         self.directory = directory / str(number)
         self.directory.mkdir()

@@ -1,13 +1,16 @@
 """Placement of engines on nodes, and forwarding of chunks whose source is on another node than their engine.
 
-Such chunks go to a relay rank on the engine's node, which writes them into the engine's slot: one message a round and
-pair of ranks.
+Such chunks go to a relay rank on the engine's node, once for all engines of the node that are alike: the relay writes
+them into the slot of each. There is one message a round and pair of ranks. Rounds overlap: the messages of the next
+ones are under way while a bucket is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,8 +21,10 @@ from megatron_dapo.bridge.transports.base import EngineHandles, SyncDeadline, Sy
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import Buffers
 
-# (engine rank, source on another node) -> memory for its bytes of a bucket, and their message
+# (first engine rank of those alike, source on another node) -> memory for its bytes of a bucket, and their message
 Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
+
+_ROUNDS_AHEAD = 2  # whose messages are under way at either end; each holds its bytes a second time
 
 
 @dataclass(frozen=True)
@@ -40,29 +45,30 @@ class EngineNodes:
 
     def engines_here(self, request: SyncRequest) -> tuple[int, ...]:
         """Return the engines of a request that are on this rank's node."""
-        return tuple(engine for engine in request.engines if self.is_here(engine))
+        here = self._here
+        return tuple(engine for engine in request.engines if engine in here)
 
-    def away(self, request: SyncRequest) -> tuple[int, ...]:
-        """Return the engine ranks of other nodes that this rank writes into, in order."""
-        size, engines = self.plan.engines.tensor_parallel, set(request.engines)
-        return tuple(
-            rank
-            for rank in self.plan.destinations(self.rank)
-            if rank // size in engines and not self.is_here(rank // size)
-        )
+    @cached_property
+    def _here(self) -> frozenset[int]:
+        return frozenset(engine for engine in range(self.plan.num_engines) if self.is_here(engine))
 
-    def num_rounds(self, request: SyncRequest) -> int:
-        """Return the number of buckets of the engine rank with the most, of those whose bytes this rank handles."""
-        ranks = [rank for engine in self.engines_here(request) for rank in self.plan.ranks_of(engine)]
-        return max((len(self.plan.buckets(rank)) for rank in [*ranks, *self.away(request)]), default=0)
+    def sets_here(self, engines: Sequence[int]) -> list[list[int]]:
+        """Return the ranks of these engines of this node, those alike together, in order."""
+        return self._sets(rank for engine in engines for rank in self.plan.ranks_of(engine))
+
+    def sets_away(self, request: SyncRequest) -> list[list[int]]:
+        """Return the engine ranks of other nodes that this rank writes into, those alike together, in order."""
+        size, engines = self.plan.engines.tensor_parallel, set(request.engines) - self._here
+        return self._sets(rank for rank in self.plan.destinations(self.rank) if rank // size in engines)
+
+    def _sets(self, engine_ranks: Iterable[int]) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for rank in engine_ranks:
+            found.setdefault(self.plan.alike(rank)[0], []).append(rank)
+        return [found[first] for first in sorted(found)]
 
     def engine_of(self, bucket: Bucket) -> int:
         return bucket.engine_rank // self.plan.engines.tensor_parallel
-
-    def buckets(self, engines: Sequence[int], index: int) -> list[Bucket]:
-        """Return bucket number `index` of every rank of these engines that has so many."""
-        ranks = [rank for engine in engines for rank in self.plan.ranks_of(engine)]
-        return [self.plan.buckets(rank)[index] for rank in ranks if index < len(self.plan.buckets(rank))]
 
     def beside(self, engine_rank: int) -> int:
         """Return the trainer rank whose device an engine rank shares: engines fill the devices of their node in order."""
@@ -84,64 +90,82 @@ class Forwarding:
     def __init__(self, nodes: EngineNodes, peers: PeerGroup | None) -> None:
         self._nodes = nodes
         self._peers = peers
-        self._sending: list[Pending] = []
+        self.begin(SyncRequest("", "", 0, ()))
 
-    def begin(self) -> None:
-        """Forget messages that an earlier, failed sync had in flight."""
-        self._sending.clear()
+    def begin(self, request: SyncRequest) -> None:
+        """Arrange the rounds of a sync; forget messages that an earlier, failed one had in flight."""
+        self._coming: list[list[tuple[Bucket, int]]] = []  # round -> (bucket, source on another node)
+        self._leaving: list[list[tuple[Bucket, list[int]]]] = []  # round -> (bucket, engine ranks that get it)
+        self._arriving: deque[Incoming] = deque()  # of the rounds that come next
+        self._next = 0  # round to be received
+        self._sending: deque[list[Pending]] = deque()
+        nodes = self._nodes
+        self.num_rounds = 0
+        node = nodes.nodes.node_of(nodes.rank)
+        for ranks in nodes.sets_here(nodes.engines_here(request)):
+            buckets = nodes.plan.buckets(ranks[0])
+            self._arrange(self._coming, len(buckets))
+            for bucket in buckets if self._peers is not None else ():
+                far = (source for source in bucket.segments if nodes.nodes.node_of(source) != node)
+                coming = [(bucket, source) for source in far if self._relay(bucket, source) == nodes.rank]
+                self._coming[bucket.index] += coming
+        for ranks in nodes.sets_away(request):
+            buckets = nodes.plan.buckets(ranks[0])
+            self._arrange(self._leaving, len(buckets))
+            for bucket in buckets:
+                if nodes.rank in bucket.segments:
+                    self._leaving[bucket.index].append((bucket, ranks))
+        self.num_rounds = max(len(self._coming), len(self._leaving))
 
-    def receive(self, request: SyncRequest, index: int) -> Incoming:
-        """Start to receive what other nodes send through this rank in round `index`."""
+    def _arrange(self, rounds: list, count: int) -> None:
+        rounds += [[] for _ in range(count - len(rounds))]
+
+    def receive(self) -> Incoming:
+        """Return what other nodes send through this rank in the next round, on its way."""
+        while len(self._arriving) <= _ROUNDS_AHEAD:
+            self._arriving.append(self._start_receiving())
+        return self._arriving.popleft()
+
+    def _start_receiving(self) -> Incoming:
         incoming: Incoming = {}
-        if self._peers is None:
-            return incoming
-        for bucket, source in self._forwarded(request, index):
-            if self._relay(bucket, source) == self._nodes.rank:
-                start, stop = bucket.segments[source]
-                data = torch.empty(stop - start, dtype=torch.uint8)
-                incoming[bucket.engine_rank, source] = (data, self._peers.receive(data, source))
+        index, self._next = self._next, self._next + 1
+        for bucket, source in self._coming[index] if index < len(self._coming) else ():
+            assert self._peers is not None, "nothing comes without other nodes"
+            start, stop = bucket.segments[source]
+            data = torch.empty(stop - start, dtype=torch.uint8)
+            first = self._nodes.plan.alike(bucket.engine_rank)[0]
+            incoming[first, source] = (data, self._peers.receive(data, source))
         return incoming
 
-    def send(
-        self, request: SyncRequest, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline
-    ) -> None:
-        """Start to send this rank's chunks for engines of other nodes, once those of the last round have left."""
-        if self._peers is None:
-            return
-        self.wait(deadline)
-        plan, rank = self._nodes.plan, self._nodes.rank
-        for engine_rank in self._nodes.away(request):
-            buckets = plan.buckets(engine_rank)
-            if index < len(buckets) and rank in (bucket := buckets[index]).segments:
-                start, stop = bucket.segments[rank]
-                data = torch.zeros(stop - start, dtype=torch.uint8)
-                write_chunks(plan, bucket, rank, sources, data, expected, origin=start)
-                self._sending.append(self._peers.send(data, self._relay(bucket, rank)))
+    def send(self, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline) -> None:
+        """Start to send this rank's chunks for engines of other nodes, once those of earlier rounds have left."""
+        while len(self._sending) >= _ROUNDS_AHEAD:
+            self._wait_for_oldest(deadline)
+        plan, rank, messages = self._nodes.plan, self._nodes.rank, []
+        for bucket, engine_ranks in self._leaving[index] if index < len(self._leaving) else ():
+            assert self._peers is not None, "nothing leaves without other nodes"
+            start, stop = bucket.segments[rank]
+            data = torch.zeros(stop - start, dtype=torch.uint8)
+            write_chunks(plan, bucket, rank, sources, data, expected, origin=start, engine_ranks=engine_ranks)
+            messages.append(self._peers.send(data, self._relay(bucket, rank)))
+        self._sending.append(messages)
 
     def wait(self, deadline: SyncDeadline) -> None:
         """Wait until everything sent has left."""
-        for message in self._sending:
-            message.wait(deadline.at)
-        self._sending.clear()
+        while self._sending:
+            self._wait_for_oldest(deadline)
 
-    def _forwarded(self, request: SyncRequest, index: int) -> list[tuple[Bucket, int]]:
-        """(bucket of an engine of this node, source on another node) pairs of round `index`, in the senders' order."""
-        nodes = self._nodes
-        node, here = nodes.nodes.node_of(nodes.rank), nodes.engines_here(request)
-        return [
-            (bucket, source)
-            for bucket in nodes.buckets(here, index)
-            for source in bucket.segments
-            if nodes.nodes.node_of(source) != node
-        ]
+    def _wait_for_oldest(self, deadline: SyncDeadline) -> None:
+        for message in self._sending.popleft():
+            message.wait(deadline.at)
 
     def _relay(self, bucket: Bucket, source: int) -> int:
         """Rank of the engine's node that receives a source's bytes; sources are spread over the node's ranks."""
         nodes = self._nodes
         ranks = nodes.nodes.ranks_of(nodes.node_of(nodes.engine_of(bucket)))
-        return ranks[(source + bucket.engine_rank) % len(ranks)]
+        return ranks[(source + nodes.plan.alike(bucket.engine_rank)[0]) % len(ranks)]
 
 
-def arrivals(bucket: Bucket, incoming: Incoming) -> list[tuple[int, int]]:
-    """Return the keys of what comes for a bucket through this rank."""
-    return [key for source in bucket.segments if (key := (bucket.engine_rank, source)) in incoming]
+def arrivals(bucket: Bucket, first: int, incoming: Incoming) -> list[tuple[int, int]]:
+    """Return the keys of what comes for a bucket of the engine ranks like `first` through this rank."""
+    return [key for source in bucket.segments if (key := (first, source)) in incoming]

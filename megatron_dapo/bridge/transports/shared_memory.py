@@ -123,7 +123,7 @@ class SharedMemoryTransport:
         """Map the memory of all engines of the node and post the commands to those this rank leads."""
         here = self._nodes.engines_here(request)
         state = self._state = _State(request, deadline, TransferResult(ExpectedChecksums(self.plan)), here)
-        self._forwarding.begin()
+        self._forwarding.begin(request)
         self._open(state)
         if state.memory.is_new:
             # After this all ranks have mapped the arenas; once the engines have too, no file can stay behind.
@@ -134,7 +134,7 @@ class SharedMemoryTransport:
     def send(self, sources: Buffers) -> None:
         """Write this rank's chunks, bucket after bucket."""
         state = self._running
-        for index in range(self._nodes.num_rounds(state.request)):
+        for index in range(self._forwarding.num_rounds):
             self._round(state, index, sources)
 
     def finish(self) -> TransferResult:
@@ -175,12 +175,12 @@ class SharedMemoryTransport:
 
     def _round(self, state: _State, index: int, sources: Buffers) -> None:
         """Write this rank's share of bucket `index` of every engine rank, and what came for it from other nodes."""
-        incoming = self._forwarding.receive(state.request, index)
         try:
-            self._forwarding.send(state.request, index, sources, state.result.expected, state.deadline)
-            for bucket in self._nodes.buckets(state.engines, index):
-                if self._write(state, bucket, sources, incoming):
-                    self._announce(state, bucket)
+            incoming = self._forwarding.receive()
+            self._forwarding.send(index, sources, state.result.expected, state.deadline)
+            for engine_ranks in self._nodes.sets_here(state.engines):
+                buckets = [self.plan.buckets(rank)[index:][:1] for rank in engine_ranks]
+                self._write(state, [bucket for found in buckets for bucket in found], sources, incoming)
             for _, pending in incoming.values():
                 pending.wait(state.deadline.at)
         except CoordinationError:
@@ -190,25 +190,34 @@ class SharedMemoryTransport:
             for engine in state.request.engines:
                 self._leave(state, engine, f"trainer rank {self.rank}: {reason_of(error)}")
 
-    def _write(self, state: _State, bucket: Bucket, sources: Buffers, incoming: Incoming) -> bool:
-        """Write this rank's share of a bucket into its slot; return False if the engine is no longer taking part."""
-        coming = arrivals(bucket, incoming)
-        if self.rank not in bucket.segments and not coming:
-            return True
-        if not self._has_slot(state, bucket):
-            return False
-        slot = state.memory.slots[bucket.engine_rank][bucket.index % NUM_SLOTS]
-        write_chunks(self.plan, bucket, self.rank, sources, slot, state.result.expected)
-        for key in coming:
-            data, pending = incoming.pop(key)
-            pending.wait(state.deadline.at)
-            start, stop = bucket.segments[key[1]]
-            slot[start:stop].copy_(data)
-        # The engine reads the slot without regard to our streams: the copies must have run before they are announced.
-        for device in {self._memory.device, slot.device}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        return True
+    def _write(self, state: _State, buckets: Sequence[Bucket], sources: Buffers, incoming: Incoming) -> None:
+        """Write this rank's share of a bucket into the slot of every engine rank that gets it, and count it as written."""
+        if not buckets:
+            return
+        segments = buckets[0].segments
+        coming = arrivals(buckets[0], self.plan.alike(buckets[0].engine_rank)[0], incoming)
+        if self.rank in segments or coming:
+            buckets = [bucket for bucket in buckets if self._has_slot(state, bucket)]
+            slots = [state.memory.slots[bucket.engine_rank][bucket.index % NUM_SLOTS] for bucket in buckets]
+            if buckets and self.rank in segments:
+                start, stop = segments[self.rank]
+                engine_ranks = [bucket.engine_rank for bucket in buckets]
+                expected = state.result.expected
+                write_chunks(self.plan, buckets[0], self.rank, sources, slots[0], expected, engine_ranks=engine_ranks)
+                for slot in slots[1:]:
+                    slot[start:stop].copy_(slots[0][start:stop])
+            for key in coming:
+                data, pending = incoming.pop(key)
+                pending.wait(state.deadline.at)
+                start, stop = segments[key[1]]
+                for slot in slots:
+                    slot[start:stop].copy_(data)
+            # The engine reads the slot without regard to our streams: the copies must have run before they are announced.
+            for device in {self._memory.device, *(slot.device for slot in slots)}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+        for bucket in buckets:
+            self._announce(state, bucket)
 
     def _has_slot(self, state: _State, bucket: Bucket) -> bool:
         """Wait for the slot of a bucket. An engine that does not free it is left out."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.protocol.receiver import Receiver
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, local_slice, write_chunks
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, local_slice, plan_sync, write_chunks
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -174,6 +174,40 @@ def test_work_is_spread_over_replicas():
     assert max(written.values()) <= 0.35 * total
     # An engine beside rank 0 gets everything from there: nothing crosses to another rank's memory.
     assert {write.source for bucket in near.buckets(0) for write in near.writes(bucket)} == {0}
+
+
+def test_engines_of_one_node_get_each_byte_through_it_once():
+    """Two nodes of four ranks, one pipeline stage on each, two engines on each."""
+    architecture = ModelArchitecture.from_config({**CONFIG, "tie_word_embeddings": False})
+    source = megatron_layout(architecture, ParallelLayout(8, tensor=2, pipeline=2), torch.float32)
+    engines = sglang_layout(architecture, 2, torch.float32, 4)
+    apart, shared = (plan_sync(source, engines, 2048, ranks_per_node=4, engines_per_node=n) for n in (1, 2))
+    crossing = {apart: 0, shared: 0}  # bytes that come to a node
+    for sync_plan, firsts in ((apart, range(8)), (shared, (0, 1, 4, 5))):
+        for rank in firsts:
+            for bucket in sync_plan.buckets(rank):
+                far = (stop - start for s, (start, stop) in bucket.segments.items() if s // 4 != rank // 4)
+                crossing[sync_plan] += sum(far)
+    assert crossing[apart] == pytest.approx(2 * crossing[shared], rel=0.02)
+    for rank in range(8):
+        assert shared.manifest(rank, "d", "s", 1).parameters == apart.manifest(rank, "d", "s", 1).parameters
+        assert rank in shared.alike(rank) and {r // 4 for r in shared.alike(rank)} == {rank // 4}
+        for other in shared.alike(rank):
+            assert [vars(b) | {"engine_rank": 0} for b in shared.buckets(rank)] == [
+                vars(b) | {"engine_rank": 0} for b in shared.buckets(other)
+            ]
+        # A sender knows all that get its bytes, and ranks that hold the same share the work.
+        assert all(rank in shared.destinations(source) for source in shared.sources(rank))
+        assert shared.sources(rank) == shared.sources(shared.alike(rank)[0])
+    # Ranks of a node that hold the same share what goes to all of its engines.
+    written = dict.fromkeys(range(8), 0)
+    for rank in (0, 1, 4, 5):
+        for bucket in shared.buckets(rank):
+            for source, (start, stop) in bucket.segments.items():
+                written[source] += (stop - start) * (source // 4 == rank // 4)
+    for source, replica in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        assert 0.7 < written[source] / written[replica] < 1.4, written
+    assert apart.digest != shared.digest
 
 
 def test_digest_depends_on_everything_that_affects_the_bytes():
