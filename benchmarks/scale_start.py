@@ -9,10 +9,14 @@ connections by which rank 0 generates are not. The check starts 2 and 4 nodes of
 simulated ranks, and compares every rank's payload bytes, messages and connections; with `--namespaces` (root) each node is
 a network namespace, and the bytes of the nodes' interfaces are compared with the payload that left them.
 
-    max_connections    to other nodes, at 16,384 ranks
+    max_connections    to other nodes
     gb_N               a rank's own memory after start and one sync: plans, groups, coordination
     update_mb_N        sent and received by coordination in one weight sync, the commands to a node's own servers included
-    seconds_N          Python of start and one sync
+    seconds_N          Python of start and one sync by the clock, to be read on an idle machine
+    cpu_seconds_N      the same in CPU time of the process, which other load on the machine hardly changes
+
+N counts GPUs. Both ways of placing engines are measured (`LAYOUTS`): on the trainer's GPUs through shared memory, and on
+GPUs of their own by point-to-point, where half of the GPUs train.
 """
 
 from __future__ import annotations
@@ -31,8 +35,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = "examples/layouts/colocated_16nodes.toml"
+LAYOUTS = {
+    "colocated": (LAYOUT, 8),
+    "disaggregated": ("examples/layouts/disaggregated_16nodes.toml", 4),
+}  # ranks a node
 SIZES = (128, 1024, 16384)
-PER_NODE = 8
+GPUS_PER_NODE = 8
 DEADLINE_S = 300.0
 # Groups whose NCCL communicators a step creates: torch makes them at their first collective.
 NCCL_GROUPS = (
@@ -53,9 +61,9 @@ SMALL = (
 )
 
 
-def positions(num_ranks: int) -> list[int]:
+def positions(num_ranks: int, per_node: int) -> list[int]:
     """Return rank 0, the first of the second node, another first one of the highest group of the tree, and two others."""
-    return [0, 5, PER_NODE, num_ranks // 2, num_ranks - 1]
+    return [0, per_node - 1, per_node, num_ranks // 2, num_ranks - 1]
 
 
 def case_of(rank: int, num_ranks: int, **changes: Any) -> dict[str, Any]:
@@ -63,7 +71,7 @@ def case_of(rank: int, num_ranks: int, **changes: Any) -> dict[str, Any]:
     case = {
         "ranks": num_ranks,
         "rank": rank,
-        "per_node": PER_NODE,
+        "per_node": GPUS_PER_NODE,
         "recipe": str(ROOT / LAYOUT),
         "overrides": [],
         "layers": 64,
@@ -101,9 +109,9 @@ def simulate(num_ranks: int, ranks: Sequence[int], **changes: Any) -> list[dict[
     return [finish(start(case_of(rank, num_ranks, **changes))) for rank in ranks]
 
 
-def nccl_connections(groups: dict[str, int]) -> int:
-    """Estimate the connections to other nodes of this rank's NCCL communicators."""
-    return sum(min(NCCL_PEERS, groups.get(name, 0)) for name in NCCL_GROUPS)
+def nccl_connections(one: dict[str, Any]) -> int:
+    """Estimate the connections to other nodes of a rank's NCCL communicators, those to an engine's ranks included."""
+    return one["nccl_p2p"] + sum(min(NCCL_PEERS, one["groups"].get(name, 0)) for name in NCCL_GROUPS)
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -114,13 +122,15 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
         return sum(one[way].get(kind, 0) for way in ("sent", "received") for kind in kinds)
 
     return {
-        "connections": max(one["connections_away"] + nccl_connections(one["groups"]) for one in found),
+        "connections": max(one["connections_away"] + nccl_connections(one) for one in found),
         "connections_coordination": max(one["connections_away"] for one in found),
-        "connections_nccl_estimate": max(nccl_connections(one["groups"]) for one in found),
+        "connections_nccl_estimate": max(nccl_connections(one) for one in found),
+        "connections_of": [one["connections_away"] + nccl_connections(one) for one in found],
         "gb": max(one["gb"] for one in found),
         "update_mb": max(map(update_bytes, found)) / 1e6,
         "messages": max(sum(one["messages"].values()) for one in found),
         "seconds": max(one["seconds"]["start"] for one in found),
+        "cpu_seconds": max(one["seconds"]["cpu"] for one in found),
         "seconds_update": max(one["seconds"]["update"] for one in found),
     }
 
@@ -247,23 +257,28 @@ def main() -> None:
     layers = 4 if arguments.tiny else 16
     result: dict[str, Any] = {}
     for size in sizes:
-        found = simulate(size, [0, size - 1] if arguments.tiny else positions(size))
-        result[f"ranks_{size}"] = summary(found)
-        result.update({f"{key}_{size}": result[f"ranks_{size}"][key] for key in ("gb", "update_mb", "seconds")})
+        for name, (layout, per_node) in LAYOUTS.items():
+            ranks = size * per_node // GPUS_PER_NODE
+            chosen = [0, ranks - 1] if arguments.tiny else positions(ranks, per_node)
+            found = simulate(ranks, chosen, recipe=str(ROOT / layout), per_node=per_node)
+            result[f"{name}_{size}"] = {"ranks": chosen, **summary(found)}
+        for key in ("gb", "update_mb", "seconds", "cpu_seconds"):
+            result[f"{key}_{size}"] = max(result[f"{name}_{size}"][key] for name in LAYOUTS)
     if sizes:
-        result["max_connections"] = max(result[f"ranks_{size}"]["connections"] for size in sizes)
+        result["max_connections"] = max(result[f"{name}_{size}"]["connections"] for name in LAYOUTS for size in sizes)
     checks = {f"nodes_{n}": check(n, layers, arguments.namespaces) for n in ((2,) if arguments.tiny else (2, 4))}
     result.update(checks)
     result["bytes_difference"] = max(one["bytes_difference"] for one in checks.values())
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
-    for size in sizes:
-        worst = result[f"ranks_{size}"]
+    for name, worst in result.items():
+        if not name.startswith(tuple(LAYOUTS)):
+            continue
         print(
-            f"{size} ranks: {worst['connections']} connections to other nodes ({worst['connections_coordination']} over "
+            f"{name}: {worst['connections']} connections to other nodes ({worst['connections_coordination']} over "
             f"gloo), {worst['gb']:.3f} GB, {worst['update_mb']:.2f} MB and {worst['messages']} messages an update, "
-            f"{worst['seconds']:.1f} s of Python"
+            f"{worst['seconds']:.1f} s, {worst['cpu_seconds']:.1f} s of CPU"
         )
     for name, one in checks.items():
         print(f"{name}: {one['payload_bytes']} bytes, {one['bytes_difference']} off the simulation")

@@ -30,7 +30,10 @@ from benchmarks.scale.ledger import CountedGroup, CountedPeers, Ledger, Neighbor
 from megatron_dapo.bridge.protocol import peer_group
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena
 from megatron_dapo.bridge.protocol.messages import Command, Manifest, Reply
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.bridge.transports import shared_memory
+from megatron_dapo.bridge.transports.base import TransferResult
+from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.config.loader import load_config
@@ -97,6 +100,48 @@ class StandInServer:
         return SimpleNamespace(api_version=None)
 
 
+class CountedP2P(P2PTransport):
+    """The p2p transport whose engines take all weights at once: exchanges, plans and chunks are real, messages are counted.
+
+    On GPUs bytes take NCCL: a communicator for each engine, with two connections of its bootstrap, and one to each peer.
+    """
+
+    ledger: Ledger
+    nccl: dict[str, int]  # group -> connections to other nodes
+
+    def send(self, sources: Any) -> None:
+        """Count what this rank would send to its engines, and the connections of their groups."""
+        for engine in self._own_engines:
+            members = self.members(engine)
+            everyone = [*members.trainers, *(self._beside(rank) for rank in members.engine_ranks)]
+            for number in self.peers(engine):
+                self.ledger.connect(f"p2p {engine}, member {number}", everyone[number])
+            away = [self.ledger.node_of(rank) != self.ledger.node_of(self.rank) for rank in everyone]
+            self.nccl[f"p2p {engine}"] = min(2, sum(away)) + sum(away[number] for number in self.peers(engine))
+            for outgoing in self._outgoing(engine, members, sources):
+                for message in outgoing.messages:
+                    to = members.engine_ranks[message.member - len(members.trainers)]
+                    self.ledger.send("p2p", self._beside(to), message.stop - message.start)
+            for engine_rank in members.engine_ranks if self.handles.leaders[engine] == self.rank else ():
+                manifest = self.plan.manifest(engine_rank, "", "", 1)
+                self.ledger.sent["commands"] += len(json.dumps(manifest.to_json()))
+        self._failed = self._failed_anywhere({})
+
+    def finish(self) -> TransferResult:
+        """Return the replies of engines full of zeros."""
+        result, version = TransferResult(ExpectedChecksums(self.plan)), self._request.version
+        for engine in self.handles.led_by(self.rank, self._request.engines):
+            names = [self.plan.parameter_names(rank) for rank in self.plan.ranks_of(engine)]
+            result.replies[engine] = tuple(
+                Reply("", "finish", ok=True, version=version, checksums=dict.fromkeys(of_rank, 0)) for of_rank in names
+            )
+        return result
+
+    def _beside(self, engine_rank: int) -> int:
+        """Return a trainer rank on the engine rank's node."""
+        return self.handles.leaders[engine_rank // self.plan.engines.tensor_parallel]
+
+
 class OtherRanks:
     """Answers of the other ranks of a simulated run."""
 
@@ -120,6 +165,10 @@ class OtherRanks:
                 return [{"arenas": self.arenas if is_leader else {}, "pid": pid, "slots": slots}]
             case [dict() as failures, dict() as measured]:
                 return [failures, self._measured(measured, leaders)]
+            case dict() if value:  # groups of the p2p transport: every leader offers one for each of its engines
+                return {
+                    str(e): ["", ["0" * 32, "10.0.0.1", 30000]] for leader in leaders for e in self._engines(leader)
+                }
         return value
 
     def _engines(self, leader: int) -> range:
@@ -200,6 +249,9 @@ def counted(case: dict[str, Any], ledger: Ledger, neighbors: Neighbors | None) -
         patch = mock.patch.object
         stack.enter_context(patch(coordination, "_join", join))
         stack.enter_context(patch(peer_group, "_gloo", gloo))
+        stack.enter_context(patch(CountedP2P, "ledger", ledger, create=True))
+        stack.enter_context(patch(CountedP2P, "nccl", {}, create=True))
+        stack.enter_context(patch(build_engines, "P2PTransport", CountedP2P))
         stack.enter_context(patch(build_engines, "MEBIBYTE", (1 << 20) // SCALE))
         builder = build_engines.SglangBuilder
         stack.enter_context(patch(builder, "_spawn", lambda _, index, local_index: StandInServer(index, ledger)))
@@ -251,7 +303,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(config: Any, case: dict[str, Any], ledger: Ledger, others: OtherRanks | None) -> dict[str, Any]:
     gc.collect()
-    held, start = anonymous_bytes(), time.perf_counter()
+    held, start, cpu_start = anonymous_bytes(), time.perf_counter(), time.process_time()
     topology = run_topology(config)
     layout = topology.policy_layout
     initialize_parallel_state(layout)
@@ -270,7 +322,7 @@ def _measure(config: Any, case: dict[str, Any], ledger: Ledger, others: OtherRan
             first = node * config.sglang.servers_per_node * size
             others.create_arenas(range(first, first + config.sglang.servers_per_node * size))
         engines.publisher.publish(1)
-        seconds["start"] = time.perf_counter() - start
+        seconds["start"], seconds["cpu"] = time.perf_counter() - start, time.process_time() - cpu_start
         gc.collect()
         held = anonymous_bytes() - held
         if others is not None:
@@ -295,6 +347,7 @@ def _measure(config: Any, case: dict[str, Any], ledger: Ledger, others: OtherRan
         "sockets": sockets,
         "interface": [b - a for a, b in zip(before, after)],
         "groups": {} if case["store"] else groups_across_nodes(case["rank"], case["per_node"]),
+        "nccl_p2p": sum(getattr(CountedP2P, "nccl", {}).values()),
     }
 
 
