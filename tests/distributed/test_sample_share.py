@@ -111,7 +111,7 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
 
 def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     rank = dist.get_rank()
-    coordination = coordinate(range(4), timeout_s=30)
+    coordination = coordinate(range(4), timeout_s=60)
     rollout._CHUNK_TOKENS = arguments["chunk_tokens"]
     learner = make_learner(ParallelLayout(4, **arguments["layout"]))
     groups = make_groups()
