@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,21 +98,26 @@ def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
     return cpu_s, moved, faults
 
 
-def bytes_in_flight(pid: int) -> dict[str, str]:
-    """Return what a process's TCP connections hold that is not yet acknowledged or not yet read, by connection."""
-    sockets = set()
-    for number in _listed(f"/proc/{pid}/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-        except OSError:
-            continue
+def tcp_queues() -> dict[str, str]:
+    """Return what this machine's TCP connections hold that is not yet acknowledged or not yet read, by the socket's inode."""
     found = {}
     for name in ("tcp", "tcp6"):
-        for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            fields = line.split()
-            if fields[4] != "00000000:00000000" and f"socket:[{fields[9]}]" in sockets:
-                found[f"{fields[1]} {fields[2]}"] = fields[4]
+        for line in read_text(f"/proc/net/{name}").splitlines()[1:]:
+            if " 00000000:00000000 " not in line:
+                fields = line.split()
+                found[f"socket:[{fields[9]}]"] = fields[4]
     return found
+
+
+def bytes_in_flight(pid: int, queues: Mapping[str, str]) -> dict[str, str]:
+    """Return those of `tcp_queues` that are of a process."""
+    own = set()
+    for number in _listed(f"/proc/{pid}/fd") if queues else ():
+        try:
+            own.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+        except OSError:
+            continue
+    return {socket: queue for socket, queue in queues.items() if socket in own}
 
 
 def parent(pid: int) -> int | None:

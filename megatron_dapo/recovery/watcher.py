@@ -42,6 +42,7 @@ from megatron_dapo.recovery.evidence import (
     parent,
     sectors_written,
     signal_name,
+    tcp_queues,
 )
 from megatron_dapo.recovery.failure import Failure, first_line, in_order, reserve_space, write_failures
 from megatron_dapo.recovery.network import Datagrams, OwnLink
@@ -68,6 +69,7 @@ WORKING_SHARE = 0.1  # of a core: less is polling
 _WORKING_BYTES = 1 << 15  # between two looks: less is the traffic of event loops
 _WORKING_FAULTS = 8
 _LOOK_CLOSER_S = 4.0  # of silence
+_QUEUES_S = 2.0  # between two looks at the machine's TCP connections, which may be many
 _STALE_S = 4.0  # without a sample of its main thread
 _PATIENCE_S = 120.0  # for the first rank to connect
 _DETAIL = 6_000
@@ -114,8 +116,11 @@ class WatchedRank:
             return "", "native code that holds the interpreter"  # no thread of it could look
         return str(page.get("wait", "")), str(page.get("doing", ""))
 
-    def look(self, now: float) -> None:
-        """Note whether it has moved since the last look, and whether it is stopped."""
+    def look(self, now: float, queues: Mapping[str, str] | None) -> None:
+        """Note whether it has moved since the last look, and whether it is stopped.
+
+        queues: those of the machine's TCP connections, None where they were not read.
+        """
         self.out_of_memory.look(now)
         page, seen = self.page, activity(self.pid)
         mark = (page.get("phase"), page.get("progress"), page.get("sequence"))
@@ -125,17 +130,19 @@ class WatchedRank:
             or seen.bytes_moved - self._seen.bytes_moved >= _WORKING_BYTES
             or seen.faults - self._seen.faults >= _WORKING_FAULTS
         )
-        # A slow link moves few bytes, but the kernel's queues of its connections change; in a deadlock they are empty.
-        in_flight = bytes_in_flight(self.pid) if now - self.moved_at > _LOOK_CLOSER_S else None
-        has_changed = None not in (in_flight, self._in_flight) and in_flight != self._in_flight
-        if moved or mark != self._mark or has_changed:
+        if moved or mark != self._mark or (queues is not None and self._queues_move(queues, now)):
             self.moved_at = now
-        self._in_flight = in_flight
         if page.get("beats", 0) != self._beats:
             self._beats, self._beat_at = page.get("beats", 0), now
         self._seen, self._seen_at, self._mark = seen, now, mark
         # "t" is a debugger's stop, which is on purpose.
         self.stopped_since = 0.0 if seen.state != "T" else self.stopped_since or now
+
+    def _queues_move(self, queues: Mapping[str, str], now: float) -> bool:
+        # A slow link moves few bytes, but what its connections hold changes; in a deadlock they are empty.
+        is_silent = now - self.moved_at > _LOOK_CLOSER_S
+        before, self._in_flight = self._in_flight, bytes_in_flight(self.pid, queues) if is_silent else None
+        return None not in (before, self._in_flight) and before != self._in_flight
 
     def shift(self, seconds: float) -> None:
         """Forget time in which the watcher itself did not run."""
@@ -215,7 +222,7 @@ class Watcher:
         self._device = 0  # of the run directory
         self._attempt = 1
         self._started = self._last_tick = time.monotonic()
-        self._beat_at = 0.0
+        self._beat_at = self._queues_at = 0.0
         self._failures: list[tuple[float, Failure]] = []  # when it was noticed here, and what
         self._probe: tuple[int, float, int | None] | None = (
             None  # process, since when the disk writes nothing, sectors then
@@ -372,9 +379,13 @@ class Watcher:
             self._beat_at = 0.0  # told at the next tick
 
     def _tick(self, now: float) -> None:
+        living = [rank for rank in self._ranks.values() if not rank.is_over]
+        queues = None
+        if now - self._queues_at >= _QUEUES_S and any(now - rank.moved_at > _LOOK_CLOSER_S for rank in living):
+            self._queues_at, queues = now, tcp_queues()
+        for rank in living:
+            rank.look(now, queues)
         for rank in self._ranks.values():
-            if not rank.is_over:
-                rank.look(now)
             if self._verdict is None and (requested := rank.new_stacks()):
                 _say(f"rank {rank.rank} ({self._name}), process {rank.pid}, its stacks:\n{requested}")
         if self._verdict is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.evidence import bytes_in_flight, neighbors, parent, sectors_written
+from megatron_dapo.recovery.evidence import bytes_in_flight, neighbors, parent, sectors_written, tcp_queues
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 
@@ -20,22 +20,24 @@ def test_bytes_in_flight_change_while_the_other_end_reads_and_vanish() -> None:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
         with sender, receiver:
-            assert bytes_in_flight(os.getpid()) == {}
+            assert bytes_in_flight(os.getpid(), tcp_queues()) == {}
             sender.setblocking(False)
             sent = 0
             with pytest.raises(BlockingIOError):
                 while True:
                     sent += sender.send(bytes(1 << 16))
             full, end = {}, time.monotonic() + 20.0
-            while not full or bytes_in_flight(os.getpid()) != full:  # the receiver's buffer grows for a moment
+            while (
+                not full or bytes_in_flight(os.getpid(), tcp_queues()) != full
+            ):  # the receiver's buffer grows for a moment
                 assert time.monotonic() < end
-                full = bytes_in_flight(os.getpid())
+                full = bytes_in_flight(os.getpid(), tcp_queues())
                 time.sleep(0.3)
             sent -= len(receiver.recv(sent // 2, socket.MSG_WAITALL))
-            assert bytes_in_flight(os.getpid()) not in ({}, full)
+            assert bytes_in_flight(os.getpid(), tcp_queues()) not in ({}, full)
             while sent:
                 sent -= len(receiver.recv(sent))
-            while bytes_in_flight(os.getpid()):  # until the last acknowledgement
+            while bytes_in_flight(os.getpid(), tcp_queues()):  # until the last acknowledgement
                 assert time.monotonic() < end
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.watcher import culprit_of_silence
+from megatron_dapo.recovery.watcher import SILENT_S, culprit_of_silence
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads Linux's /proc and pidfds"),
@@ -354,6 +354,21 @@ def test_a_link_that_loses_one_direction_is_named_by_its_node(tmp_path: Path, no
             first = run.record()["entries"][0]
             assert (first["node"], first["rank"]) == (f"node{node}", -1) and run.seconds() < HANG_S, run.text()
             assert first["cause"] == "link lost" and "10.99.0.9 answer" in first["message"], first
+
+
+@needs_root
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs iproute2")
+def test_a_slow_link_is_no_hang(tmp_path: Path) -> None:
+    """At 1 Mbit/s both ranks are in one collective, and without work to do, for twice the silence of a hang."""
+    name = f"slow{os.getpid()}"
+    with two_nodes_and_a_switch(name) as prefixes:
+        limit = ["tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms"]
+        command = ["tc", "-n", f"{name}-0", "qdisc", "add", "dev", "eth0", "root", *limit]
+        subprocess.run(command, check=True, timeout=20)
+        with running(tmp_path / "run", ["stream:3200000"] * 2, 2, prefixes, "10.99.0.1") as run:
+            assert run.codes(120) == [0, 0], run.text()
+            assert time.time() - run.began > 2 * SILENT_S and run.text() == ""
 
 
 @needs_root

@@ -1,6 +1,6 @@
 """One rank of a pretended run: it beats, meets the others through a file, and then does what its plan says.
 
-python watched_rank.py PLACE_AS_JSON RUN_DIRECTORY PLAN; "all_reduce" waits in a module of torch's name.
+python watched_rank.py PLACE_AS_JSON RUN_DIRECTORY PLAN; what looks like torch's is in a module of its name.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -25,12 +26,47 @@ class Steps:
         self.count += 1
 
 
-def all_reduce() -> None:
-    """Wait for ever, as seen from outside, in torch."""
-    source = "import time\ndef all_reduce():\n    time.sleep(300)\n"
+_TORCH = """
+import socket, time
+
+def all_reduce():
+    time.sleep(300)
+
+def broadcast(address, num_bytes):
+    with socket.create_connection(address) as connection:
+        connection.sendall(bytes(num_bytes))
+        connection.recv(1)
+
+def receive(listener, num_bytes):
+    with listener.accept()[0] as connection:
+        while num_bytes:
+            num_bytes -= len(connection.recv(num_bytes))
+        connection.send(b"x")
+"""
+
+
+def in_torch(function: str, *arguments: object) -> None:
+    """Call a function that looks from outside as if it were torch's: "all_reduce" waits for ever."""
     code: dict = {"__name__": "torch.distributed.distributed_c10d"}
-    exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), code)
-    code["all_reduce"]()
+    exec(compile(_TORCH, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), code)
+    code[function](*arguments)
+
+
+def stream(place: Place, directory: Path, num_bytes: int) -> None:
+    """Send bytes from rank 0 to rank 1, which listens on its address towards the leader."""
+    file = directory / "address"
+    if place.rank == 0:
+        while not file.exists():
+            time.sleep(0.05)
+        in_torch("broadcast", tuple(json.loads(file.read_text())), num_bytes)
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(place.leader)
+        own = probe.getsockname()[0]
+    with socket.create_server((own, 0)) as listener:
+        file.with_suffix(".tmp").write_text(json.dumps(listener.getsockname()))
+        file.with_suffix(".tmp").rename(file)
+        in_torch("receive", listener, num_bytes)
 
 
 def compute(seconds: float) -> None:
@@ -57,7 +93,9 @@ def gloo(place: Place, directory: Path, number: int) -> None:
 def act(plan: str, directory: Path, place: Place) -> None:
     kind, _, argument = plan.partition(":")
     if kind == "wait":
-        all_reduce()
+        in_torch("all_reduce")
+    elif kind == "stream":
+        stream(place, directory, int(argument))
     elif kind == "gloo":
         gloo(place, directory, int(argument))
     elif kind == "sleep":
