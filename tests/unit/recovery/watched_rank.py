@@ -61,7 +61,7 @@ def stream(place: Place, directory: Path, num_bytes: int) -> None:
         in_torch("broadcast", tuple(json.loads(file.read_text())), num_bytes)
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(place.leader)
+        probe.connect(tuple(place.leader))
         own = probe.getsockname()[0]
     with socket.create_server((own, 0)) as listener:
         file.with_suffix(".tmp").write_text(json.dumps(listener.getsockname()))
@@ -114,10 +114,10 @@ def act(plan: str, directory: Path, place: Place) -> None:
     elif kind == "write":
         (Path(argument) / f"file_{os.getpid()}").write_bytes(bytes(1 << 20))
     elif kind == "append":
-        with open(argument, "ab", buffering=0) as stream:
+        with open(argument, "ab", buffering=0) as file:
             while not Path(argument).parents[1].joinpath("go").exists():
                 time.sleep(0.05)
-            stream.write(bytes(1 << 20))
+            file.write(bytes(1 << 20))
     elif kind == "exit":
         os._exit(int(argument))
 
