@@ -231,6 +231,7 @@ class Watcher:
         self._heard: dict[int, float] = {}
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._gone: set[int] = set()  # nodes that ended in good order
+        self._gone_at = self._started  # the last of them
         # Of the others
         self._leader = 0
         self._answered_at = self._started + START_S - NODE_S  # it may start later than this node
@@ -340,7 +341,7 @@ class Watcher:
         elif message["kind"] == "dump":
             rank.flight_record = message["text"]
         elif message["kind"] == "bye":
-            rank.is_complete = bool(message["is_complete"])
+            rank.is_complete, rank.moved_at = bool(message["is_complete"]), now
 
     def _ended(self, rank: WatchedRank, now: float) -> None:
         while rank.connection is not None and select.select([rank.connection], [], [], 0)[0]:
@@ -454,7 +455,8 @@ class Watcher:
     def _silence(self, now: float) -> dict[str, Any]:
         """Return how long the ranks of this node have been silent, and what each does where that matters."""
         living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
-        idle = min((now - rank.moved_at for rank in living), default=1e9)
+        # The end of a rank is a move: those that waited for it have had no time to go on.
+        idle = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
         is_bounded = any(rank.waiting(now)[0] == "bounded" for rank in living)
         details = []
         if idle > SILENT_S / 2 or self._failures:
@@ -553,8 +555,9 @@ class Watcher:
         node = int(message["from"])
         if message["kind"] == "beat":
             self._heard[node], self._reports[node] = now, message
-            if message["is_done"]:
+            if message["is_done"] and node not in self._gone:
                 self._gone.add(node)
+                self._gone_at = now
             for entry in message["failures"]:
                 age = float(entry.pop("age"))
                 failure = replace(Failure(**entry), time=time.time() - age)
@@ -647,6 +650,8 @@ class Watcher:
         is_silent = all(beat.get("idle_s", 0.0) > SILENT_S and not beat["is_bounded"] for beat in beats)
         details = self._details()
         if self._failures or num_ranks < self._world_size or not is_silent or not details:
+            return
+        if now - self._gone_at < SILENT_S:
             return
         limit = START_SILENT_S if any(detail["phase"] in _STARTING for detail in details) else SILENT_S
         if min(detail["idle_s"] for detail in details) > limit and (hang := self._hang_of(details)):
