@@ -12,16 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.fault_injection import outcome
 from tools.fault_injection.cells import CRASH, FAULTS, SILENCE, STOP, SURVIVED, Cell, Fault
-from tools.fault_injection.cluster_run import ClusterRun, wait_until
+from tools.fault_injection.cluster_run import ClusterRun, is_given_up, wait_until
 from tools.fault_injection.faults import Injector
-from tools.virtual_cluster import CONTROLLER, VirtualCluster
+from tools.virtual_cluster import VirtualCluster
 
 READY_S = 240.0  # from a submission or the end of an attempt until the next one trains
 PHASE_S = 120.0  # for a phase to come
@@ -378,10 +377,7 @@ class Shot:
         restarts, cluster = self.run.job().restarts, self.run.cluster
 
         def is_noticed() -> bool:
-            with suppress(subprocess.SubprocessError):
-                state = cluster.run(CONTROLLER, "sinfo", "-h", "-n", node, "-o", "%T").strip()
-                return "down" in state or self.run.job().restarts > restarts
-            return False
+            return is_given_up(cluster, node) or self.run.job().restarts > restarts
 
         is_seen = wait_until(is_noticed, SLURM_S, poll_s=0.5)
         return {"ok": is_seen, "slurm_seconds": round(time.time() - began, 1)}

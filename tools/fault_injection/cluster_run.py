@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -258,6 +259,13 @@ def _rank_process(node: str, pid: int) -> RankProcess | None:
                 memory = mmap.mmap(stream.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
             return RankProcess(int(rank.group(1)), node, pid, memory)
     return None
+
+
+def is_given_up(cluster: VirtualCluster, node: str) -> bool:
+    """Return True if slurmctld takes a node for down."""
+    with suppress(subprocess.SubprocessError):
+        return "down" in cluster.run(CONTROLLER, "sinfo", "-h", "-n", node, "-o", "%T")
+    return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:

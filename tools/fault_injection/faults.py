@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tools.fault_injection.cluster_run import ClusterRun, RankProcess
+from tools.fault_injection.cluster_run import ClusterRun, RankProcess, is_given_up, wait_until
 from tools.virtual_cluster import CGROUP_V1, CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 DISK_MIB = 256
+GIVEN_UP_S = 120.0
 _FORWARDER = "import sys; from tools.fault_injection.forwarder import stand_between; stand_between(sys.argv[1])"
 _HOG = """
 import os, sys
@@ -94,7 +95,10 @@ class Injector:
             "power-off": ("power-off", "boot"),
             "slurmd": ("kill-slurmd", "start-slurmd"),
         }[fault]
-        self._repairs.append(lambda: cluster.fault(repair, node))
+        if fault == "power-off":
+            self._repairs.append(lambda: (self._wait_given_up(node), cluster.fault(repair, node)))
+        else:
+            self._repairs.append(lambda: cluster.fault(repair, node))
         return lambda: cluster.fault(kind, node)
 
     @property
@@ -107,6 +111,14 @@ class Injector:
         while self._repairs:
             with suppress(ProcessLookupError, FileNotFoundError):
                 self._repairs.pop()()
+
+    def _wait_given_up(self, node: str) -> None:
+        """Wait until Slurm has given a node up, as it has when a machine has booted.
+
+        Namespaces boot within a second and do not change the kernel's boot time, by which slurmctld knows that the job's
+        step there is lost: it would wait for it for ever.
+        """
+        wait_until(lambda: is_given_up(self._cluster, node), GIVEN_UP_S, poll_s=0.5)
 
     def _meet_memory_limit(self, target: RankProcess) -> None:
         """Set the limit of the node's cgroup to what it uses, let a small process of it use more, and see the rank end."""

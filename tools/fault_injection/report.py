@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "chaos.jsonl"
 
 def commit() -> tuple[str, bool]:
     """Return the checkout's commit, and True if tracked files differ from it, the results apart."""
-    head = _git("rev-parse", "--short=12", "HEAD")
+    head = _git("rev-parse", "--short=12", "HEAD") or "unknown"
     return head, bool(
         _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
     )
@@ -25,7 +25,7 @@ def commit() -> tuple[str, bool]:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown" if done.returncode == 0 else "unknown"
+    return done.stdout.strip()
 
 
 def read(path: Path, commits: Sequence[str]) -> list[dict[str, Any]]:

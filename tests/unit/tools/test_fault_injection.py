@@ -122,6 +122,22 @@ def test_restarts_are_compared_over_the_same_faults() -> None:
     assert report.summary(runs[:1])["ettr_role"] is None
 
 
+def test_a_tree_is_dirty_by_tracked_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results.jsonl")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for name in ("code.py", "results.jsonl"):
+        (tmp_path / name).write_text("1")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *arguments], check=True)
+    for name in ("results.jsonl", "new.py"):
+        (tmp_path / name).write_text("2")
+    head, is_dirty = report.commit()
+    assert len(head) == 12 and not is_dirty
+    (tmp_path / "code.py").write_text("2")
+    assert report.commit() == (head, True)
+
+
 def test_results_of_other_commits_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps({"commit": name}) + "\n" for name in ("abc1", "abd2")))
