@@ -37,9 +37,9 @@ class Datagrams:
             self.socket = socket.socket(family, kind, protocol)
             self.socket.setblocking(False)
             own = address if node_rank == 0 else (_local_host(family, address), 0)
-            # A host name that means loopback on its own node (Debian's 127.0.1.1) has another address elsewhere.
-            is_known_elsewhere = leader[0] == address[0] or not str(address[0]).startswith("127.")
-            self._bind(own if is_known_elsewhere else ("", address[1]))
+            # A host name that means loopback on its own node (Debian's 127.0.1.1) has another address for the other nodes.
+            is_reachable = leader[0] == address[0] or not str(address[0]).startswith("127.")
+            self._bind(own if is_reachable else ("", address[1]))
             self.addresses[0] = address
 
     def _bind(self, address: tuple) -> None:
