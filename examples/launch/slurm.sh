@@ -58,7 +58,8 @@ while :; do
         break
     fi
 done
-if [ "$code" = 75 ]; then
+# A job that scancel or its time limit is ending is not requeued by what its tasks left behind.
+if [ "$code" = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

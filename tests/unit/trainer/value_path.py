@@ -41,6 +41,7 @@ class FakeCritic:
     losses: list[float] = field(default_factory=list)
     trained: list[list[str]] = field(default_factory=list)
     layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(1))
+    architecture: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(attention_parity=0))
     rank: int = 0
 
     def forward_values(self, micro_batches):
@@ -65,6 +66,7 @@ class FakePolicy:
     """A policy with log-prob -1 for each token; records the advantages of its samples."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
+    architecture = SimpleNamespace(attention_parity=0)
 
     def __init__(self) -> None:
         self.num_steps = 0
