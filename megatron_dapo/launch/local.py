@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.launch.environment import free_port
+from megatron_dapo.engines.sglang.ports import reserve_port
 from megatron_dapo.launch.lifetime import end_with_parent, require_unused
 from megatron_dapo.recovery.signals import ONE_REQUEST_S
 
@@ -38,8 +38,10 @@ def write_worker_pid(run_directory: Path, rank: int) -> None:
     os.replace(partial, file)
 
 
-def torchrun_command(num_processes: int, module: str, arguments: Sequence[str], restarts: int = 0) -> list[str]:
-    """Return the command that runs `module` in `num_processes` local workers, which meet on loopback alone.
+def torchrun_command(
+    num_processes: int, module: str, arguments: Sequence[str], port: int, restarts: int = 0
+) -> list[str]:
+    """Return the command that runs `module` in `num_processes` local workers, which meet at `port` of loopback alone.
 
     After a failure all are started again, `restarts` times at most.
 
@@ -54,7 +56,7 @@ def torchrun_command(num_processes: int, module: str, arguments: Sequence[str], 
             "--nnodes=1",
             "--node-rank=0",
         ),
-        *("--master-addr=127.0.0.1", f"--master-port={free_port()}"),
+        *("--master-addr=127.0.0.1", f"--master-port={port}"),
         *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
     ]
 
@@ -123,8 +125,9 @@ def launch_workers(
     # Ids of an earlier run may belong to other processes by now: a signal must not reach them.
     for file in _pid_files(run_directory):
         file.unlink()
+    port = reserve_port("127.0.0.1")  # held until the end: no process may take it before torchrun listens
     process = subprocess.Popen(
-        torchrun_command(num_processes, module, arguments, restarts),
+        torchrun_command(num_processes, module, arguments, port.hand_over(), restarts),
         env=_worker_environment(num_processes),
         start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
         preexec_fn=end_with_parent(signal.SIGTERM),
@@ -139,3 +142,4 @@ def launch_workers(
             signal.signal(number, handler)
         if process.poll() is None:
             forward.kill_all()
+        port.release()

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_dapo.launch.local import launch_workers, torchrun_command
+from megatron_dapo.launch.local import launch_workers
 
 WORKER = """
 import json, os, sys, psutil
@@ -40,9 +42,25 @@ def test_workers_meet_on_loopback_by_static_rendezvous(tmp_path: Path, monkeypat
         assert stores == ["127.0.0.1"]
 
 
-def test_two_runs_on_a_node_get_ports_of_their_own() -> None:
-    ports = {next(part for part in torchrun_command(1, "x", []) if "master-port" in part) for _ in range(8)}
-    assert len(ports) > 1 and sys.executable == torchrun_command(1, "x", [])[0]
+def test_no_process_can_take_the_port_of_a_run_before_torchrun_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, found = subprocess.Popen, []
+
+    def start_late(command: list[str], **options: Any) -> subprocess.Popen:
+        [port] = [int(part.partition("=")[2]) for part in command if part.startswith("--master-port=")]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        found.append(port)
+        return start(command, **options)
+
+    (tmp_path / "small_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("megatron_dapo.launch.local.subprocess.Popen", start_late)
+    assert launch_workers("small_worker", [str(tmp_path)], 1, tmp_path / "run") == 0
+    with socket.socket() as after:  # and it is free at the end
+        after.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        after.bind(("127.0.0.1", found[0]))
 
 
 SIGNALED = """

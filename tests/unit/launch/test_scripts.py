@@ -19,7 +19,7 @@ ARGUMENTS = {
 STUBS = {
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" || { echo node0; echo node1; }',
     "megatron-dapo": "true",
-    "squeue": "echo 2026-11-22T10:00:00",
+    "squeue": '[ "${@: -1}" = %T ] && echo "$STATE" || echo 2026-11-22T10:00:00',
     # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
     "srun": """if [ "${@: -1}" = --keep-servers ]; then
     printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
@@ -39,6 +39,7 @@ def run_script(
     scope: str = "job",
     kept: int = 0,
     attempts: int = 99,
+    state: str = "RUNNING",
 ) -> tuple[int, list[str]]:
     """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not."""
     (directory / "attempts").unlink(missing_ok=True)
@@ -56,6 +57,7 @@ def run_script(
         "SCOPE": scope,
         "KEPT": kept,
         "ATTEMPTS": attempts,
+        "STATE": state,
         "SLURM_JOB_NUM_NODES": 2,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
@@ -92,6 +94,12 @@ def test_the_record_of_the_attempt_decides_on_a_requeue(script: str, tmp_path: P
         code, lines = run_script(script, tmp_path, 17, srun=143, verdict=verdict)
         assert code == verdict
         assert ("requeue 17" in lines) == (verdict == 75)
+
+
+def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
+    """Its tasks end with 75, as at every stop."""
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, state="COMPLETING")
+    assert code == 75 and "requeue 17" not in lines
 
 
 def is_running(pid: int) -> bool:
