@@ -1,7 +1,7 @@
 """Make the problems of `examples/smollm2` with reasoning-gym: rows of the DAPO-Math-17k schema, from a seed.
 
-    pip install reasoning-gym==0.1.25          # into an environment of its own; a run does not need it
-    python -m tools.make_text_tasks --output examples/smollm2
+    make .venv-tasks       # reasoning-gym, which a run does not need
+    PYTHONPATH=.venv-tasks python -m tools.make_text_tasks --output examples/smollm2
 
 Two sets: `sums` (sums and differences of two one-digit numbers: there are 200) and `mixture` (sums of three, products,
 equations, sorting, greatest common divisors, letters, spelling and word order). Each has problems to train on and

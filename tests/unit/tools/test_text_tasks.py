@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -86,15 +85,3 @@ def test_no_problem_is_in_both_files(name: str, train: int, heldout: int) -> Non
     parts = [[question(row) for row in rows(f"{name}_{part}")] for part in ("train", "heldout")]
     assert [len(part) for part in parts] == [train, heldout]
     assert max(Counter(parts[0] + parts[1]).values()) == 1
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None,
-    reason="reasoning-gym is not installed: pip install reasoning-gym==0.1.25 in an environment of its own",
-)
-def test_the_files_are_those_of_the_program(tmp_path: Path) -> None:
-    from tools import make_text_tasks
-
-    make_text_tasks.main(["--output", str(tmp_path)])
-    for name in FILES:
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (DIRECTORY / f"{name}.jsonl").read_bytes()
