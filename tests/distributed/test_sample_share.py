@@ -94,7 +94,12 @@ def make_learner(layout: ParallelLayout) -> PolicyLearner:
             "algorithm": {"positive_example_coefficient": 0.5},
         }
     )
-    actor: Any = SimpleNamespace(layout=layout, rank=dist.get_rank(), part=SimpleNamespace(group=None))
+    actor: Any = SimpleNamespace(
+        layout=layout,
+        rank=dist.get_rank(),
+        part=SimpleNamespace(group=None),
+        architecture=SimpleNamespace(attention_parity=0),
+    )
     phases = Phases()
     return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
 
