@@ -229,7 +229,14 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
 P2P = ('sglang.placement="disaggregated"', 'sglang.weight_sync_transport="p2p"')
 
 
-@pytest.mark.parametrize(("moment", "settings"), [("generate", ()), ("weight_sync", ()), ("weight_sync", P2P)])
+@pytest.mark.parametrize(
+    ("moment", "settings"),
+    [
+        ("generate", ()),
+        pytest.param("weight_sync", (), marks=pytest.mark.long),
+        pytest.param("weight_sync", P2P, marks=pytest.mark.long),
+    ],
+)
 def test_the_server_outlives_a_killed_trainer_rank_which_is_started_again(
     train: Callable[..., Run], moment: str, settings: tuple[str, ...]
 ) -> None:
@@ -264,6 +271,7 @@ def test_the_server_outlives_a_killed_trainer_rank_which_is_started_again(
     check_nothing_is_left(run)
 
 
+@pytest.mark.long  # torchrun's restart above shows that nothing is left
 def test_servers_end_when_torchrun_is_killed(train: Callable[..., Run]) -> None:
     run = train(restarts=2)
     run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
