@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from megatron_dapo.launch.local import worker_pid_file
-from tests.cluster.test_slurm import (
+from jobs import (
     ENGINES,
     RUN_S,
     SERVERS,
@@ -22,6 +20,8 @@ from tests.cluster.test_slurm import (
     wait_for,
     write_layout,
 )
+
+from megatron_dapo.launch.local import worker_pid_file
 from tools.virtual_cluster import ClusterSettings, VirtualCluster, virtual_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
