@@ -94,7 +94,8 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length, also between expert ranks: the allgather dispatcher needs equal ones.
-        # megatron-core checks the dispatcher's type even for a dense model.
+        # megatron-core checks the dispatcher's type even for a dense model. `schedule` switches the exchange of lengths off
+        # for steps whose micro-batches are equal.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_communication_fields(layout),

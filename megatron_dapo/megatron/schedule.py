@@ -16,11 +16,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.megatron.attention import PackedSequences
-from megatron_dapo.megatron.context import slice_for_context
+from megatron_dapo.megatron.context import context_token_index, slice_for_context
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.parallel_state import Groups
 from megatron_dapo.megatron.precision import keeping_scales
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.packing import padded_length
 from megatron_dapo.types import MicroBatch
 
 Output = TypeVar("Output")
@@ -30,13 +31,25 @@ ReadOutput = Callable[[GPTModel, torch.Tensor, MicroBatch], Output]
 Loss = Callable[[MicroBatch, Output, int], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
+# Share of a step's tokens that equal micro-batches may add as padding. Stages that know the length of what comes save the
+# exchange of it (and, on a GPU, the wait of the host) at every hand-over: little beside a micro-batch's own computation.
+MAX_PADDED_SHARE = 0.02
+_PADDING_SEQUENCE = 512  # tokens of a sequence of padding, so that attention over it costs no more than a sequence's
+
+
 @dataclass(frozen=True)
 class PreparedMicroBatch:
-    """One micro-batch as this rank computes it, shared by all its chunks."""
+    """One micro-batch as this rank computes it, shared by all its chunks.
+
+    The model computes `token_ids` and `position_ids` [P_padded]: those of the micro-batch, and masked sequences behind them
+    where the stages of a pipeline exchange equal lengths. Losses see the micro-batch alone.
+    """
 
     index: int
     micro_batch: MicroBatch  # context-sliced
     packed: PackedSequences
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
 
 
 def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int) -> list[PreparedMicroBatch]:
@@ -50,10 +63,22 @@ def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: i
             f"pack into a multiple of {layout.pipeline}"
         )
     context_rank = layout.coordinates(rank).context
-    return [_prepare_one(index, micro_batch, layout, context_rank) for index, micro_batch in enumerate(micro_batches)]
+    length = common_length([micro_batch.num_tokens for micro_batch in micro_batches]) if layout.pipeline > 1 else 0
+    return [
+        _prepare_one(index, micro_batch, layout, context_rank, length)
+        for index, micro_batch in enumerate(micro_batches)
+    ]
 
 
-def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, context_rank: int) -> PreparedMicroBatch:
+def common_length(lengths: Sequence[int]) -> int:
+    """Return the length to which padding makes micro-batches equal, 0 where it would cost more than it saves."""
+    padded = len(lengths) * max(lengths)
+    return max(lengths) if padded <= (1 + MAX_PADDED_SHARE) * sum(lengths) else 0
+
+
+def _prepare_one(
+    index: int, micro_batch: MicroBatch, layout: ParallelLayout, context_rank: int, length: int
+) -> PreparedMicroBatch:
     num_tokens, end = micro_batch.num_tokens, int(micro_batch.cu_seqlens[-1])
     if num_tokens != end or num_tokens % layout.micro_batch_alignment:
         raise ValueError(
@@ -61,18 +86,37 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
             f"under {layout.describe()} both must be the same multiple of {layout.micro_batch_alignment}"
         )
     local = slice_for_context(micro_batch, context_rank, layout.context)
-    longest = micro_batch.max_sequence_length
+    bounds, positions = _with_padding(micro_batch.cu_seqlens, length, layout, context_rank)
+    position_ids = torch.cat((local.position_ids, positions.to(local.position_ids)))
+    longest = int((bounds[1:] - bounds[:-1]).max())
     packed = PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        cu_seqlens_kv=micro_batch.cu_seqlens,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         context_rank=context_rank,
         context_size=layout.context,
-        position_ids=local.position_ids,
+        position_ids=position_ids,
     )
-    return PreparedMicroBatch(index, local, packed)
+    token_ids = torch.nn.functional.pad(local.token_ids, (0, positions.numel()))
+    return PreparedMicroBatch(index, local, packed, token_ids, position_ids)
+
+
+def _with_padding(
+    cu_seqlens: torch.Tensor, length: int, layout: ParallelLayout, context_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of the sequences with padding up to `length`, and this rank's positions of the padding alone."""
+    end, size = int(cu_seqlens[-1]), padded_length(_PADDING_SEQUENCE, layout.sequence_alignment)
+    if length <= end:
+        return cu_seqlens, torch.empty(0, dtype=torch.int64)
+    more = torch.tensor([*range(end + size, length, size), length], dtype=cu_seqlens.dtype)
+    padding = torch.cat((torch.zeros(1, dtype=torch.int64), more.to(torch.int64) - end))
+    index = torch.arange(length - end)
+    if layout.context > 1:
+        index = context_token_index(padding, context_rank, layout.context)
+    start = padding[torch.bucketize(index, padding[1:], right=True)]
+    return torch.cat((cu_seqlens, more.to(cu_seqlens.device))), index - start
 
 
 def forward(
@@ -114,21 +158,26 @@ def _run(
     """Run megatron-core's schedule and return the second result of `loss_fn` for each micro-batch, on the last stage."""
 
     def finish(hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch) -> tuple[torch.Tensor, ...]:
-        loss, data = loss_fn(item.micro_batch, read(unwrap(chunk), hidden, item.micro_batch), item.index)
+        output = read(unwrap(chunk), hidden[:, : item.micro_batch.num_tokens], item.micro_batch)
+        loss, data = loss_fn(item.micro_batch, output, item.index)
         # megatron-core wants a count of tokens here. It is not used: losses are divided by global counts already.
         return loss, torch.ones((), dtype=torch.int), data
 
     def step(iterator: Iterator[PreparedMicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         item = next(iterator)
         hidden = chunk(
-            input_ids=item.micro_batch.token_ids[None],
-            position_ids=item.micro_batch.position_ids[None],
+            input_ids=item.token_ids[None],
+            position_ids=item.position_ids[None],
             attention_mask=None,
             packed_seq_params=item.packed,
         )
         return hidden, partial(finish, chunk=chunk, item=item)
 
-    longest = max(item.micro_batch.num_tokens for item in prepared)
+    lengths = {item.token_ids.numel() for item in prepared}
+    context_size = prepared[0].packed.context_size
+    for chunk in chunks:
+        # All stages have the same micro-batches, so they decide alike.
+        unwrap(chunk).config.variable_seq_lengths = len(lengths) > 1
     # Each chunk draws every micro-batch; with a single chunk megatron-core takes the bare iterator.
     iterators = [iter(prepared) for _ in chunks]
     return get_forward_backward_func()(
@@ -136,7 +185,7 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(prepared),
-        seq_length=longest,  # unused: with variable_seq_lengths stages exchange the real ones
+        seq_length=max(lengths) * context_size,  # unused where stages exchange the real ones
         micro_batch_size=1,
         **mode,
     )

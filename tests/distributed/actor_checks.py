@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.megatron import schedule
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.model_config import ModelSettings
@@ -303,6 +304,7 @@ def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | No
         "gradient": gradient,
         "norm": abs(result.grad_norm - norm) / norm,
         "not_applied": float(not result.applied),
+        "exchanges_lengths": float(actor.config.variable_seq_lengths),
     }
     return largest_over_ranks(errors)
 
@@ -314,9 +316,13 @@ def largest_over_ranks(errors: dict[str, float]) -> dict[str, float]:
 
 
 def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Worker: `parity` of each case {"model", "layout" (fields), and optionally "dtype", "recompute", "distributed"}."""
+    """Worker: `parity` of each case {"model", "layout" (fields), and optionally "dtype", "recompute", "distributed"}.
+
+    Micro-batches of a pipeline are made equal in length where the case has "padded".
+    """
     results = []
     for case in arguments["cases"]:
+        schedule.MAX_PADDED_SHARE = 10.0 if case.get("padded") else 0.0
         settings = ActorSettings(
             model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
             use_distributed_optimizer=case.get("distributed", True),

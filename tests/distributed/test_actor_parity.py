@@ -17,6 +17,12 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
     {"model": "qwen2", "layout": {"context": 4}, "recompute": "selective"},
     {"model": "llama3", "layout": {}},
     {"model": "qwen3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "recompute": "full"},
+    # Micro-batches of equal length, whose stages do not exchange lengths.
+    {"model": "qwen2", "layout": {"pipeline": 2}, "padded": True},
+    {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "padded": True},
+    {"model": "llama3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "padded": True},
+    {"model": "qwen2-tied", "layout": {"context": 2, "pipeline": 2}, "padded": True},
+    {"model": "qwen3-moe", "layout": {"expert": 2, "pipeline": 2}, "padded": True},
 ]
 
 
@@ -31,3 +37,5 @@ def test_every_layout_gives_the_logprobs_and_gradients_of_transformers(actor_ref
         assert errors["gradient"] < 1e-5, (case, errors)
         assert errors["loss"] < 1e-5 and errors["norm"] < 1e-5, (case, errors)
         assert errors["targets"] == 0 and errors["not_applied"] == 0, (case, errors)
+        if case["layout"].get("pipeline", 1) > 1:
+            assert errors["exchanges_lengths"] == (not case.get("padded", False)), (case, errors)
