@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
+from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, Plan, describe, describe_pretraining, make_plan
 from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
 app.add_typer(plan_app, name="plan")
+app.add_typer(data_app, name="data")
 
 REFUSED = 2
 WORKER = "megatron_dapo.launch.worker"

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def load_prompts(
     use, and when no prompt is short enough.
     """
     prompt_template = PromptTemplate(tokenizer, template)
-    collected = _collect(paths, deduplicate)
+    collected = _collect_files(paths, deduplicate)
     _check_answers(collected.rows, validate_answers)
     prompts = [
         Prompt(prompt_id, row.messages, prompt_template.render(row.messages), row.answer, row.data_source, row.extra)
@@ -154,29 +154,33 @@ def prompt_id_of(messages: Messages, answer: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Collected:
-    files: tuple[tuple[str, str], ...]
+class CollectedRows:
+    """Rows of one or several files, equal ones once."""
+
     num_rows: int
     rows: tuple[tuple[str, Row], ...]  # (prompt_id, first row with it), or every row
-    multiplicity: Mapping[str, int]
+    multiplicity: Mapping[str, int]  # prompt_id -> rows
+    files: tuple[tuple[str, str], ...] = ()  # (path, sha256)
 
 
-def _collect(paths: Sequence[str | Path], deduplicate: bool) -> _Collected:
+def collect_rows(rows: Iterable[Row], deduplicate: bool = True) -> CollectedRows:
+    """Keep one of several rows with the same prompt and answer (all, where `deduplicate` is off), and count them."""
+    kept: list[tuple[str, Row]] = []
+    multiplicity: dict[str, int] = {}
+    for row in rows:
+        prompt_id = prompt_id_of(row.messages, row.answer)
+        if not deduplicate or prompt_id not in multiplicity:
+            kept.append((prompt_id, row))
+        multiplicity[prompt_id] = multiplicity.get(prompt_id, 0) + 1
+    return CollectedRows(sum(multiplicity.values()), tuple(kept), multiplicity)
+
+
+def _collect_files(paths: Sequence[str | Path], deduplicate: bool) -> CollectedRows:
     if not paths:
         raise ValueError("no data files given")
     files = [Path(path) for path in paths]
-    rows: list[tuple[str, Row]] = []
-    multiplicity: dict[str, int] = {}
-    num_rows = 0
-    for file in files:
-        for row in read_rows(file):
-            prompt_id = prompt_id_of(row.messages, row.answer)
-            if not deduplicate or prompt_id not in multiplicity:
-                rows.append((prompt_id, row))
-            multiplicity[prompt_id] = multiplicity.get(prompt_id, 0) + 1
-            num_rows += 1
-    hashes = tuple((str(file), file_sha256(file)) for file in files)
-    return _Collected(hashes, num_rows, tuple(rows), multiplicity)
+    collected = collect_rows((row for file in files for row in read_rows(file)), deduplicate)
+    return replace(collected, files=tuple((str(file), file_sha256(file)) for file in files))
 
 
 def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAnswers | None) -> None:
@@ -190,7 +194,7 @@ def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAn
 
 
 def _dataset(
-    collected: _Collected,
+    collected: CollectedRows,
     prompts: Sequence[Prompt],
     kept: Sequence[Prompt],
     max_prompt_tokens: int,
@@ -209,12 +213,13 @@ def _dataset(
         longest_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         multiplicity_min=min(multiplicity.values()),
         multiplicity_max=max(multiplicity.values()),
-        conflicts=_conflicts(collected.rows),
+        conflicts=find_conflicts(collected.rows),
     )
     return PromptDataset(tuple(kept), report, multiplicity)
 
 
-def _conflicts(rows: Sequence[tuple[str, Row]]) -> tuple[Conflict, ...]:
+def find_conflicts(rows: Sequence[tuple[str, Row]]) -> tuple[Conflict, ...]:
+    """Return the prompts that have several gold answers among (prompt_id, row)."""
     by_prompt: dict[str, dict[str, str]] = {}  # prompt -> answer -> location
     for _, row in rows:
         by_prompt.setdefault(prompt_id_of(row.messages, ""), {}).setdefault(row.answer, row.location)

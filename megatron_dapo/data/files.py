@@ -20,8 +20,6 @@ from typing import Any
 
 from megatron_dapo.untrusted import blamed_on
 
-REQUIRED_COLUMNS = ("prompt", "reward_model")
-OPTIONAL_COLUMNS = ("data_source", "ability", "extra_info")
 BATCH_ROWS = 8192
 # Tables made by pandas or CSV tools often hold the chat as JSON text (or as Python's repr, which is refused). Taken as the
 # content of one user turn it would train on braces. A problem that begins with "[1, 2]" or "{1, 2}" stays a plain text.
@@ -39,22 +37,55 @@ class Row:
     location: str
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns that are read from a file; those of `required` are in it."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+DAPO_COLUMNS = Columns(("prompt", "reward_model"), ("data_source", "ability", "extra_info"))
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield every row of a file, in order. ValueError with the file, the row and what was expected."""
+    with blamed_on(path):
+        for location, values in read_table(path, DAPO_COLUMNS):
+            yield _checked_row(values, location)
+
+
+def read_table(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and the values of every row of a file, in order. ValueError where it has none, or lacks a column."""
+    is_empty = True
+    with blamed_on(path):
+        for location, values in _READERS[_kind(path)](path, columns):
+            is_empty = False
+            yield location, values
+    if is_empty:
+        raise ValueError(f"{path} has no rows")
+
+
+def column_names(path: Path) -> tuple[str, ...]:
+    """Return the names of a file's columns; of JSON lines those of the first."""
+    with blamed_on(path):
+        if _kind(path) == ".parquet":
+            import pyarrow.parquet
+
+            return tuple(pyarrow.parquet.read_schema(path).names)
+        return next((tuple(values) for _, values in _read_json_lines(path, Columns(()))), ())
+
+
+def _kind(path: Path) -> str:
+    """Return the file's kind, a key of `_READERS`. ValueError where there is no such file or kind."""
     if not path.is_file():
         raise ValueError(f"data file {path} does not exist")
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    kind = path.suffix.lower()
+    if kind not in _READERS:
         raise ValueError(
             f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}"
         )
-    is_empty = True
-    with blamed_on(path):
-        for location, values in reader(path):
-            is_empty = False
-            yield _checked_row(values, location)
-    if is_empty:
-        raise ValueError(f"{path} has no rows")
+    return kind
 
 
 def file_sha256(path: Path) -> str:
@@ -69,17 +100,17 @@ def file_sha256(path: Path) -> str:
 # ---- formats: (location, {column: value}) of every row
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            _check_columns(names, str(path))
-            columns = [name for name in REQUIRED_COLUMNS + OPTIONAL_COLUMNS if name in names]
+            _check_columns(names, columns, str(path))
+            present = [name for name in columns.required + columns.optional if name in names]
             index = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
                 for values in batch.to_pylist():
                     yield f"{path}, row {index}", values
                     index += 1
@@ -87,14 +118,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json_lines(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             location = f"{path}, line {number}"
             values = _parse_line(line, location)
-            _check_columns(list(values), location)
+            _check_columns(list(values), columns, location)
             yield location, values
 
 
@@ -118,12 +149,12 @@ _READERS = {
 # ---- checks
 
 
-def _check_columns(found: Sequence[str], location: str) -> None:
-    missing = [name for name in REQUIRED_COLUMNS if name not in found]
+def _check_columns(found: Sequence[str], columns: Columns, location: str) -> None:
+    missing = [name for name in columns.required if name not in found]
     if missing:
         raise ValueError(
-            f"{location}: missing column(s) {', '.join(missing)}. Required: {', '.join(REQUIRED_COLUMNS)} "
-            f"(optional: {', '.join(OPTIONAL_COLUMNS)}); found: {', '.join(found)}"
+            f"{location}: missing column(s) {', '.join(missing)}. Required: {', '.join(columns.required)} "
+            f"(optional: {', '.join(columns.optional) or 'none'}); found: {', '.join(found)}"
         )
 
 
@@ -139,7 +170,7 @@ def _checked_row(values: Mapping[str, Any], location: str) -> Row:
     }
     return Row(
         _checked_messages(values["prompt"], location),
-        _checked_answer(reward_model["ground_truth"], location),
+        checked_answer(reward_model["ground_truth"], location),
         str(values.get("data_source") or ""),
         {key: value for key, value in extra.items() if value is not None},
         location,
@@ -173,10 +204,11 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _checked_answer(answer: Any, location: str) -> str:
+def checked_answer(answer: Any, location: str) -> str:
+    """Return a gold answer as text. ValueError where it is neither a text nor an integer."""
     # bool is a subclass of int; a float would be a guess at how the answer was written.
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, str) and answer.strip():
         return answer
-    raise ValueError(f"{location}: unparsable gold answer: reward_model.ground_truth must be a text, got {answer!r}")
+    raise ValueError(f"{location}: unparsable gold answer: it must be a text, got {answer!r}")

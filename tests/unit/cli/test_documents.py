@@ -120,4 +120,12 @@ def siblings(path: Path) -> list[Path]:
 
 def test_the_checks_find_what_exists() -> None:
     lines = [line for document in DOCUMENTS for line in commands_in(text_of(document))]
-    assert {line.split()[0] for line in lines} >= {"train", "pretrain-value", "plan", "check-loss", "eval", "replay"}
+    assert {line.split()[0] for line in lines} >= {
+        "train",
+        "pretrain-value",
+        "plan",
+        "check-loss",
+        "eval",
+        "replay",
+        "data",
+    }
