@@ -385,7 +385,10 @@ class Shot:
     def _recovery(self, began: float, steps: int) -> dict[str, Any]:
         """Wait until the run has made a step beyond those before the fault."""
         end = time.monotonic() + READY_S
-        while self.run.completed_steps() <= steps:
+        # An attempt that is told to stop ends its step, and one of which only Slurm knows that it is lost trains until Slurm
+        # ends it.
+        num_attempts = self.num_begun + (self.fault.kind != SURVIVED)
+        while self.run.completed_steps() <= steps or self.run.num_begun() < num_attempts:
             if time.monotonic() > end:
                 self.say(self.run.log()[-4000:])
                 return {"continued": False, "recovery_seconds": None, "new_attempts": None}
