@@ -47,7 +47,9 @@ def test_layouts_agree(family: str) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("family", RESUMED)
+@pytest.mark.parametrize(
+    "family", [pytest.param("experts", marks=pytest.mark.long) if name == "experts" else name for name in RESUMED]
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family: str) -> None:
     cases = [
         {**case, "precision": {"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": 1}} for case in RESUMED[family]

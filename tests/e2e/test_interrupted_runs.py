@@ -70,7 +70,10 @@ def drop_unevaluated(directory: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
-@pytest.mark.parametrize(("phase", "after_steps", "rank"), [("generate", 1, 0), ("evaluate", 2, 0), ("generate", 1, 1)])
+@pytest.mark.parametrize(
+    ("phase", "after_steps", "rank"),
+    [("generate", 1, 0), ("evaluate", 2, 0), pytest.param("generate", 1, 1, marks=pytest.mark.long)],
+)
 def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_ends_the_same(
     finished: Finished, tmp_path: Path, phase: str, after_steps: int, rank: int
 ) -> None:

@@ -41,6 +41,7 @@ def test_moving_is_a_phase_and_its_bytes_are_said(finished_vapo: Finished, offlo
     assert len(lines) == 3 and " 0.0 MiB left" not in lines[-1]
 
 
+@pytest.mark.long
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(finished_vapo: Finished, tmp_path: Path) -> None:
     kill_and_resume(finished_vapo, tmp_path / "killed", 'model.offload="all"', 'critic.offload="optimizer"')
 

@@ -314,6 +314,7 @@ def test_gpu_sync(repository: Path) -> None:
     assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
 
 
+@pytest.mark.long
 def test_gpu_rollout(repository: Path) -> None:
     python = ".venv-sglang/bin/python"
     found = run_json(repository, "benchmarks/gpu/rollout.py", "--tiny", "--rounds", "1", "--engine-python", python)
@@ -406,6 +407,7 @@ def test_make_text_tasks(repository: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.long  # the interrupted runs of this directory are of the same kind
 def test_prove_resume(repository: Path) -> None:
     result = run_json(repository, "tools/prove_resume.py", "--layout", "tp1", "--points", "1")
     assert result["points"] == result["equal"] == 1 and not result["first_difference"]

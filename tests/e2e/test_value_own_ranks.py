@@ -96,6 +96,7 @@ def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> N
             assert own[key] == shared[key], f"{key}: both models are whole in one process either way"
 
 
+@pytest.mark.long
 def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     finished = finish(write_recipe(tmp_path, "tppo"), "tp2", tmp_path, "run.total_steps=3", OWN)
     kill_and_resume(finished, tmp_path / "killed")

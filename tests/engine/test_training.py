@@ -187,6 +187,7 @@ def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., R
     check_nothing_is_left(run)
 
 
+@pytest.mark.long
 def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path) -> None:
     """Generation requests go to the router alone and reach both servers; both get every version."""
     if not is_installed(engine_python):
@@ -204,6 +205,7 @@ def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path)
     check_nothing_is_left(run)
 
 
+@pytest.mark.long
 def test_generation_beside_training_stays_within_the_bound(train: Callable[..., Run]) -> None:
     """Disaggregated servers, synced by point-to-point, generate during training; responses continue across updates."""
     run = train(
