@@ -34,19 +34,6 @@ engine = "{engine}"
 {rest}
 """
 
-# One server on every node.
-SERVERS = """
-[mismatch]
-step0_max_mean_abs = 1e-4 # float32 on both sides
-alarm = 1e-3
-
-[sglang]
-python = "{python}"
-tp_size = 1
-servers_per_node = 1
-weight_sync_bucket_mb = 8
-max_running_requests = 64
-"""
 ENGINES = {
     "colocated": 'placement = "colocated"\nweight_sync_transport = "shared_memory"',
     "disaggregated": 'placement = "disaggregated"\nweight_sync_transport = "p2p"',

@@ -10,7 +10,6 @@ import pytest
 from jobs import (
     ENGINES,
     RUN_S,
-    SERVERS,
     attempts,
     log_of,
     recorded_steps,
@@ -22,6 +21,7 @@ from jobs import (
 )
 
 from megatron_dapo.launch.local import worker_pid_file
+from tools.fault_injection.cluster_run import SERVERS
 from tools.virtual_cluster import ClusterSettings, VirtualCluster, virtual_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,7 +15,6 @@ import pytest
 from jobs import (
     ENGINES,
     RUN_S,
-    SERVERS,
     attempts,
     log_of,
     recorded_steps,
@@ -28,6 +27,7 @@ from jobs import (
 
 from megatron_dapo.launch.local import worker_pid_file
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
+from tools.fault_injection.cluster_run import SERVERS
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
 

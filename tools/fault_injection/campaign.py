@@ -30,6 +30,7 @@ HOLD_S = 20.0  # of a fault that the run must survive, where it can be taken out
 _TYPICAL_S = {"generate": 1.0, "score": 0.7, "train": 0.4, "weight_sync": 0.05, "checkpoint": 0.05, "evaluate": 2.0}
 NUM_REPLAYS = 2  # of the last steps, whose checkpoints are kept
 _WRITING = frozenset({"record", "checkpoint"})
+MAX_SUBMITTED = 3  # jobs for one fault: the one before it may have ended its own
 _VISITS = 8  # of a phase, before a fault comes at its begin
 
 Say = Callable[[str], None]
@@ -267,10 +268,12 @@ class Shot:
 
     def _wait_ready(self) -> None:
         """Wait until an attempt trains. A failure that is declared meanwhile is nobody's fault: a false alarm."""
-        lines = len(self.run.first_lines())
+        lines, num_jobs = len(self.run.first_lines()), len(self.run.job_ids)
         end = time.monotonic() + READY_S
         while not self.run.look():
             self._submit_if_over()
+            if len(self.run.job_ids) > num_jobs + MAX_SUBMITTED:
+                raise RunIsStuck(f"{MAX_SUBMITTED} jobs ended one after the other before they trained")
             new = self.run.first_lines()[lines:]
             for line in new:
                 self.append({"kind": "false alarm", "line": line})

@@ -52,9 +52,8 @@ group_size = 4
 max_response_tokens = 96
 {rollout}
 """
-_SERVERS = """engine = "sglang"
-placement = "colocated"
-weight_sync_transport = "shared_memory"
+# Tables behind [rollout]: one SGLang server on every node.
+SERVERS = """
 [mismatch]
 step0_max_mean_abs = 1e-4 # float32 on both sides
 alarm = 1e-3
@@ -66,12 +65,25 @@ servers_per_node = 1
 weight_sync_bucket_mb = 8
 max_running_requests = 64
 """
+_COLOCATED = f'engine = "sglang"\n{SERVERS}placement = "colocated"\nweight_sync_transport = "shared_memory"\n'
 # What generates. In `servers_job` servers end with the trainer, so that every restart is one of the whole job.
 CONFIGURATIONS = {
     "embedded": 'engine = "embedded"',
-    "servers": _SERVERS,
-    "servers_job": _SERVERS + "keep_seconds = 0\n",
+    "servers": _COLOCATED,
+    "servers_job": _COLOCATED + "keep_seconds = 0\n",
 }
+
+
+def layout_text(output: Path, configuration: str, engine_python: Path, num_processes: int, keep: int) -> str:
+    """Return the layout file of a run."""
+    return LAYOUT.format(
+        base=QUICKSTART / "quickstart.toml",
+        output=output,
+        steps=TOTAL_STEPS,
+        num_processes=num_processes,
+        keep=keep,
+        rollout=CONFIGURATIONS[configuration].replace("{python}", str(engine_python)),
+    )
 
 
 @dataclass(frozen=True)
@@ -124,14 +136,7 @@ class ClusterRun:
         for name, count in (("train.jsonl", NUM_TRAIN), ("heldout.jsonl", NUM_HELD_OUT)):
             lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
             (directory / name).write_text("".join(lines[:count]), encoding="utf-8")
-        layout = LAYOUT.format(
-            base=QUICKSTART / "quickstart.toml",
-            output=self.output,
-            steps=TOTAL_STEPS,
-            num_processes=len(cluster.nodes),
-            keep=keep,
-            rollout=CONFIGURATIONS[configuration].replace("{python}", str(engine_python)),
-        )
+        layout = layout_text(self.output, configuration, engine_python, num_processes=len(cluster.nodes), keep=keep)
         (directory / "layout.toml").write_text(layout, encoding="utf-8")
 
     # Slurm

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.validator import validate
 from megatron_dapo.recovery.failure import Failure, first_line
 from tools.fault_injection import forwarder, report
 from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY, chosen_cells, next_cells
-from tools.fault_injection.cluster_run import FIRST_FAILURE, _rank_process
+from tools.fault_injection.cluster_run import CONFIGURATIONS, FIRST_FAILURE, QUICKSTART, _rank_process, layout_text
 from tools.fault_injection.outcome import is_cause_printed, lost_responses, place_of, unaccounted_responses
 
 
@@ -48,6 +50,15 @@ def test_cells_are_chosen_by_name_and_the_rarest_come_first() -> None:
     known = dict.fromkeys(cells[:10], 1)
     assert set(next_cells(cells, known, 2, random.Random(0))) == set(cells[10:])
     assert sorted(next_cells(cells, {}, 24, random.Random(0))) == sorted(cells * 2)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_every_configuration_is_one_that_starts(configuration: str, tmp_path: Path) -> None:
+    layout = tmp_path / "layout.toml"
+    layout.write_text(layout_text(tmp_path / "out", configuration, Path(sys.executable), num_processes=2, keep=3))
+    config = load_config(layout, [f"model.path={QUICKSTART / 'base_model'}"]).config
+    assert not validate(config, world_size=2)
+    assert config.rollout.engine == ("embedded" if configuration == "embedded" else "sglang")
 
 
 def test_lost_and_repeated_responses_are_counted(tmp_path: Path) -> None:
