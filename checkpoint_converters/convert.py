@@ -104,7 +104,8 @@ def huggingface_to_megatron(
             tensors = ((name, stored.read_tensor(name)) for name in untouched)
             file_bytes[UNTOUCHED_FILE] = _write_file(output / UNTOUCHED_FILE, untouched, tensors)
         copy_side_files(stored.path, output)
-        content = json.dumps(manifest(layout, stored.specs, file_bytes), indent=1)
+        specs = {stored.stored_names.get(name, name): spec for name, spec in stored.specs.items()}
+        content = json.dumps(manifest(layout, specs, file_bytes), indent=1)
         (output / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
         # Opening it checks files, sizes and buffers before the directory gets its name.
         MegatronCheckpoint(output, architecture).close()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import check_weight_dtypes, untouched_names
+from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture, tensor_name
+from megatron_dapo.checkpoints.huggingface import check_weight_dtypes, names_in_files, untouched_names
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -52,7 +52,8 @@ def one_replica(
 
 
 def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the manifest of a layout of one replica; `specs` are the source's tensors in stored order."""
+    """Return the manifest of a layout of one replica; `specs` are the source's tensors by stored name, in
+    stored order."""
     parallel = layout.parallel
     return {
         "format": FORMAT,
@@ -77,7 +78,9 @@ class MegatronCheckpoint(StoredModel):
         self.path = Path(path)
         # Value heads are converted like language models.
         self.architecture = architecture or ModelArchitecture.from_directory(self.path, heads=HEADS)
-        parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
+        parallel, stored, files = _read_manifest(self.path / MANIFEST_FILE)
+        self.specs = {tensor_name(name): spec for name, spec in stored.items()}
+        self.stored_names = names_in_files(stored)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
         self._untouched = untouched_names(self.specs, self.architecture)
         try:

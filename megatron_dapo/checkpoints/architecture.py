@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dapo.config.inputs import FAMILIES, Family
+from megatron_dapo.config.inputs import FAMILIES, Family, text_fields
 from megatron_dapo.untrusted import blamed_on, read_json
 
 RopeKind = Literal["linear", "llama3"]
@@ -52,6 +52,12 @@ _USED_BY_EXPERTS = frozenset(
     mlp_only_layers
     """.split()
 )
+_USED_BY_GEMMA3 = frozenset(
+    """
+    hidden_activation query_pre_attn_scalar rope_local_base_freq sliding_window_pattern _sliding_window_pattern
+    """.split()
+)
+_NEUTRAL_FOR_GEMMA3 = frozenset({"cache_implementation"})
 # They switch on transformers' load-balancing loss, which changes no logits and is no part of the policy losses here.
 _NEUTRAL_FOR_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 # Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialization.
@@ -70,7 +76,6 @@ _NEUTRAL = frozenset(
 )
 # Fields that would change the math: the values with which they do not.
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -83,6 +88,9 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_mrope": (False, None),
     "rope_interleaved": (False, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
 }
 # The config decides how long loops over layers and experts run, so these bounds refuse a broken one at once.
 _LARGEST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
@@ -106,8 +114,23 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
+class Gemma3:
+    """Differences of Gemma 3 (arXiv:2503.19786) from the other families.
+
+    Attention and MLP each have a norm before and one after, whose sum with the residual goes on. The weight of a norm is
+    stored as its difference from 1. Embeddings are multiplied by sqrt(hidden_size), the gate of the MLP is GELU in its tanh
+    form. Local layers see the last `window` tokens, with a rotary base of their own; the others see all.
+    """
+
+    attention_scale: float  # of the products of queries and keys
+    local_layers: frozenset[int]
+    window: int  # tokens that a token of a local layer sees, itself included
+    local_rope_theta: float
+
+
+@dataclass(frozen=True)
 class ModelArchitecture:
-    """A decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or experts."""
+    """A decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated MLP or experts."""
 
     model_type: str
     num_layers: int
@@ -127,6 +150,7 @@ class ModelArchitecture:
     dtype: torch.dtype | None  # of the weights according to config.json; None if it does not say
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
+    gemma3: Gemma3 | None = None  # None: another family
 
     @classmethod
     def from_directory(cls, directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
@@ -155,10 +179,12 @@ class ModelArchitecture:
             raise ValueError(f"config.json: a field has a value of the wrong type: {error}") from error
 
     @classmethod
-    def _parse(cls, config: Mapping[str, Any], supported_heads: Collection[str]) -> ModelArchitecture:
+    def _parse(cls, document: Mapping[str, Any], supported_heads: Collection[str]) -> ModelArchitecture:
+        config = text_fields(document)
         family, head = _family_and_head(config, supported_heads)
         _check_fields(config, family)
-        _check_full_attention(config)
+        if not family.is_gemma3:
+            _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
         key_value_heads = (
             heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
@@ -167,7 +193,7 @@ class ModelArchitecture:
             raise ValueError(
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {key_value_heads}"
             )
-        theta, scaling = _rope(config)
+        gemma3, (theta, scaling) = _gemma3(config) if family.is_gemma3 else (None, _rope(config))
         return cls(
             model_type=config["model_type"],
             num_layers=_positive(config, "num_hidden_layers"),
@@ -188,6 +214,7 @@ class ModelArchitecture:
             dtype=_dtype(config),
             experts=_experts(config) if family.experts else None,
             head=head,
+            gemma3=gemma3,
         )
 
     def with_value_head(self) -> ModelArchitecture:
@@ -197,7 +224,7 @@ class ModelArchitecture:
     @property
     def class_name(self) -> str:
         """Class name under "architectures" of config.json."""
-        return FAMILIES[self.model_type].name + self.head
+        return FAMILIES[self.model_type].class_name(self.head)
 
     @property
     def query_groups_ratio(self) -> int:
@@ -228,6 +255,10 @@ class ModelArchitecture:
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (head,)
         shapes[attention + "o_proj.weight"] = (hidden, query)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if self.gemma3 is not None:
+            shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes |= self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
+            return shapes | {prefix + "post_feedforward_layernorm.weight": (hidden,)}
         if not self.has_experts(layer):
             return shapes | self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
         assert self.experts is not None
@@ -260,6 +291,10 @@ class ModelArchitecture:
         weight = {VALUE_WEIGHT: (1, self.hidden_size)}
         return weight if self.head == SEQUENCE_VALUE else {**weight, VALUE_BIAS: (1,)}
 
+    def is_carried(self, name: str) -> bool:
+        """Return True for a tensor that is not trained and goes into exports as it is: those of a vision tower."""
+        return self.model_type == "gemma3" and name.removeprefix("model.").startswith(_VISION)
+
     def aliases(self) -> dict[str, str]:
         """Return second names under which a directory may store a tensor -> the tensor."""
         return {LM_HEAD: EMBEDDING} if self.tie_word_embeddings else {}
@@ -274,15 +309,19 @@ class ModelArchitecture:
         """Length of a sequence whose causal attention takes as many operations as all products with weights.
 
         A token and layer take 2 operations for each weight it passes, and 2 n x (query heads x head size) in the mean over
-        a sequence of n tokens: half of the keys, for scores and for values.
+        a sequence of n tokens: half of the keys, for scores and for values. A local layer's, a window of w keys at most,
+        do not grow with n: they count as 2 w weights for each element of the queries.
         """
+        width, local = self.num_attention_heads * self.head_dim, self.gemma3.local_layers if self.gemma3 else ()
         weights = self.vocab_size * self.hidden_size if self.head == LANGUAGE_MODEL else 0
         experts = self.experts
         for layer in range(self.num_layers):
             for name, shape in self.layer_shapes(layer).items():
                 share = experts.num_experts_per_token / experts.num_experts if experts and ".experts." in name else 1.0
                 weights += int(share * torch.Size(shape).numel())
-        return weights // (self.num_layers * self.num_attention_heads * self.head_dim)
+        if self.gemma3 is not None:
+            weights += 2 * self.gemma3.window * width * len(local)
+        return weights // (max(1, self.num_layers - len(local)) * width)
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -291,6 +330,18 @@ LM_HEAD = "lm_head.weight"
 VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
 ROUTER = "mlp.gate.weight"  # in a layer with experts
+_VISION = ("vision_tower.", "multi_modal_projector.")
+# Names of a language model's tensors beside a vision tower, as published and as transformers 5 has them in memory.
+_BESIDE_VISION = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
+_BESIDE_VISION += (("model.language_model.", "model."),)
+
+
+def tensor_name(stored: str) -> str:
+    """Return the name of a stored tensor here, where a language model beside a vision tower has the names of one alone."""
+    for theirs, ours in _BESIDE_VISION:
+        if stored.startswith(theirs):
+            return ours + stored.removeprefix(theirs)
+    return stored
 
 
 def _family_and_head(config: Mapping[str, Any], heads: Collection[str]) -> tuple[Family, str]:
@@ -301,8 +352,8 @@ def _family_and_head(config: Mapping[str, Any], heads: Collection[str]) -> tuple
         )
     family = FAMILIES[model_type]
     # Configs written by hand often lack the class; the family's language model is meant.
-    declared = list(config.get("architectures") or [family.name + LANGUAGE_MODEL])
-    supported = {family.name + head: head for head in HEADS if head in heads}
+    declared = list(config.get("architectures") or [family.class_name(LANGUAGE_MODEL)])
+    supported = {family.class_name(head): head for head in HEADS if head in heads}
     if len(declared) != 1 or declared[0] not in supported:
         raise ValueError(
             f"config.json: architectures {declared} of a {model_type} is not supported, "
@@ -377,20 +428,22 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
 
 def _check_fields(config: Mapping[str, Any], family: Family) -> None:
     known = _USED | _NEUTRAL
+    required = {**_REQUIRED_VALUES, "hidden_act": ("silu",)}
     if family.experts:
         known |= _USED_BY_EXPERTS | _NEUTRAL_FOR_EXPERTS
+    if family.is_gemma3:
+        known |= _USED_BY_GEMMA3 | _NEUTRAL_FOR_GEMMA3
+        required |= {"hidden_activation": ("gelu_pytorch_tanh",), "hidden_act": ("gelu_pytorch_tanh", None)}
     for field, value in config.items():
-        if field in _REQUIRED_VALUES:
-            if value not in _REQUIRED_VALUES[field]:
-                raise ValueError(
-                    f"config.json: {field} = {value!r} is not supported, only {_REQUIRED_VALUES[field][0]!r}"
-                )
+        if field in required:
+            if value not in required[field]:
+                raise ValueError(f"config.json: {field} = {value!r} is not supported, only {required[field][0]!r}")
         elif field not in known and value not in (None, False):
             raise ValueError(
                 f"config.json: unknown field {field} = {value!r} may change the model; remove it "
                 "from config.json if it changes neither logits nor gradients"
             )
-    _required(config, "hidden_act")
+    _required(config, "hidden_activation" if family.is_gemma3 else "hidden_act")
 
 
 def _check_full_attention(config: Mapping[str, Any]) -> None:
@@ -404,6 +457,46 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
             f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not "
             "supported; set use_sliding_window to false if the model attends to everything"
         )
+
+
+def _gemma3(config: Mapping[str, Any]) -> tuple[Gemma3, tuple[float, RopeScaling | None]]:
+    """Return the differences of Gemma 3, and (theta, scaling) of its global layers."""
+    num_layers = _positive(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+        period = _positive({"sliding_window_pattern": pattern}, "sliding_window_pattern")
+        kinds = [_GLOBAL if (layer + 1) % period == 0 else _LOCAL for layer in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {_LOCAL, _GLOBAL}:
+        raise ValueError(
+            f"config.json: layer_types has {len(kinds)} entries of {sorted(map(str, set(kinds)))}; num_hidden_layers "
+            f"{num_layers} of {_LOCAL} or {_GLOBAL} are supported"
+        )
+    ropes = _object(config, "rope_parameters")
+    if not ropes.keys() <= {_LOCAL, _GLOBAL}:
+        raise ValueError(
+            f"config.json: rope_parameters has {sorted(ropes)}; a Gemma 3 has one each for {_LOCAL}, {_GLOBAL}"
+        )
+    wide, near = _object(ropes, _GLOBAL), _object(ropes, _LOCAL)
+    if (
+        config.get("rope_theta") is None
+        and "rope_theta" not in wide
+        and "rope_theta" not in _object(config, "rope_scaling")
+    ):
+        wide["rope_theta"] = 1_000_000.0
+    if config.get("rope_local_base_freq") is None:
+        near.setdefault("rope_theta", 10_000.0)
+    theta, scaling = _rope({**config, "rope_parameters": wide})
+    local_theta, local_scaling = _rope({"rope_parameters": near, "rope_theta": config.get("rope_local_base_freq")})
+    if local_scaling is not None:
+        raise ValueError(f"config.json: rope_parameters scale {_LOCAL} layers by {local_scaling}; supported is none")
+    local = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LOCAL)
+    scale = _positive_number("query_pre_attn_scalar", _required(config, "query_pre_attn_scalar")) ** -0.5
+    window = _positive(config, "sliding_window") if local else 0
+    return Gemma3(scale, local, window, local_theta), (theta, scaling)
+
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -102,7 +102,7 @@ def initialize_critic_randomly(
     """Fill `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
     head = layout.architecture.head_shapes()
     specs = {n: TensorSpec(s, torch.float32) for n, s in layout.architecture.shapes().items() if n not in head}
-    report = _fill_with_head(specs, RandomReader(seed), layout, rank, parameters, init)
+    report = _fill_with_head(specs, RandomReader(seed, layout.architecture), layout, rank, parameters, init)
     _log_head("random weights", report.fresh, init, rank)
     return report
 

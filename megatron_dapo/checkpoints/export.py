@@ -111,6 +111,7 @@ class _CriticSource(StoredModel):
         head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
         self.path = stored.path
         self.specs = kept | head
+        self.stored_names = stored.stored_names
         self._stored = stored
 
     def read_tensor(self, name: str) -> torch.Tensor:

@@ -52,8 +52,8 @@ def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
     """
     # Ranks differ in rows, not in names; rank 0 stands for all.
     specs = engines.local_specs(0)
-    matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in (EMBEDDING, LM_HEAD))
-    return Fp8Parameters(frozenset(name for name in matrices if not name.endswith(ROUTER)), frozenset())
+    matrices = (name for name, spec in specs.items() if len(spec.shape) > 1)
+    return Fp8Parameters(frozenset(m for m in matrices if not m.endswith((EMBEDDING, LM_HEAD, ROUTER))), frozenset())
 
 
 def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]]) -> Fp8Parameters:
@@ -64,7 +64,9 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
     """
     if len(described) != engines.tensor_parallel:
         raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)} ranks")
-    found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(described)}
+    is_carried = engines.architecture.is_carried
+    trained = [{name: spec for name, spec in specs.items() if not is_carried(name)} for specs in described]
+    found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(trained)}
     if len(found) > 1:
         raise ValueError("the ranks of one engine quantize different parameters; they must serve one model")
     (parameters,) = found

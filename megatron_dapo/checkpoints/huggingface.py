@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.checkpoints.atomic_directory import plain_file_name
-from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, StoredModel
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, StoredModel, StoredTensor
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 from megatron_dapo.untrusted import blamed_on, read_json
@@ -46,14 +46,16 @@ class HFCheckpoint(StoredModel):
         self.path = Path(path)
         try:
             with blamed_on(self.path):
-                self.files = _weight_map(self.path)  # tensor name -> file name
-                for file in dict.fromkeys(self.files.values()):
+                stored = _weight_map(self.path)
+                for file in dict.fromkeys(stored.values()):
                     self._readers[file] = SafetensorsReader(self.path / file)
-                self._check_index()
+                self._check_index(stored)
+                self.stored_names = names_in_files(stored)
         except BaseException:
             self.close()
             raise
-        self.specs = {name: self._readers[file].tensors[name].spec for name, file in self.files.items()}
+        self.files = {tensor_name(name): file for name, file in stored.items()}  # tensor name -> file name
+        self.specs = {name: self._stored(name).spec for name in self.files}
 
     @property
     def num_bytes(self) -> int:
@@ -64,12 +66,18 @@ class HFCheckpoint(StoredModel):
         """Return one whole tensor."""
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)
-        self._readers[self.files[name]].read(name, out)
+        self._read(name, out)
         return out
 
     def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
         """Read `bounds` of a tensor; see `ShardReader`."""
-        self._readers[self.files[shard.tensor]].read(shard.tensor, out, bounds)
+        self._read(shard.tensor, out, bounds)
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._readers[self.files[name]].tensors[self.stored_names.get(name, name)]
+
+    def _read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
+        self._readers[self.files[name]].read(self.stored_names.get(name, name), out, bounds)
 
     def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
         """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""
@@ -85,7 +93,11 @@ class HFCheckpoint(StoredModel):
         quantized."""
         shapes, aliases = architecture.shapes(), architecture.aliases()
         missing = [name for name in shapes if name not in self.specs]
-        unknown = [n for n in self.specs if n not in shapes and n not in aliases and not _DERIVED.fullmatch(n)]
+        unknown = [
+            name
+            for name in untouched_names(self.specs, architecture)
+            if not _DERIVED.fullmatch(name) and not architecture.is_carried(name)
+        ]
         expected = {**shapes, **{alias: shapes[name] for alias, name in aliases.items()}}
         wrong = [
             f"{n} {self.specs[n].shape} instead of {s}"
@@ -125,15 +137,15 @@ class HFCheckpoint(StoredModel):
         spec = self.specs[name]
         shape = (min(count, spec.shape[0] - start), *spec.shape[1:])
         out = torch.empty(shape, dtype=spec.dtype)
-        self._readers[self.files[name]].read(name, out, Slice((start, *(0 for _ in shape[1:])), shape))
+        self._read(name, out, Slice((start, *(0 for _ in shape[1:])), shape))
         return out
 
-    def _check_index(self) -> None:
-        for name, file in self.files.items():
+    def _check_index(self, files: Mapping[str, str]) -> None:
+        for name, file in files.items():
             if name not in self._readers[file].tensors:
                 raise ValueError(f"{self.path}: the index says {name!r} is in {file}, whose header does not have it")
         for file, reader in self._readers.items():
-            unlisted = [name for name in reader.tensors if self.files.get(name) != file]
+            unlisted = [name for name in reader.tensors if files.get(name) != file]
             if unlisted:
                 raise ValueError(
                     f"{self.path / file}: {len(unlisted)} tensors are not in the index: {_first(unlisted)}"
@@ -161,6 +173,16 @@ def untouched_names(stored: Iterable[str], architecture: ModelArchitecture) -> t
     """Return the stored tensors that are neither parameters nor copies of one; an export takes them over unchanged."""
     known = architecture.shapes() | architecture.aliases()
     return tuple(name for name in stored if name not in known)
+
+
+def names_in_files(stored: Iterable[str]) -> dict[str, str]:
+    """Return tensor name -> stored name where they differ. ValueError for two tensors of one name."""
+    found: dict[str, str] = {}
+    for name in stored:
+        other = found.setdefault(tensor_name(name), name)
+        if other != name:
+            raise ValueError(f"{other} and {name} are both stored, and are one tensor of the model; remove one")
+    return {name: there for name, there in found.items() if name != there}
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -20,10 +20,12 @@ from megatron_dapo.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
-# Config, tokenizer in its several formats, and generation settings: copied from the source as they are.
+# Config, tokenizer in its several formats, generation settings and what a vision tower's images need: copied from the
+# source as they are.
 _SIDE_FILES = """
     config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model vocab.json vocab.txt
     merges.txt special_tokens_map.json added_tokens.json chat_template.json chat_template.jinja LICENSE
+    preprocessor_config.json processor_config.json
 """.split()
 
 
@@ -86,16 +88,16 @@ class HFCheckpointWriter:
             return
         index = {
             "metadata": {"total_size": sum(s.num_bytes for s in self._specs.values())},
-            "weight_map": self._file_of,
+            "weight_map": {self._source.stored_names.get(name, name): file for name, file in self._file_of.items()},
         }
         (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write(self, name: str, tensor: torch.Tensor) -> None:
-        file = self._file_of[name]
+        file, stored = self._file_of[name], self._source.stored_names
         if file not in self._open:
-            specs = {n: self._specs[n] for n, f in self._file_of.items() if f == file}
+            specs = {stored.get(n, n): self._specs[n] for n, f in self._file_of.items() if f == file}
             self._open[file] = SafetensorsWriter(self._directory / file, specs)
-        self._open[file].write(name, tensor.to(self._specs[name].dtype))
+        self._open[file].write(stored.get(name, name), tensor.to(self._specs[name].dtype))
         self._left[file] -= 1
         # Close at once: a model of 200 shards would otherwise keep 200 files open.
         if not self._left[file]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
@@ -53,7 +54,8 @@ def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters
     """Fill `parameters` of `rank` with random weights; padding becomes zero."""
     # Made in fp32 and cast on the way in: a bfloat16 model starts as the fp32 one, rounded.
     specs = {name: TensorSpec(shape, torch.float32) for name, shape in layout.architecture.shapes().items()}
-    return fill(SingleHolderLayout(specs, layout.num_ranks), RandomReader(seed), layout, rank, parameters)
+    reader = RandomReader(seed, layout.architecture)
+    return fill(SingleHolderLayout(specs, layout.num_ranks), reader, layout, rank, parameters)
 
 
 def fill(
@@ -112,8 +114,9 @@ def check_complete(written: Mapping[str, int], padding: Mapping[str, int], buffe
 class RandomReader:
     """Random tensors that depend on a seed and the tensor's name alone: every layout starts from the same model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, architecture: ModelArchitecture) -> None:
         self._seed = seed
+        self._norm = 1.0 if architecture.gemma3 is None else 0.0  # Gemma 3 stores the difference from 1
         # Slices of one tensor are read one after another, so keeping the last tensor avoids making it again.
         self._name = ""
         self._tensor = torch.zeros(0)
@@ -126,7 +129,7 @@ class RandomReader:
 
     def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, self._norm)
         if name.endswith(".bias"):
             return torch.zeros(shape)
         return random_normal(self._seed, name, shape) * STANDARD_DEVIATION

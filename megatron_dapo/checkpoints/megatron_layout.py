@@ -46,7 +46,8 @@ class MegatronLayout(ComputedLayout):
     | output_layer of a value head: weight [1, h], bias [1] | whole on every rank of the last pipeline stage |
     | experts.local_experts.i | expert e n + i (expert rank e holds n), cut as a dense MLP over expert_tensor ranks |
 
-    Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1.
+    Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1. Norms after attention and MLP
+    (Gemma 3) are linear_proj.post_layernorm and linear_fc2.post_layernorm.
     With fewer key-value heads than T, linear_qkv is cut inside a head's group, as Megatron-core does it (it gathers the
     activations). A tied model has a second copy of the embedding as output_layer on the last pipeline stage.
     """
@@ -126,12 +127,19 @@ class MegatronLayout(ComputedLayout):
         yield self._row_parallel(
             attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor, self.parallel.tensor
         )
+        if self.architecture.gemma3 is not None:
+            yield self._whole(attention + "linear_proj.post_layernorm.weight", name + "post_attention_layernorm.weight")
 
     def _mlp(self, local: str, name: str, tensor: int) -> Iterator[Buffer]:
-        size = self.parallel.tensor
-        yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight")
+        size, is_gemma3 = self.parallel.tensor, self.architecture.gemma3 is not None
+        norm = "pre_feedforward_layernorm.weight" if is_gemma3 else "post_attention_layernorm.weight"
+        yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + norm)
         yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor, size)
         yield self._row_parallel(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
+        if is_gemma3:
+            yield self._whole(
+                local + "mlp.linear_fc2.post_layernorm.weight", name + "post_feedforward_layernorm.weight"
+            )
 
     def _experts(self, local: str, name: str, coordinates: ExpertCoordinates) -> Iterator[Buffer]:
         assert self.architecture.experts is not None

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -212,6 +213,7 @@ class StoredModel(ABC):
 
     path: Path  # directory with config.json and the tokenizer
     specs: Mapping[str, TensorSpec]  # Hugging Face name -> shape and type, in stored order
+    stored_names: Mapping[str, str] = MappingProxyType({})  # name -> name in the files, where the two differ
 
     def __init__(self) -> None:
         self._readers: dict[str, SafetensorsReader] = {}  # by file name

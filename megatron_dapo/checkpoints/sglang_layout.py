@@ -98,7 +98,8 @@ class SglangLayout(ComputedLayout):
 
     With fewer key-value heads K than T, rank t holds head t // (T / K). Under expert parallelism E, rank t holds the
     experts of expert rank t // (T / E), cut into T / E. A tied dense model has no lm_head of its own, one with experts
-    has a copy. Elements without a shard are `padding`. They must be zero, which they are not in an engine that starts
+    has a copy. A Gemma 3 has the whole embedding on every rank and four norms a layer; beside a vision tower, its names
+    begin with "language_model.". Elements without a shard are `padding`. They must be zero, which they are not in an engine that starts
     with random weights.
     """
 
@@ -133,11 +134,20 @@ class SglangLayout(ComputedLayout):
         return rank % self.tensor_parallel
 
     def _compute(self, rank: int) -> RankContents:
-        return collect_buffers((buffer, self.dtype) for buffer in self._buffers(self._replica_key(rank)))
+        buffers = self._buffers(self._replica_key(rank))
+        return collect_buffers((_behind(self.prefix, buffer), self.dtype) for buffer in buffers)
+
+    @property
+    def prefix(self) -> str:
+        """Begin of the names of all local buffers."""
+        return "language_model." if self.architecture.model_type == "gemma3" else ""
 
     def _buffers(self, tensor: int) -> Iterator[Buffer]:
         vocabulary = self._share(self.sizes.vocabulary)
-        yield self._rows(EMBEDDING, [(EMBEDDING, tensor, vocabulary)])
+        if self.architecture.gemma3 is not None:
+            yield self._whole(EMBEDDING, EMBEDDING)
+        else:
+            yield self._rows(EMBEDDING, [(EMBEDDING, tensor, vocabulary)])
         for layer in range(self.architecture.num_layers):
             prefix = f"model.layers.{layer}."
             yield from self._attention(prefix, tensor)
@@ -146,6 +156,9 @@ class SglangLayout(ComputedLayout):
                 yield from self._experts(prefix + "mlp.experts.", tensor)
             else:
                 yield from self._mlp(prefix + "mlp.", tensor)
+            if self.architecture.gemma3 is not None:
+                for name in ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"):
+                    yield self._whole(prefix + name, prefix + name)
         yield self._whole(FINAL_NORM, FINAL_NORM)
         if not self.architecture.tie_word_embeddings:
             yield self._rows(LM_HEAD, [(LM_HEAD, tensor, vocabulary)])
@@ -214,6 +227,14 @@ class SglangLayout(ComputedLayout):
         return size // self.tensor_parallel
 
 
+def _behind(prefix: str, buffer: Buffer) -> Buffer:
+    """Return the buffer under its name behind a prefix."""
+    if not prefix:
+        return buffer
+    name = prefix + buffer.name
+    return Buffer(name, buffer.shape, tuple(shard._replace(local=name) for shard in buffer.shards))
+
+
 def sglang_layout(
     architecture: ModelArchitecture,
     tensor_parallel: int,
@@ -233,6 +254,11 @@ def sglang_layout(
     if tensor_parallel < 1 or num_engines < 1:
         raise ValueError(f"engines: {num_engines} of {tensor_parallel} ranks; both must be at least 1")
     _check_experts(architecture, tensor_parallel, expert_parallel)
+    if architecture.gemma3 is not None and not architecture.tie_word_embeddings:
+        raise ValueError(
+            "tie_word_embeddings is false, but SGLang computes the logits of a Gemma 3 with its embedding; it cannot serve "
+            "this model"
+        )
     sizes = (_cpu_sizes if device == "cpu" else _cuda_sizes)(architecture, tensor_parallel, expert_parallel)
     return SglangLayout(architecture, tensor_parallel, expert_parallel, dtype, num_engines, sizes)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
@@ -21,6 +22,12 @@ class Family:
     qk_norm: bool
     derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
     experts: bool = False  # layers may hold a mixture of experts instead of one MLP
+    is_gemma3: bool = False  # layers as `architecture.Gemma3` describes them
+    class_names: Mapping[str, str] = field(default_factory=dict)  # by head, where the class is not `name` + head
+
+    def class_name(self, head: str) -> str:
+        """Return the name of the class with this head, such as "ForCausalLM", under "architectures" of config.json."""
+        return self.class_names.get(head, self.name + head)
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -28,7 +35,56 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2", qkv_bias=True, qk_norm=False, derives_head_dim=True),
     "qwen3": Family("Qwen3", qkv_bias=False, qk_norm=True, derives_head_dim=False),
     "qwen3_moe": Family("Qwen3Moe", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
+    "gemma3_text": Family(
+        *("Gemma3Text", False, True, False),
+        is_gemma3=True,
+        class_names={"ForCausalLM": "Gemma3ForCausalLM"},
+    ),
+    # With a vision tower, which is not trained: its tensors go into exports as they are.
+    "gemma3": Family(
+        *("Gemma3", False, True, False),
+        is_gemma3=True,
+        class_names={"ForCausalLM": "Gemma3ForConditionalGeneration"},
+    ),
 }
+
+# Published configs of Gemma 3 leave out what has these values, those of transformers' Gemma3TextConfig. The two bases of the
+# rotary embedding are read with it: rope_theta 1,000,000 and rope_local_base_freq 10,000.
+_GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+_OF_IMAGES = frozenset(
+    """
+    text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
+    eoi_token_id image_token_id
+    """.split()
+)
+
+
+def text_fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model in a parsed config.json: of a Gemma 3 with the defaults that its configs leave
+    out, and without the vision tower. ValueError where two places disagree."""
+    family = FAMILIES.get(str(document.get("model_type")))
+    if family is None or not family.is_gemma3:
+        return dict(document)
+    if document["model_type"] == "gemma3_text":
+        return {**_GEMMA3_DEFAULTS, **document}
+    text = document.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
+        raise ValueError("config.json: a gemma3 needs an object text_config of model_type gemma3_text; write it there")
+    outside = {name: value for name, value in document.items() if name not in _OF_IMAGES and value is not None}
+    for name in sorted(outside.keys() & text.keys() & {"tie_word_embeddings", "dtype", "torch_dtype"}):
+        if text[name] is not None and text[name] != outside[name]:
+            raise ValueError(f"config.json: {name} is {outside[name]!r}, in text_config {text[name]!r}; keep one")
+    return {**_GEMMA3_DEFAULTS, **text, "architectures": None, **outside}
 
 
 @dataclass(frozen=True)
@@ -50,6 +106,13 @@ class ArchitectureFacts:
     num_experts_per_token: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
+    is_gemma3: bool = False  # four norms a layer, and SGLang holds the whole embedding on each rank
+    vision_parameters: int = 0  # of a tower that SGLang holds beside the language model
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of a layer, over the hidden size."""
+        return 4 if self.is_gemma3 else 2
 
     @property
     def head_size(self) -> int:
@@ -75,7 +138,11 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
     if not path.is_file():
         raise ValueError(f"model.path {directory}: no config.json there; name a Hugging Face model directory")
     document = read_json(path)
-    document = document if isinstance(document, dict) else {}
+    whole = document if isinstance(document, dict) else {}
+    try:
+        document = text_fields(whole)
+    except ValueError as error:
+        raise ValueError(f"{path.parent}: {error}") from None
     missing = [key for key in _KEYS.values() if not _is_size(document.get(key))]
     if missing:
         raise ValueError(f"{path}: no whole number under {', '.join(missing)}; not a decoder this package knows")
@@ -102,7 +169,21 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
         num_experts_per_token=document.get("num_experts_per_tok") or 0,
         qkv_bias=family is not None and family.qkv_bias,
         qk_norm=family is not None and family.qk_norm,
+        is_gemma3=family is not None and family.is_gemma3,
+        vision_parameters=_vision_parameters(whole.get("vision_config"), document["hidden_size"]),
     )
+
+
+def _vision_parameters(vision: Any, hidden_size: int) -> int:
+    """Return the elements of a SigLIP tower (arXiv:2303.15343) without its pooling head, and of the projection to
+    `hidden_size`; 0 without sizes of one."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size", "image_size")
+    if not isinstance(vision, dict) or not all(_is_size(vision.get(key)) for key in keys):
+        return 0
+    hidden, inner, layers, patch, image = (vision[key] for key in keys)
+    layer = 4 * (hidden * hidden + hidden) + 2 * hidden * inner + inner + hidden + 4 * hidden
+    patches = (3 * patch * patch + 1) * hidden + (image // patch) ** 2 * hidden
+    return patches + layers * layer + 2 * hidden + hidden * hidden_size + hidden
 
 
 def _is_size(value: object, least: int = 1) -> bool:

@@ -82,7 +82,7 @@ def rank_parameters(
     tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
     layers = architecture.num_layers // parallel.pp_size
     query, groups = _attention_sizes(architecture)
-    dense = hidden * (2 * query + 2 * groups) // tensor + 2 * hidden
+    dense = hidden * (2 * query + 2 * groups) // tensor + architecture.num_norms * hidden
     dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_size * architecture.qk_norm
     experts = 0
     if architecture.num_experts:
@@ -203,8 +203,8 @@ def layer_activation_bytes(architecture: ArchitectureFacts, parallel: ParallelCo
     """Return the bytes of a token that one layer keeps for its backward pass, `item` bytes a number, by an attention that
     keeps no scores."""
     query, groups = _attention_sizes(architecture)
-    # Input and output of both norms; q, k, v and the attention's output; [gate; up] and their product.
-    norms = 4 * _residual_bytes(architecture, parallel, item)
+    # Input and output of each norm; q, k, v and the attention's output; [gate; up] and their product.
+    norms = 2 * architecture.num_norms * _residual_bytes(architecture, parallel, item)
     attention = (2 * query + 2 * groups) * item // parallel.tp_size
     return norms + attention + _mlp_activation_bytes(architecture, parallel, item)
 
@@ -277,10 +277,14 @@ def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: in
         inner = architecture.intermediate_size // tensor
     mlp = [(2 * inner, hidden), (hidden, inner)]
     linear = _matrix_bytes(matrices, item, is_fp8) + copies * _matrix_bytes(mlp, item, is_fp8)
-    vectors = 2 * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
+    vectors = (
+        architecture.num_norms * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
+    )
     # SGLang ties the output matrix to the embedding in its dense models alone.
     num_matrices = 1 if architecture.tie_word_embeddings and not architecture.num_experts else 2
     rows = _padded(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
+    if architecture.is_gemma3:
+        rows = architecture.vocab_size
     outside = num_matrices * rows * hidden + hidden
     return architecture.num_layers * (linear + item * (vectors + router)) + item * outside
 
@@ -313,6 +317,7 @@ def engine_memory(config: Config, architecture: ArchitectureFacts, cluster: Clus
         return EngineMemory(weights, cell, tokens, budget=weights + tokens * cell)
     is_fp8 = sglang.quantization == "fp8"
     weights = engine_weight_bytes(architecture, sglang.tp_size, sglang.ep_size, dtype, is_fp8)
+    weights += architecture.vision_parameters * ITEM_SIZES[dtype]
     cell = kv_bytes_per_token(architecture, sglang.tp_size, dtype)
     # SGLang sizes the cache by what is free when it starts, and a trainer's process is there before it.
     shared = TRAINER_CONTEXT if sglang.placement == "colocated" else 0

@@ -32,7 +32,7 @@ from megatron_dapo.engines.base import (
     is_complete,
     max_new_tokens_of,
 )
-from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts
+from megatron_dapo.engines.embedded_model import GLOBAL, LOCAL, check_config, empty_model, stored_parts, window_of
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
 from megatron_dapo.engines.slot_cache import Sharing, SlotCache
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
@@ -96,8 +96,10 @@ class EmbeddedEngine:
     """
 
     def __init__(self, config: PreTrainedConfig, settings: EmbeddedEngineSettings):
+        config = config.get_text_config()  # of a model with a vision tower, which takes no part here
         check_config(config)
         self.settings = settings
+        self._window = window_of(config)
         self._model = empty_model(config, settings.dtype, settings.device)
         self._vocab_size = int(config.vocab_size)
         self._version = -1
@@ -274,15 +276,27 @@ class EmbeddedEngine:
         assert self._sharing is not None, "rows were admitted without prefixes"
         self._cache.begin_decode(column, self._span, self._sharing, self._prefix_span)
         hidden = torch.cat((self._past_prefix, self._columns[: self._span] > column[:, None]), dim=1)
-        mask = torch.where(hidden, self._hidden, self._visible)[:, None, None, :]
         output = self._model(
             input_ids=tokens[:, None],
             position_ids=position[:, None],
-            attention_mask=mask,
+            attention_mask=self._masks(hidden, column),
             past_key_values=self._cache,
             use_cache=True,
         )
         return output.logits[:, -1]
+
+    def _masks(self, hidden: torch.Tensor, column: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive masks [B, 1, 1, P + S] from the hidden columns: one, or one for each kind of layer."""
+        mask = torch.where(hidden, self._hidden, self._visible)[:, None, None, :]
+        if self._window is None:
+            return mask
+        # Columns that a local layer still sees begin this far from the row's own: response columns are counted from the end
+        # of the prefix, whose columns are positions.
+        first = column - self._window + 1
+        length = self._integers[_PREFIX, : len(self._rows)]
+        prefix, response = self._columns[: self._prefix_span], self._columns[: self._span]
+        past = torch.cat((prefix < (first + length)[:, None], response < first[:, None]), dim=1)
+        return {GLOBAL: mask, LOCAL: mask.masked_fill(past[:, None, None, :], float("-inf"))}
 
     # Finishing
 
@@ -404,7 +418,11 @@ class EmbeddedEngine:
         tokens = torch.tensor(padded, dtype=torch.int64, device=self.settings.device)
         self._cache.begin_prefill(slice(prefixes[0].index, prefixes[-1].index + 1))
         positions = self._columns[:width].expand(len(prefixes), -1)
-        self._model.get_decoder()(input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
+        # The attention over whole prompts makes its own mask.
+        masks = None if self._window is None else {GLOBAL: None, LOCAL: None}
+        self._model.get_decoder()(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._cache, use_cache=True
+        )
 
     def _write_state(self, rows: list[_Row]) -> None:
         """Initial state of newly admitted rows, which stand in consecutive slots."""

@@ -15,14 +15,16 @@ from megatron_dapo.engines.slot_cache import register_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+GLOBAL, LOCAL = "full_attention", "sliding_attention"  # kinds of layers, which transformers gives a mask each
 # transformers' fused parameter of a layer's experts -> the projections it is made of.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def check_config(config: PreTrainedConfig) -> None:
     """ValueError for attention that a cache of whole columns cannot serve."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or [GLOBAL])
+    supported = {GLOBAL, LOCAL} if config.model_type == "gemma3_text" else {GLOBAL}
+    if not kinds <= supported:
         raise ValueError(
             f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, only full_attention is supported; "
             "switch sliding windows off in config.json (use_sliding_window false) or use another engine"
@@ -36,6 +38,11 @@ def check_config(config: PreTrainedConfig) -> None:
             f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) "
             "is not supported"
         )
+
+
+def window_of(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens a token of local layers sees, itself included; None for a model without such layers."""
+    return int(config.sliding_window) if LOCAL in (getattr(config, "layer_types", None) or ()) else None
 
 
 def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -233,19 +233,26 @@ def slot_attention(
     value: torch.Tensor | Stored,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d].
 
-    Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts. `Stored` ones: one query a row, and an
-    additive mask [B, 1, 1, P + S] over prefix and response columns.
+    Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens where
+    that is given. `Stored` ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, Stored) and isinstance(value, Stored):
         assert attention_mask is not None, "decoding needs the mask of visible columns"
         return _attend_stored(query * scale, key, value, attention_mask), None
-    attend = torch.nn.functional.scaled_dot_product_attention
-    output = attend(query, key, value, scale=scale, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
+    attend, length = torch.nn.functional.scaled_dot_product_attention, query.shape[2]
+    seen = None
+    if sliding_window is not None and sliding_window < length:
+        place = torch.arange(length, device=query.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < sliding_window)
+    shared = key.shape[1] != query.shape[1]
+    output = attend(query, key, value, attn_mask=seen, scale=scale, is_causal=seen is None, enable_gqa=shared)
     return output.transpose(1, 2).contiguous(), None
 
 

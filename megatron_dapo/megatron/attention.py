@@ -2,7 +2,8 @@
 
 Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow when there are many short ones, so
 sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
-Causality alone keeps real queries from the padding on the right, so no mask is needed.
+Causality alone keeps real queries from the padding on the right, so no mask is needed, except where a window hides the
+start of a sequence.
 
 Under context parallelism each sequence is cut into 2C equal chunks and rank r holds chunks r and 2C - 1 - r (Transformer
 Engine's convention: every rank has the same causal work). Queries stay on their rank; keys and values are gathered from all
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 
 # A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as
 # much as this amount of padding.
@@ -29,7 +31,8 @@ SLACK_FRACTION = 0.25
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """One padded batch: its sizes and, under context parallelism, the mask [n, 1, queries, keys] of visible keys."""
+    """One padded batch: its sizes and, under context parallelism or with a window, the mask [n or 1, 1, queries, keys] of
+    visible keys."""
 
     num_sequences: int
     num_queries: int
@@ -67,8 +70,11 @@ def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> AttentionPlan:
-    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, for rank `context_rank`."""
+def plan_attention(
+    cu_seqlens: torch.Tensor, context_rank: int, context_size: int, window: int | None = None
+) -> AttentionPlan:
+    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, for rank `context_rank`. A token sees the last
+    `window` tokens, itself included (None: all)."""
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = (bounds[1:] - bounds[:-1]).tolist()
     batches, query_rows, key_rows = [], [], []
@@ -76,9 +82,13 @@ def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: in
         starts, sizes = bounds[:-1][members], torch.tensor([lengths[index] for index in members])
         query_slots, query_positions = _local_slots(starts, sizes, context_rank, context_size)
         key_slots = _global_slots(starts, sizes, context_size, int(bounds[-1]) // context_size)
-        mask = None
-        if context_size > 1:
-            mask = torch.arange(key_slots.size(1)) <= query_positions[:, :, None]
+        mask, num_keys = None, key_slots.size(1)
+        hides = window is not None and window < num_keys
+        if context_size > 1 or hides:
+            # Without context parallelism all sequences of a batch have the positions of the longest.
+            positions = query_positions if context_size > 1 else torch.arange(num_keys)[None]
+            distance = positions[:, :, None] - torch.arange(num_keys)
+            mask = (distance >= 0) & (distance < window) if hides else distance >= 0
             mask = mask[:, None].to(cu_seqlens.device)
         batches.append(PaddedBatch(len(members), query_slots.size(1), key_slots.size(1), mask))
         query_rows.append(query_slots.flatten())
@@ -207,37 +217,59 @@ class PackedSequences(PackedSeqParams):
     context_rank: int = 0
     context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
-    _plan: AttentionPlan | None = field(default=None, init=False)
-    _rotary: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
+    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
+    _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
 
-    def attention_plan(self) -> AttentionPlan:
+    def attention_plan(self, window: int | None = None) -> AttentionPlan:
         """Return the padded batches in which our own attention computes this rank's queries."""
         # The masks of a plan are large: 254 MB for 22 K tokens under context parallel 2.
-        if self._plan is None:
-            self._plan = plan_attention(self.cu_seqlens_q, self.context_rank, self.context_size)
-        return self._plan
+        if window not in self._plans:
+            self._plans[window] = plan_attention(self.cu_seqlens_q, self.context_rank, self.context_size, window)
+        return self._plans[window]
 
-    def rotary_tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(
+        self, angles: torch.Tensor, dtype: torch.dtype, is_local: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of every token, both [P_local, 1, head_dim], from every position's angles [longest, 1, 1,
-        head_dim]."""
-        if self._rotary is None:
+        head_dim] in global or in local layers."""
+        if is_local not in self._rotary:
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
             # Rounded after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
-            self._rotary = tuple(
+            self._rotary[is_local] = tuple(
                 part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin())
             )
-        return self._rotary
+        return self._rotary[is_local]
+
+
+def own_window(config: Any, layer_number: int) -> int | None:
+    """Return how many tokens a token of this layer sees, itself included; None: all before it."""
+    is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return config.window_size[0] + 1 if is_local else None
+
+
+def angles_of(angles: torch.Tensor, config: Any, is_local: bool) -> torch.Tensor:
+    """Return a layer's rotary angles [longest, 1, 1, head_dim] of those of all layers: in a model with local layers
+    [longest, 1, 1, 2 head_dim], whose halves repeat the angles of global and of local layers."""
+    if config.window_size is None:
+        return angles
+    return angles.unflatten(-1, (2, 2, -1))[..., int(is_local), :].flatten(-2)
 
 
 class PackedAttention(torch.nn.Module):
     """Core attention of our own layers: packed sequences only, grouped queries, no dropout."""
 
     def __init__(
-        self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+        self,
+        config: Any,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.window = own_window(config, layer_number)
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
@@ -251,7 +283,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Map query [P, heads, head_dim], key and value [P, groups, head_dim] to [P, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedSequences), "attention needs packed sequences"
-        plan = packed_seq_params.attention_plan()
+        plan = packed_seq_params.attention_plan(self.window)
         if self.context_group is not None:
             # One collective for both.
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
@@ -299,10 +331,29 @@ class PackedSelfAttention(SelfAttention):
             "packed self-attention needs packed sequences and rotary angles"
         )
         query, key, value = (part.squeeze(1) for part in self.get_query_key_value_tensors(hidden_states))
-        cos, sin = packed_seq_params.rotary_tables(rotary_pos_emb, query.dtype)
+        is_local = own_window(self.config, self.layer_number) is not None
+        angles = angles_of(rotary_pos_emb, self.config, is_local)
+        cos, sin = packed_seq_params.rotary_tables(angles, query.dtype, is_local)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
         if self.checkpoint_core_attention and self.training:
             context = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
         else:
             context = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
         return self.linear_proj(context.unsqueeze(1))
+
+
+class LocalGlobalSelfAttention(SelfAttention):
+    """megatron-core's self-attention in a model whose local layers have rotary angles of their own."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map hidden_states [P or its sequence-parallel slice, 1, h] to the same shape, and a bias (None)."""
+        is_local = own_window(self.config, self.layer_number) is not None
+        angles = angles_of(rotary_pos_emb, self.config, is_local)
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=angles, **others)

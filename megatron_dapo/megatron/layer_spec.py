@@ -23,14 +23,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
+from megatron_dapo.megatron.attention import LocalGlobalSelfAttention, PackedAttention, PackedSelfAttention
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter, experts_spec
 from megatron_dapo.megatron.layers import (
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
     Fp8NormColumnParallelLinear,
+    Fp8PostNormRowParallelLinear,
     Fp8RowParallelLinear,
     NormColumnParallelLinear,
+    PostNorm,
+    PostNormRowParallelLinear,
     RMSNorm,
 )
 from megatron_dapo.megatron.model_config import GPTConfig
@@ -40,17 +43,25 @@ logger = logging.getLogger(__name__)
 
 
 class LinearKinds(NamedTuple):
-    """Classes of a layer's linear layers: with a norm and cut by rows, cut by columns, and an expert's two."""
+    """Classes of a layer's linear layers: with a norm and cut by rows, cut by columns, an expert's two, and cut by columns
+    with a norm of the output."""
 
     column: type[NormColumnParallelLinear]
     row: type[RowParallelLinear]
     expert_column: type[ColumnParallelLinear]
     expert_row: type[RowParallelLinear]
+    row_and_norm: type[RowParallelLinear]
 
 
-IN_MODEL_TYPE = LinearKinds(NormColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, RowParallelLinear)
+IN_MODEL_TYPE = LinearKinds(
+    NormColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, RowParallelLinear, PostNormRowParallelLinear
+)
 IN_FP8 = LinearKinds(
-    Fp8NormColumnParallelLinear, Fp8RowParallelLinear, Fp8ExpertColumnParallelLinear, Fp8ExpertRowParallelLinear
+    Fp8NormColumnParallelLinear,
+    Fp8RowParallelLinear,
+    Fp8ExpertColumnParallelLinear,
+    Fp8ExpertRowParallelLinear,
+    Fp8PostNormRowParallelLinear,
 )
 
 
@@ -84,6 +95,8 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
 
     logger.info("layers: Transformer Engine")
     dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if config.sandwich_norms:
+        return _norm_outputs(dense)
     if config.num_moe_experts is None:
         return dense
     # One linear layer an expert, not one grouped layer for all: parameters then have the names of SequentialMLP. It appends
@@ -96,17 +109,34 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
+def _norm_outputs(layer: ModuleSpec) -> ModuleSpec:
+    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer."""
+    from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+
+    class TEPostNormRowParallelLinear(PostNorm, TERowParallelLinear):
+        """Transformer Engine's row-parallel linear layer and its norm of the output."""
+
+        norm_class = TENorm
+
+    attention = layer.submodules.self_attention
+    attention.module = LocalGlobalSelfAttention
+    attention.submodules.linear_proj = TEPostNormRowParallelLinear
+    submodules_of(layer.submodules.mlp).linear_fc2 = TEPostNormRowParallelLinear
+    return layer
+
+
 def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
     """Specify one layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    row = linear.row_and_norm if config.sandwich_norms else linear.row
     attention = SelfAttentionSubmodules(
         linear_qkv=linear.column,
         core_attention=PackedAttention,
-        linear_proj=linear.row,
+        linear_proj=row,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=linear.row))
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=row))
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(
             module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention

@@ -26,10 +26,19 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize [..., hidden_size] -> the same shape."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return _rms_norm(hidden, self.weight, self.eps, self.zero_centered)
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    """Normalize [..., h] by a weight [h], or by 1 + weight."""
+    if not zero_centered:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    # In fp32 up to the end: 1 + weight has fewer digits in bf16 than the weight.
+    return F.rms_norm(hidden.float(), weight.shape, 1 + weight.float(), eps).type_as(hidden)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -42,8 +51,29 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [tokens, 1, input_size] to [tokens, 1, this rank's outputs], and return the bias left to the caller."""
         # Before the gather of sequence parallelism: each rank normalizes its own tokens.
-        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
+        settings = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
+        normed = _rms_norm(hidden, self.layer_norm_weight, *settings)
         return super().forward(normed, *args, **kwargs)
+
+
+class PostNorm:
+    """Mixin of a row-parallel linear layer: a norm of its output, under the name that Megatron-Bridge gives it."""
+
+    norm_class: type = RMSNorm
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.post_layernorm = self.norm_class(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map [tokens, 1, this rank's inputs] to [tokens, 1, output_size], and return the bias (None)."""
+        # The output is summed over tensor ranks by now, and cut by tokens under sequence parallelism.
+        output, bias = super().forward(hidden)
+        return self.post_layernorm(output), bias
+
+
+class PostNormRowParallelLinear(PostNorm, RowParallelLinear):
+    """A row-parallel linear layer with an RMSNorm of its output inside."""
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -84,6 +114,10 @@ class Fp8RowParallelLinear(RowParallelLinear):
         **unused: Any,
     ) -> torch.Tensor:
         return _multiply(input, weight, bias)
+
+
+class Fp8PostNormRowParallelLinear(PostNorm, Fp8RowParallelLinear):
+    """An emulated FP8 product with this rank's columns, and the norm of the sum."""
 
 
 class _ExpertProduct:

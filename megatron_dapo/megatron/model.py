@@ -126,8 +126,11 @@ def _build_chunk(
         rotary_base=architecture.rope_theta,
         vp_stage=vp_stage,
     )
-    frequencies = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
-    chunk.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+    chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
+    if architecture.gemma3 is not None and chunk.pre_process:
+        # Rounded to the model's type, as the models were trained.
+        scale = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+        chunk.embedding.register_forward_hook(lambda embedding, inputs, output: output * scale)
     mark_sharded_parameters(chunk)
     if architecture.experts is not None:
         normalize_probabilities(chunk, architecture.experts.normalize)
@@ -189,6 +192,15 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 # ---- inverse frequencies of the rotary embedding
 # megatron-core builds the unscaled ones and has one set of Llama 3 constants; these are set on its rotary module instead, so
 # that every supported `rope_scaling` has the numbers of the Hugging Face configuration.
+
+
+def rotary_frequencies(architecture: ModelArchitecture) -> torch.Tensor:
+    """Return the inverse frequencies of all layers, [head_dim / 2] fp32; those of local layers follow, if there are any."""
+    wide = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
+    gemma3 = architecture.gemma3
+    if gemma3 is None or not gemma3.local_layers:
+        return wide
+    return torch.cat((wide, inverse_frequencies(architecture.head_dim, gemma3.local_rope_theta, None)))
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -50,6 +50,7 @@ class GPTConfig(TransformerConfig):
     it are set with CUDA alone."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    sandwich_norms: bool = False  # a norm also after attention and after the MLP, before the residual is added
 
     @property
     def dtype_name(self) -> str:
@@ -83,6 +84,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
+        **_gemma3_fields(architecture),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
         params_dtype=dtype,
@@ -103,7 +105,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         # Fusions need CUDA extensions or a compiler; none changes the mathematics.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=cuda,
-        bias_activation_fusion=cuda,
+        bias_activation_fusion=cuda and architecture.gemma3 is None,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -146,7 +148,7 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "qk_layernorm": architecture.qk_norm,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": F.silu if architecture.gemma3 is None else gelu_tanh,
         "add_bias_linear": False,
         # Dropout would make the log-probs of the old policy and of training disagree.
         "hidden_dropout": 0.0,
@@ -173,6 +175,25 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
+    }
+
+
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    """Return GELU in its tanh form (arXiv:1606.08415, section 2)."""
+    return F.gelu(gate, approximate="tanh")
+
+
+def _gemma3_fields(architecture: ModelArchitecture) -> dict[str, Any]:
+    gemma3 = architecture.gemma3
+    if gemma3 is None:
+        return {}
+    return {
+        "sandwich_norms": True,
+        "layernorm_zero_centered_gamma": True,
+        "softmax_scale": gemma3.attention_scale,
+        # megatron-core counts the tokens on the left of a token, without itself.
+        "window_size": (gemma3.window - 1, 0) if gemma3.local_layers else None,
+        "window_attn_skip_freq": [int(layer in gemma3.local_layers) for layer in range(architecture.num_layers)],
     }
 
 

@@ -90,6 +90,22 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma3": (  # two local layers to one global, a window shorter than most sequences
+        "Gemma3",
+        {
+            "hidden_act": None,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            # transformers drops the gradient of the padding token's embedding, which the batches here have as a token.
+            "pad_token_id": None,
+        },
+    ),
 }
 # Sequence lengths of each micro-batch: single tokens, equal lengths, one long sequence, many short ones.
 LENGTHS: tuple[tuple[int, ...], ...] = ((5, 17, 1, 30), (70, 3), (40, 2, 8, 8, 9, 8), (64,))
@@ -100,15 +116,17 @@ def reference_model(name: str) -> Any:
     import transformers
 
     family, fields = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES, **fields, architectures=[f"{family}ForCausalLM"])
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**SIZES, **fields}, architectures=[f"{family}ForCausalLM"])
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model_class(config)
+    one = 0 if family == "Gemma3" else 1  # Gemma 3 stores the difference from 1
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
+            parameter.copy_(one + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
     return model.double()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from launcher import run_distributed
 
-MODELS = ("qwen2", "qwen2-tied", "qwen3", "llama3")
+MODELS = ("qwen2", "qwen2-tied", "qwen3", "llama3", "gemma3")
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "pipeline": 2},
     {"pipeline": 2, "virtual_pipeline": 2},
@@ -23,6 +23,8 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
     {"model": "llama3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "padded": True},
     {"model": "qwen2-tied", "layout": {"context": 2, "pipeline": 2}, "padded": True},
     {"model": "qwen3-moe", "layout": {"expert": 2, "pipeline": 2}, "padded": True},
+    {"model": "gemma3", "layout": {"tensor": 4}, "recompute": "full"},
+    {"model": "gemma3", "layout": {"context": 4}, "recompute": "selective"},
 ]
 
 

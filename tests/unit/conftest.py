@@ -1,13 +1,18 @@
-"""Tiny model directories made by transformers: four families, tied and untied, a vocabulary that no padding fits."""
+"""Tiny model directories made by transformers: six families, tied and untied, a vocabulary that no padding fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -23,7 +28,14 @@ MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3": (lambda **text: _beside_vision(text), Gemma3ForConditionalGeneration),
 }
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+GEMMA3_SIZES = {"query_pre_attn_scalar": 12, "sliding_window": 4, "sliding_window_pattern": 2}
 EXPERT_SIZES = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -44,6 +56,14 @@ SIZES = {
 }
 
 
+def _beside_vision(text: dict[str, Any]) -> Gemma3Config:
+    """A Gemma 3 with a vision tower, as the 4B model is published."""
+    vision = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
+    tied = text["tie_word_embeddings"]
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
+
+
 @pytest.fixture
 def make_model_directory(tmp_path: Path) -> Callable[..., Path]:
     """make_model_directory(family, tied=..., dtype=..., name=..., shard=..., **sizes) -> directory with random weights."""
@@ -53,7 +73,10 @@ def make_model_directory(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         config_class, model_class = MODELS[family]
         torch.manual_seed(0)
-        fields = {**SIZES, "tie_word_embeddings": tied, **(EXPERT_SIZES if family == "qwen3_moe" else {}), **sizes}
+        fields = {**SIZES, "tie_word_embeddings": tied, **(EXPERT_SIZES if family == "qwen3_moe" else {})}
+        if family.startswith("gemma3"):
+            fields |= {**GEMMA3_SIZES, "rope_parameters": GEMMA3_ROPE}
+        fields |= sizes
         model = model_class(config_class(**fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from megatron_dapo.config.inputs import text_fields
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of
@@ -37,7 +38,7 @@ class Expectation:
         """Read the expectation from the model's config.json. Raise ValueError if it lacks a field."""
         file = settings.model_path / "config.json"
         try:
-            config = read_json(file)
+            config = text_fields(read_json(file))
             architecture, vocab_size = str(config["architectures"][0]), int(config["vocab_size"])
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
             raise ValueError(

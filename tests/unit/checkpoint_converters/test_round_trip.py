@@ -45,7 +45,7 @@ def _change(file: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma3"])
 def test_bit_identical_through_every_layout(family, tied, make_model_directory, tmp_path, capsys):
     directory = make_model_directory(family, tied=tied, dtype=torch.bfloat16, shard="20KB")
     before = _stored(directory)
@@ -59,6 +59,7 @@ def test_bit_identical_through_every_layout(family, tied, make_model_directory, 
         after = _stored(back)
         assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
         assert (back / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+    assert any(name.startswith("vision_tower.") for name in before) == (family == "gemma3")
     assert "different" not in capsys.readouterr().out
 
 

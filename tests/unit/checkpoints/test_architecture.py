@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import (
+    Gemma3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -19,7 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture, RopeScaling
+from megatron_dapo.checkpoints.architecture import Gemma3, ModelArchitecture, RopeScaling
+from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -244,7 +247,10 @@ def test_linear_rope_with_the_old_key():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
+        (
+            {"model_type": "mixtral"},
+            "'mixtral' is not supported; supported are gemma3, gemma3_text, llama, qwen2, qwen3",
+        ),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -276,6 +282,69 @@ def test_linear_rope_with_the_old_key():
 def test_unsupported_features_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelArchitecture.from_config(_with(**fields))
+
+
+@pytest.mark.parametrize(("config", "num_parameters"), [(GEMMA3_1B, 999_885_952), (GEMMA3_4B, 3_880_263_168)])
+def test_published_gemma_3(config, num_parameters):
+    """The sizes that the 4B model's config leaves out are transformers' defaults; transformers 5 writes them out."""
+    architecture = ModelArchitecture.from_config(config)
+    assert architecture.num_parameters == num_parameters
+    config_class = Gemma3TextConfig if config is GEMMA3_1B else Gemma3Config
+    for use_diff in (True, False):
+        written = json.loads(config_class(**config).to_json_string(use_diff=use_diff))
+        assert ModelArchitecture.from_config(written) == architecture
+    theirs = config_class(**config).get_text_config()
+    local = {layer for layer, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"}
+    assert architecture.gemma3 == Gemma3(256**-0.5, frozenset(local), theirs.sliding_window, 10_000.0)
+    linear = RopeScaling("linear", 8.0) if config is GEMMA3_4B else None
+    assert (architecture.rope_theta, architecture.rope_scaling) == (1_000_000.0, linear)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported, only None"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported, only 'gelu_pytorch_tanh'"),
+        ({"hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'gelu_pytorch_tanh'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries.*num_hidden_layers 26"),
+        ({"layer_types": ["chunked_attention"] * 26}, "layer_types has 26 entries of .'chunked_attention'"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 must be a finite number above 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters has .'rope_theta'"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters scale sliding_attention layers",
+        ),
+        ({"architectures": ["Gemma3TextModel"]}, "Gemma3TextModel.*only .'Gemma3ForCausalLM'"),
+        (
+            {"model_type": "gemma2", "architectures": None},
+            "'gemma2' is not supported; supported are gemma3, gemma3_text",
+        ),
+        ({"model_type": "gemma3n", "architectures": None}, "'gemma3n' is not supported"),
+        ({"altup_num_inputs": 4}, "unknown field altup_num_inputs = 4"),
+    ],
+)
+def test_unsupported_variants_of_gemma_3_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_config({**GEMMA3_1B, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_config": None}, "a gemma3 needs an object text_config"),
+        ({"text_config": {"model_type": "gemma3n_text"}}, "text_config of model_type gemma3_text"),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, "keep one"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"audio_config": {"hidden_size": 4}}, "unknown field audio_config"),
+    ],
+)
+def test_broken_configs_beside_a_vision_tower_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_config({**GEMMA3_4B, **fields})
 
 
 def test_a_window_of_a_family_without_the_switch_is_refused():

@@ -74,17 +74,24 @@ def _expected(
             result[local + "self_attention.linear_qkv.weight"] = qkv(prefix, "weight")
             if a.model_type == "qwen2":
                 result[local + "self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
-            if a.model_type.startswith("qwen3"):
+            if a.qk_norm:
                 for x in "qk":
                     result[local + f"self_attention.{x}_layernorm.weight"] = hf[prefix + f"self_attn.{x}_norm.weight"]
             result[local + "self_attention.linear_proj.weight"] = shard(hf[prefix + "self_attn.o_proj.weight"], 1)
+            norm = "post_attention_layernorm.weight"
+            if a.model_type == "gemma3_text":
+                result[local + "self_attention.linear_proj.post_layernorm.weight"] = hf[prefix + norm]
+                norm = "pre_feedforward_layernorm.weight"
             if prefix + "mlp.gate.weight" in hf:
                 result |= _expected_experts(hf, parallel, rank, prefix, local)
                 continue
-            result[local + "mlp.linear_fc1.layer_norm_weight"] = hf[prefix + "post_attention_layernorm.weight"]
+            result[local + "mlp.linear_fc1.layer_norm_weight"] = hf[prefix + norm]
             gate, up = (shard(hf[prefix + f"mlp.{x}_proj.weight"]) for x in ("gate", "up"))
             result[local + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
             result[local + "mlp.linear_fc2.weight"] = shard(hf[prefix + "mlp.down_proj.weight"], 1)
+            if a.model_type == "gemma3_text":
+                post = hf[prefix + "post_feedforward_layernorm.weight"]
+                result[local + "mlp.linear_fc2.post_layernorm.weight"] = post
         if stage == chunks - 1 and c.pipeline == parallel.pipeline - 1:
             result[f"{stage}.decoder.final_layernorm.weight"] = hf["model.norm.weight"]
             if not a.tie_word_embeddings:
@@ -114,7 +121,7 @@ def _expected_experts(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
 def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_model_directory):
     directory = make_model_directory(family, tied=tied)
     architecture, hf = ModelArchitecture.from_directory(directory), load_file(directory / "model.safetensors")

@@ -16,7 +16,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.bridge import sync_plan
-from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.checkpoints.architecture import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    Gemma3,
+    MixtureOfExperts,
+    ModelArchitecture,
+)
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -44,9 +51,10 @@ def _architecture(family: str, *, tied: bool, heads: int, kv_heads: int, vocab_s
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         qkv_bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
+        qk_norm=family.startswith(("qwen3", "gemma3")),
         dtype=DTYPE,
         experts=experts,
+        gemma3=Gemma3(1.0, frozenset({0}), 4, 1e4) if family.startswith("gemma3") else None,
     )
 
 
@@ -114,7 +122,10 @@ def engine_shard(architecture, weights, rank: int, tp: int, ep: int, device: str
             down = [_chunk(w[f"mlp.experts.{e}.down_proj.weight"], 1, size, rank % cut, cut) for e in mine]
             local["mlp.experts.w2_weight"] = torch.stack(down)
         shard.update({f"model.layers.{layer}.{n}": t for n, t in local.items()})
-    return shard
+    if architecture.gemma3 is not None:
+        shard[EMBEDDING] = weights[EMBEDDING]
+    prefix = "language_model." if architecture.model_type == "gemma3" else ""
+    return {prefix + name: tensor for name, tensor in shard.items()}
 
 
 def _trainer_buffers(source, weights) -> list[dict[str, torch.Tensor]]:
@@ -170,7 +181,7 @@ def _check_traffic(reshard, engine, offset: int) -> None:
 
 def _random_pair(choose) -> tuple:
     """`choose(name, options)` -> one of them. Sizes that do not go together raise ValueError in the layouts."""
-    family = choose("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+    family = choose("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3"])
     heads = choose("heads", [4, 8])
     architecture = _architecture(
         family,

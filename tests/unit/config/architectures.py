@@ -63,6 +63,76 @@ QWEN_7B = _qwen25(3584, 28, 28, 4, 18944)
 QWEN_14B = _qwen25(5120, 48, 40, 8, 13824)
 QWEN_32B = _qwen25(5120, 64, 40, 8, 27648)
 
+# Of huggingface.co/google/gemma-3-1b-it and gemma-3-4b-it, whose text_config leaves out what has its default.
+GEMMA3_1B: Mapping[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+GEMMA3_4B: Mapping[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+GEMMA3: Mapping[str, Any] = {
+    **GEMMA3_1B,
+    **{name: DENSE[name] for name in ("vocab_size", "hidden_size", "head_dim", "intermediate_size")},
+    **{name: DENSE[name] for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
+    "max_position_embeddings": 256,
+}
+
 
 def write_model(directory: Path, document: Mapping[str, Any]) -> Path:
     """Write config.json of a model directory and return the directory."""

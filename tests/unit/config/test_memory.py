@@ -24,7 +24,16 @@ from megatron_dapo.config.memory import (
 )
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.parallel.layout import ParallelLayout
-from tests.unit.config.architectures import DENSE, EXPERTS, QWEN_7B, QWEN_14B, QWEN_32B, facts_of
+from tests.unit.config.architectures import (
+    DENSE,
+    EXPERTS,
+    GEMMA3,
+    GEMMA3_4B,
+    QWEN_7B,
+    QWEN_14B,
+    QWEN_32B,
+    facts_of,
+)
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
@@ -66,6 +75,7 @@ def kind_of(name: str) -> str:
         (EXPERTS, {"ep_size": 8}, 8),
         (EXPERTS, {**SEQUENCE, "ep_size": 4, "etp_size": 1}, 8),
         (EXPERTS, {**SEQUENCE, "pp_size": 2, "ep_size": 2}, 16),
+        (GEMMA3, {"tp_size": 2, "pp_size": 2}, 4),
     ],
 )
 @pytest.mark.parametrize("has_value_head", [False, True])
@@ -95,7 +105,7 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
         (DENSE, 8, 1),
         ({**DENSE, "architectures": None, "model_type": "qwen2", "head_dim": None, "hidden_size": 1024}, 2, 1),
     ]
-    + [(EXPERTS, 2, 1), (EXPERTS, 4, 2), ({**EXPERTS, "tie_word_embeddings": True}, 1, 1)],
+    + [(EXPERTS, 2, 1), (EXPERTS, 4, 2), ({**EXPERTS, "tie_word_embeddings": True}, 1, 1), (GEMMA3, 2, 1)],
 )
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_weights_of_a_server_are_those_of_its_layout(
@@ -120,6 +130,18 @@ def test_parameters_of_real_models_are_the_published_ones(document: dict[str, An
     assert round(exact / 1e9, 3) == billions
     found = rank_parameters(facts_of(document), ParallelConfig())
     assert found.total == exact, "152,064 rows need no padding on one rank"
+
+
+def test_parameters_of_a_model_with_a_vision_tower_are_the_published_ones() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    with torch.device("meta"):
+        exact = sum(p.numel() for p in Gemma3ForConditionalGeneration(Gemma3Config(**GEMMA3_4B)).parameters())
+    facts = facts_of(GEMMA3_4B)
+    padding = 64 * facts.hidden_size  # megatron-core's: 262,208 rows are no multiple of 128
+    text = rank_parameters(facts, ParallelConfig()).total - padding
+    assert (text, facts.vision_parameters) == (3_880_263_168, 419_816_304)
+    assert text + facts.vision_parameters == exact
 
 
 def core_estimate(document: dict[str, Any], parallel: ParallelConfig, data: int) -> float:

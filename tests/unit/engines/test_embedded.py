@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
@@ -52,6 +60,17 @@ CONFIGS = {
             "original_max_position_embeddings": 64,
         },
     ),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, **GEMMA3),
+}
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 7,  # shorter and longer than prompts and responses
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }
 
 
@@ -412,6 +431,19 @@ def test_requests_that_cannot_be_served_are_refused_before_any_is_queued() -> No
     with pytest.raises(ValueError, match="already in use"):
         engine.submit([good, good])
     assert engine.num_unfinished == 0
+
+
+def test_a_vision_tower_takes_no_part() -> None:
+    config = Gemma3Config(text_config={**SIZES, **GEMMA3}, vision_config={"hidden_size": 8, "num_hidden_layers": 1})
+    with_tower = EmbeddedEngine(config, EmbeddedEngineSettings(max_slots=8, max_length=96))
+    model = reference_model("gemma3")
+    load(with_tower, model)
+    with_tower.set_policy_version(0)
+    requests = make_requests(1)
+    with_tower.submit(requests)
+    completions = drain(with_tower)
+    for request in requests:
+        check_against_forward(model, request, completions[request.request_id])
 
 
 def test_sliding_windows_are_refused() -> None:

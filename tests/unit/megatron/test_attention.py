@@ -30,7 +30,9 @@ def tokens(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
-def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], window: int | None = None
+) -> torch.Tensor:
     """Softmax attention by the formula, one sequence and one head at a time."""
     rows, start = [], 0
     for length in lengths:
@@ -38,42 +40,48 @@ def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, len
         for head in range(HEADS):
             group = head * GROUPS // HEADS
             scores = query[part, head] @ key[part, group].T / HEAD_DIM**0.5
-            future = torch.ones(length, length).triu(1).bool()
-            heads.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ value[part, group])
+            hidden = torch.ones(length, length).triu(1)
+            if window is not None:
+                hidden += torch.ones(length, length).tril(-window)
+            heads.append(scores.masked_fill(hidden.bool(), float("-inf")).softmax(-1) @ value[part, group])
         rows.append(torch.cat(heads, dim=1))
         start += length
     return torch.cat(rows)
 
 
-def own_attention() -> PackedAttention:
-    return PackedAttention(SimpleNamespace(context_parallel_size=1))
+def own_attention(window: int | None = None) -> PackedAttention:
+    size = None if window is None else (window - 1, 0)
+    config = SimpleNamespace(context_parallel_size=1, window_size=size, window_attn_skip_freq=[1])
+    return PackedAttention(config, layer_number=1)
 
 
+@pytest.mark.parametrize("window", [None, 1, 8, 63])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int, ...]) -> None:
+def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int, ...], window: int | None) -> None:
     query, key, value = tokens(sum(lengths), seed=1)
-    want = written_out(query, key, value, lengths)
+    want = written_out(query, key, value, lengths, window)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want_gradients = torch.autograd.grad((want * weights).sum(), (query, key, value))
     packed = PackedSequences(cu_seqlens_q=cumulative(lengths))
-    got = own_attention()(query, key, value, packed_seq_params=packed)
+    got = own_attention(window)(query, key, value, packed_seq_params=packed)
     gradients = torch.autograd.grad((got * weights).sum(), (query, key, value))
     torch.testing.assert_close(got, want)
     for gradient, expected in zip(gradients, want_gradients, strict=True):
         torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("context_size", [2, 4])
 @pytest.mark.parametrize("lengths", [(8, 16, 40), (64,), (8, 8, 8, 8), (200, 24, 8)])
-def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_size: int) -> None:
+def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_size: int, window: int | None) -> None:
     bounds = cumulative(lengths)
     query, key, value = tokens(sum(lengths), seed=3)
-    want = written_out(query, key, value, lengths)
+    want = written_out(query, key, value, lengths, window)
     indices = [context_token_index(bounds, rank, context_size) for rank in range(context_size)]
     gathered_key, gathered_value = (torch.cat([part[index] for index in indices]) for part in (key, value))
     outputs = []
     for rank, index in enumerate(indices):
-        plan = plan_attention(bounds, rank, context_size)
+        plan = plan_attention(bounds, rank, context_size, window)
         assert plan.batches[0].mask is not None
         pad = [
             part if slots is None else _Pad.apply(part, slots)
