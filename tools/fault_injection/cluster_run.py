@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.recovery.attempts import ATTEMPTS, completed_steps
+from megatron_dapo.recovery.evidence import parent
 from megatron_dapo.recovery.watcher import PAGE_BYTES
 from tools.fault_injection.cells import PHASES
 from tools.resume_proof.compare_runs import checkpoint_steps
@@ -206,11 +207,14 @@ class ClusterRun:
 
     def look(self) -> bool:
         """Find the ranks of the attempt that runs; return True if all are there and in the loop."""
-        self.ranks = {}
-        for node in self.cluster.nodes:
-            for pid in self.processes("megatron_dapo.launch.worker", node):
-                if (rank := _rank_process(node, pid)) is not None:
-                    self.ranks[rank.rank] = rank
+        found = {
+            pid: rank
+            for node in self.cluster.nodes
+            for pid in self.processes("megatron_dapo.launch.worker", node)
+            if (rank := _rank_process(node, pid)) is not None
+        }
+        # A rank that starts a process is there twice until that one has become its own program.
+        self.ranks = {rank.rank: rank for pid, rank in found.items() if parent(pid) not in found}
         return len(self.ranks) == len(self.cluster.nodes) and all(
             rank.phase() in IN_LOOP for rank in self.ranks.values()
         )
