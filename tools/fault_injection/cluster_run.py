@@ -206,7 +206,10 @@ class ClusterRun:
     # Processes
 
     def look(self) -> bool:
-        """Find the ranks of the attempt that runs; return True if all are there and in the loop."""
+        """Find the ranks of the attempt that runs; return True if all are there and in the loop.
+
+        An attempt begins with a weight sync for which its servers come up: one that never does is no fault of this table.
+        """
         found = {
             pid: rank
             for node in self.cluster.nodes
@@ -216,7 +219,7 @@ class ClusterRun:
         # A rank that starts a process is there twice until that one has become its own program.
         self.ranks = {rank.rank: rank for pid, rank in found.items() if parent(pid) not in found}
         return len(self.ranks) == len(self.cluster.nodes) and all(
-            rank.phase() in IN_LOOP for rank in self.ranks.values()
+            rank.phase() in IN_LOOP - {"weight_sync"} for rank in self.ranks.values()
         )
 
     def processes(self, module: str, node: str = "") -> list[int]:
