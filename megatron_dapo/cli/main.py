@@ -296,6 +296,43 @@ def evaluate(
         typer.echo(f"{name}: {rate:.4g}")
 
 
+@app.command()
+def compare(
+    run: Annotated[Path, typer.Argument(help="a run's directory")],
+    reference: Annotated[
+        Path, typer.Argument(help="another run's directory, or a .json, .csv or .jsonl with a step column")
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=TOLERANCE]", help="compare this one, too, or with another tolerance; may repeat"),
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="steps of two directories: train_step or optimizer_step")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Say whether a run is on the track of a reference, or since when not, with intervals.
+
+    Exit code: 0 on track or too early to say, 1 off track, 2 arguments that cannot be read.
+    """
+    from megatron_dapo.cli.compare import comparison_table, remarks
+    from megatron_dapo.evaluation.comparison import compare_with, rule_from
+    from megatron_dapo.evaluation.reference import read_record
+
+    if unit not in (None, "train_step", "optimizer_step"):
+        _refuse(f"--unit {unit}: choose train_step or optimizer_step")
+    try:
+        comparison = compare_with(run, read_record(reference, unit), dict(map(rule_from, metric or ())))
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    if json_output:
+        typer.echo(json.dumps({**asdict(comparison), "off_since": comparison.off_since}))
+    else:
+        Console().print(comparison_table(comparison))
+        for remark in remarks(comparison):
+            typer.echo(remark)
+        typer.echo(comparison.verdict())
+    raise typer.Exit(0 if comparison.off_since is None else 1)
+
+
 def _without_critic(config: Config) -> Config:
     """An evaluation needs none: it may be cut for other machines, or not be there any more."""
     return config.model_copy(update={"critic": CriticConfig()})

@@ -203,7 +203,7 @@ def check_inputs(config: Config) -> tuple[ArchitectureFacts | None, list[Violati
 
 
 def missing_inputs(config: Config) -> list[Violation]:
-    """Return a violation for each model directory or data file that is not there."""
+    """Return a violation for each model directory, data file or reference that is not there."""
     found, critic = [], Path(config.critic.path)
     if not config.model.path.is_dir():
         found.append(_absent("model.path", config.model.path, "a Hugging Face directory that exists"))
@@ -214,7 +214,9 @@ def missing_inputs(config: Config) -> list[Violation]:
     if config.has_critic:
         files["value_pretraining.train_paths"] = config.value_pretraining.train_paths
     absent = ((path, file) for path, paths in files.items() for file in paths if not file.is_file())
-    return [*found, *(_absent(path, file, "a file that exists") for path, file in absent)]
+    found += [_absent(path, file, "a file that exists") for path, file in absent]
+    references = (path for path in config.telemetry.references if not path.exists())
+    return [*found, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]
 
 
 def critics_of_other_models(config: Config, policy: ArchitectureFacts) -> list[Violation]:

@@ -29,6 +29,7 @@ from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, Para
 from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig, SglangConfig
 from megatron_dapo.config.section import (
     Bounds,
+    InputPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -145,6 +146,11 @@ class TelemetryConfig(Section):
 
     progress: bool = True
     """Live progress display on a terminal (otherwise plain log lines)."""
+
+    references: tuple[InputPath, ...] = ()
+    """Curves that the run is compared with after every evaluation, as `megatron-dapo compare` does: published ones
+    (examples/references) or directories of other runs. The log and the progress display say whether it is on track.
+    Relative: from the recipe's directory."""
 
     dump_batches: NonNegativeInt = 0
     """Train steps between dumps of a whole rollout batch, for replay through the trainer alone. 0: none."""

@@ -60,7 +60,7 @@ class LiveProgress:
     def __init__(self, total: int, alarm: float, finished: int = 0, console: Console | None = None) -> None:
         self._eta = Eta(total, finished)
         self._alarm = alarm
-        fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta")
+        fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta", "track")
         columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -88,6 +88,10 @@ class LiveProgress:
             mismatch=f"mismatch {report.mismatch:.1e} {mismatch_meter(report.mismatch, self._alarm)}",
             eta=f"ETA {duration(self._eta.seconds(report.finished))}",
         )
+
+    def track(self, verdict: str) -> None:
+        """Show how the run does against its reference, in the few words before the figures."""
+        self._progress.update(self._task, track=verdict.partition(":")[0])
 
     def close(self) -> None:
         """Remove the line."""
@@ -117,6 +121,9 @@ class LogProgress:
             mismatch_meter(report.mismatch, self._alarm),
             duration(self._eta.seconds(report.finished)),
         )
+
+    def track(self, verdict: str) -> None:
+        """Do nothing: the whole verdict is a log line of its own."""
 
     def close(self) -> None:
         """Do nothing: log lines stay."""

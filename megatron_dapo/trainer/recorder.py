@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
+from megatron_dapo.evaluation.comparison import compare_with
+from megatron_dapo.evaluation.reference import Record, read_record
 from megatron_dapo.telemetry.batch_dump import dump_batch
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
 from megatron_dapo.telemetry.phases import PhaseTimer
@@ -16,6 +19,8 @@ from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
 from megatron_dapo.trainer.rollout import with_numbers
 from megatron_dapo.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class RunPaths:
@@ -79,6 +84,8 @@ class Recorder:
         self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step), *tensorboard])
         self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_evaluation), *tensorboard])
         self._samples = SampleWriter(self.paths.samples, first_step) if telemetry.samples_per_step else None
+        # Read here: one that cannot be read is an error before the first step, not a warning after hours.
+        self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
@@ -99,8 +106,19 @@ class Recorder:
             )
 
     def evaluation(self, train_step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation of the policy after `train_step`."""
+        """Write an evaluation of the policy after `train_step`, and say how the run does against its reference."""
         self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
+        for reference in self._references:
+            self._compare(reference)
+
+    def _compare(self, reference: Record) -> None:
+        try:
+            verdict = compare_with(self.paths.metrics.parent, reference).verdict()
+        except (ValueError, OSError) as error:  # before the first train step there is nothing to compare
+            verdict = f"not compared: {error}"
+        logger.info("%s: %s", reference.name, verdict)
+        if self.progress is not None:
+            self.progress.track(verdict)
 
     def batch(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch) -> None:
         """Write some responses for people, and the whole batch if a dump is due."""

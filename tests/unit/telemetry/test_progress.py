@@ -23,12 +23,22 @@ REPORT = StepReport(finished=3, accuracy=0.42, tokens_per_s=12345.6, filtered_sh
 
 def test_live_line_shows_everything() -> None:
     stream = io.StringIO()
-    view = progress_view(10, alarm=0.05, console=Console(file=stream, force_terminal=True, width=200))
+    view = progress_view(10, alarm=0.05, console=Console(file=stream, force_terminal=True, width=220))
     assert isinstance(view, LiveProgress)
     view.phase("generate", 17, 32)
     view.step(REPORT)
+    view.track("off track since train step 2: eval/avg_at_k 0.1, reference 0.3")
     view.close()
-    for text in ("3/10", "generate 17/32", "12,346 tok/s", "filtered 25%", "acc 0.42", "mismatch 1.0e-06", "ETA"):
+    for text in (
+        "3/10",
+        "generate 17/32",
+        "12,346 tok/s",
+        "filtered 25%",
+        "acc 0.42",
+        "mismatch 1.0e-06",
+        "ETA",
+        "since",
+    ):
         assert text in stream.getvalue(), text
 
 

@@ -1,14 +1,17 @@
-"""Records of responses in samples.jsonl."""
+"""Records of responses in samples.jsonl, and the verdict on the run after an evaluation."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config import config_from_dict
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, TrainSample, VersionRange
 
@@ -21,15 +24,56 @@ def a_group() -> tuple[Group, list[TrainSample]]:
     return group, [sample]
 
 
-def test_a_response_is_written_with_its_advantage(tmp_path: Path) -> None:
+def a_recorder(output_dir: Path, **telemetry: object) -> Recorder:
     tree = {
-        "run": {"output_dir": str(tmp_path)},
+        "run": {"output_dir": str(output_dir)},
         "model": {"path": "m"},
         "data": {"train_paths": ["t"]},
-        "telemetry": {"tensorboard": False, "progress": False},
+        "telemetry": {"tensorboard": False, "progress": False, **telemetry},
     }
-    recorder = Recorder(config_from_dict(tree), 0, -1)
+    return Recorder(config_from_dict(tree), 0, -1)
+
+
+def test_a_response_is_written_with_its_advantage(tmp_path: Path) -> None:
+    recorder = a_recorder(tmp_path)
     group, samples = a_group()
     recorder.batch(1, [group], EstimatedBatch(samples, samples, shown_advantages={"0/0": -0.25}))
     recorder.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text())["advantage"] == -0.25
+
+
+def evaluated(recorder: Recorder, scores: dict[int, float]) -> None:
+    """Make the steps of a run with an evaluation after some of them."""
+    for step in range(1, max(scores) + 1):
+        metrics = dict.fromkeys(STEP_METRICS, 0.5) | {"progress/optimizer_steps": 2.0 * step}
+        recorder.step(step, metrics)
+        if step in scores:
+            score = scores[step]
+            bounds = {"eval/avg_at_k_low": score - 0.01, "eval/avg_at_k_high": score + 0.01}
+            recorder.evaluation(step, {**dict.fromkeys(EVALUATION_METRICS, score), **bounds})
+    recorder.close()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_an_evaluation_is_compared_with_the_references(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, progress: bool
+) -> None:
+    table = tmp_path / "published.csv"
+    table.write_text("optimizer_step,eval/avg_at_k\n0,0.0\n20,0.4\n")
+    evaluated(a_recorder(tmp_path / "first"), {2: 0.1, 4: 0.2, 6: 0.3})
+    recorder = a_recorder(tmp_path / "second", references=[str(table), str(tmp_path / "first")], progress=progress)
+    with caplog.at_level(logging.INFO):
+        evaluated(recorder, {2: 0.1, 4: 0.1, 6: 0.05})
+    verdicts = [line for line in caplog.messages if "track" in line]
+    assert len(verdicts) == 6
+    assert verdicts[0].startswith(f"{table}: on track at optimizer step 4: eval/avg_at_k 0.1, reference 0.08")
+    # 0.24 and 0.16 on the table's line; 0.3 and 0.2 in the other run.
+    assert verdicts[-2].startswith(f"{table}: off track since optimizer step 8: eval/avg_at_k 0.05, reference 0.24")
+    assert verdicts[-1].startswith(f"{tmp_path / 'first'}: off track since train step 4: eval/avg_at_k 0.05")
+
+
+def test_a_reference_that_cannot_be_read_ends_the_run_before_it_starts(tmp_path: Path) -> None:
+    table = tmp_path / "published.csv"
+    table.write_text("time,eval/avg_at_k\n0,0.0\n")
+    with pytest.raises(ValueError, match="no step column"):
+        a_recorder(tmp_path / "run", references=[str(table)])
