@@ -9,9 +9,10 @@ random order.
     python benchmarks/collector_waste.py [--json] [--tiny] [--steps 60] [--groups 64] [--group-size 16]
 
 `waste_ratio` is the largest (generated / trained) / bound over the pass-rate mixtures, at the default oversample = 1.
-`oversampled` is the ratio with half as many groups again in flight; `partial` compares what becomes of the groups that
-are then unfinished when a batch is full, at staleness bounds 0 to 2: started again from their prompts, or gone on with.
-There, `token_waste_ratio` counts tokens: (generated / trained) / bound.
+`oversampled` is the ratio with half as many groups again in flight, and nothing carried over; `partial` carries the
+groups over that were started beyond a batch, at staleness bounds 0 to 2: finished before the batch is trained
+("restart" with a bound of 0: dropped), or continued after it. There, `token_waste_ratio` counts tokens:
+(generated / trained) / bound.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def main() -> None:
         "waste_ratio": max(row["waste_ratio"] for row in rows),
         **sizes,
         "rows": rows,
-        # For comparison: more in flight than needed gives up unfinished groups and drops surplus.
+        # For comparison: more in flight than needed drops surplus.
         "oversampled": {
             "pass_rates": "uniform",
             "oversample": 1.5,

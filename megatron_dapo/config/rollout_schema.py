@@ -78,8 +78,9 @@ class RolloutConfig(Section):
     """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
 
     oversample: AtLeastOne = 1.0  # below 1 the first round could never fill the batch
-    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
-    filtered, at the price of surplus groups."""
+    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 later groups are generated while a batch waits
+    for its longest response; they are trained by the next batches, within max_staleness. A group's place in the order of
+    starts decides when it is trained, not its length."""
 
     max_num_gen_batches: NonNegativeInt = 10  # as in verl's recipe of DAPO
     """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
@@ -99,13 +100,13 @@ class RolloutConfig(Section):
     """Exclusive upper bound on the mean accuracy of a group that is kept."""
 
     max_staleness: NonNegativeInt = 0
-    """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their
+    """Policy versions a carried-over group may be behind when it is trained; older ones are dropped and their
     prompts queued again. Above 0 needs algorithm.off_policy.correction."""
 
     partial_rollout: bool = False
     """Continue responses that are unfinished when a batch is full from where they are in the next generation step, each
-    token with the version that sampled it. Off: their prompts start again later. Has an effect within max_staleness
-    only."""
+    token with the version that sampled it. Off: the generation step ends when they have ended. Has an effect within
+    max_staleness only."""
 
     slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""

@@ -202,6 +202,13 @@ RULES = (
         path="rollout.max_staleness",
     ),
     Rule(
+        "rollout.oversample == 1 or rollout.max_staleness > 0",
+        'set rollout.oversample = 1.0, or rollout.max_staleness = 1 and algorithm.off_policy.correction = "tis"',
+        path="rollout.oversample",
+        where='algorithm.name != "tppo"',
+        reason="surplus groups cannot be carried over and would be thrown away",
+    ),
+    Rule(
         "algorithm.off_policy.low > 0",
         'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
         where='algorithm.off_policy.correction == "icepop"',

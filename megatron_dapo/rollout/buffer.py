@@ -1,4 +1,4 @@
-"""Complete groups between the collector and the trainer: first in first out, none split, none too stale."""
+"""Complete groups between the collector and the trainer: in the order of their start, none split, none too stale."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class ReplayBuffer:
         self._groups[:0] = groups
         self._num_taken -= len(groups)
 
-    def num_available(self, policy_version: int) -> int:
-        """Return the number of groups that are still fresh at `policy_version`."""
-        return sum(self._is_fresh(group, policy_version) for group in self._groups)
+    def num_available(self, policy_version: int, before: str | None = None) -> int:
+        """Return the number of groups that are still fresh at `policy_version`, started before group `before`."""
+        return len(self._available(policy_version, before))
 
-    def take(self, num_groups: int, policy_version: int) -> list[Group]:
-        """Remove and return at most `num_groups` fresh groups, oldest first."""
-        taken = [group for group in self._groups if self._is_fresh(group, policy_version)][:num_groups]
+    def take(self, num_groups: int, policy_version: int, before: str | None = None) -> list[Group]:
+        """Remove and return at most `num_groups` fresh groups started before group `before`, in order of their start."""
+        taken = sorted(self._available(policy_version, before), key=lambda group: group.group_id)[:num_groups]
         self._remove(taken)
         self._num_taken += len(taken)
         return taken
@@ -82,6 +82,13 @@ class ReplayBuffer:
             )
         self._groups = [group_from_json(group) for group in state["groups"]]
         self._num_put, self._num_taken, self._num_evicted = state["num_put"], state["num_taken"], state["num_evicted"]
+
+    def _available(self, policy_version: int, before: str | None) -> list[Group]:
+        return [
+            group
+            for group in self._groups
+            if self._is_fresh(group, policy_version) and (before is None or group.group_id < before)
+        ]
 
     def _is_fresh(self, group: Group, policy_version: int) -> bool:
         return policy_version - group.policy_version <= self.max_staleness

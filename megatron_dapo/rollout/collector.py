@@ -63,6 +63,8 @@ class GroupCounters:
     num_queued_again: int = 0
     generation_step: int = 0  # rounds of generation begun
     train_step: int = 0  # batches handed out
+    num_recent_decided: float = 0.0  # groups that the filter has decided on, older collections with less weight
+    num_recent_kept: float = 0.0
 
 
 @dataclass

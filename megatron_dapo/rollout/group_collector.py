@@ -5,15 +5,17 @@
           |    +- held <--+ (partial_rollout)                                            |
           +---------------+--------------------------------------------------------------+
 
-Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group
-costs one replacement, not a round. With oversample = 1 the batch is therefore a function of the prompt stream, the
-seeds and the weights alone: the first groups, in order of their start, that pass the filter, however fast the engine
-finished which.
+A group's place in the order of starts decides when it is trained, never how fast it finished: a batch is complete once
+every group started before its last one is decided. So responses that are trained are as long as those that are sampled.
+With oversample = 1 the batch is a function of the prompt stream, the seeds and the weights alone: the first groups, in
+order of their start, that pass the filter. Each group is started when one is missing and none in flight may still
+supply it: a rejected group costs one replacement, not a round.
 
-Without partial_rollout, a group that is in flight when the batch is full starts again from its prompt. With it, the
-group is held and continues in the next collection as long as it may still be trained: no token handed out is more than
-max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing unfinished
-can be, so both give the same batches.
+With oversample > 1 later groups are generated while the batch waits for its longest response. They belong to the next
+batches: no more are started than these can train within max_staleness, by the share of groups that passed the filter
+lately. With partial_rollout, those that are unfinished when the batch is complete are held and continue in the next
+collection; without it, the collection ends when they have ended. With max_staleness = 0 nothing can be carried over,
+and the few groups that were started too many are dropped, finished or not, and their prompts queued again.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ STATE_VERSION = 2
 # With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
 MAX_FRUITLESS_ROUNDS = 100
 
+# Weight of a collection's filter decisions in the estimate of the next one's.
+_RECENT = 0.5
+
 
 class GroupCollector(Collector):
     """Collects batches of whole groups.
@@ -81,19 +86,20 @@ class GroupCollector(Collector):
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
         self._num_started_at_last_kept = 0
-        self._hold(self._training_version)
-        self._evict()
+        self._keep_for(self._training_version)
         first_number = self._counters.num_started
+        self._counters.num_recent_decided *= _RECENT
+        self._counters.num_recent_kept *= _RECENT
         exhausted = self._fill(num_groups)
-        # What is left can be trained by the next batch at the earliest.
-        self._hold(self._training_version + 1)
         if exhausted:
             return self._exhausted_batch(num_groups, exhausted, first_number)
+        if not self._rollout.partial_rollout and self._buffer.max_staleness:
+            self._drain(num_groups)
         return self._batch(num_groups, "", first_number)
 
     def hold(self) -> None:
         """See `Collector`: every unfinished response that may continue is kept."""
-        self._hold(self._training_version)
+        self._keep_for(self._training_version)
 
     def _checked_version(self, training_version: int | None) -> int:
         serving = self._engine.policy_version
@@ -116,27 +122,41 @@ class GroupCollector(Collector):
         return len(batch.groups)
 
     def _fill(self, num_groups: int) -> Exhaustion:
-        """Generate until the buffer holds `num_groups`; return the reason if it cannot."""
-        round_size = math.ceil(num_groups * self._rollout.oversample)
+        """Generate until the groups decided in order of their start hold `num_groups`; return the reason if they cannot."""
         exhausted: Exhaustion = ""
-        while (missing := num_groups - self._num_available()) > 0:
-            exhausted = self._start_groups(math.ceil(missing * self._rollout.oversample), round_size)
+        while self._num_available(self._first_open()) < num_groups:
+            exhausted = self._start_groups(num_groups)
             if not self._in_flight:
                 return exhausted
-            self._receive(self._engine.poll())
-            self._after_poll(self._progress(num_groups))
+            self._receive_and_report(num_groups)
         return ""
 
-    def _num_available(self) -> int:
-        return self._buffer.num_available(self._training_version)
+    def _drain(self, num_groups: int) -> None:
+        """Finish what is in flight."""
+        while self._in_flight:
+            self._receive_and_report(num_groups)
 
-    def _start_groups(self, num_wanted: int, round_size: int) -> Exhaustion:
-        """Continue unfinished groups, then start new ones, until `num_wanted` are in flight; return the limit met."""
-        requests: list[GenerationRequest] = []
+    def _receive_and_report(self, num_groups: int) -> None:
+        self._receive(self._engine.poll())
+        self._after_poll(self._progress(num_groups))
+
+    def _first_open(self) -> str | None:
+        """Return the first group, in order of their start, that is not decided; None if all are."""
+        return min((*self._in_flight, *self._unfinished), default=None)
+
+    def _num_available(self, before: str | None = None) -> int:
+        return self._buffer.num_available(self._training_version, before)
+
+    def _start_groups(self, num_groups: int) -> Exhaustion:
+        """Continue all unfinished groups, then start as many as are worth it; return the limit met."""
+        requests = [request for group_id in list(self._unfinished) for request in self._continue(group_id)]
         exhausted: Exhaustion = ""
-        while self._unfinished and len(self._in_flight) < num_wanted:
-            requests.extend(self._continue(next(iter(self._unfinished))))
-        while len(self._in_flight) < num_wanted:
+        round_size, num_kept = self._round_size(num_groups), self._num_available()
+        # Batches that may train a group started now.
+        num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
+        while num_kept + len(self._in_flight) < round_size:
+            if num_kept + self._keep_rate * len(self._in_flight) >= num_batches * num_groups:
+                break
             if self._rounds_are_exhausted(round_size):
                 exhausted = "rounds"
                 break
@@ -148,6 +168,14 @@ class GroupCollector(Collector):
         if requests:
             self._engine.submit(requests)
         return exhausted
+
+    def _round_size(self, num_groups: int) -> int:
+        return math.ceil(num_groups * self._rollout.oversample)
+
+    @property
+    def _keep_rate(self) -> float:
+        """Share of the groups decided lately that passed the filter, from above: 1 at the beginning."""
+        return (self._counters.num_recent_kept + 1) / (self._counters.num_recent_decided + 1)
 
     def _rounds_are_exhausted(self, round_size: int) -> bool:
         if self._rollout.max_num_gen_batches:
@@ -230,6 +258,8 @@ class GroupCollector(Collector):
             accuracies = [sample.score.accuracy for sample in group.samples]
             decision = KEPT if self._filter is None else self._filter.decide(accuracies)
             self._builder.add_scored(group, decision)
+            self._counters.num_recent_decided += 1
+            self._counters.num_recent_kept += decision == KEPT
             if decision == KEPT:
                 self._buffer.put(group)
                 self._num_started_at_last_kept = self._builder.num_started
@@ -238,47 +268,56 @@ class GroupCollector(Collector):
 
     # Holding and queueing again
 
-    def _hold(self, training_version: int) -> None:
-        """Stop what is in flight and hold every response that may still train policy version `training_version`.
+    def _keep_for(self, training_version: int) -> None:
+        """Stop what is in flight; keep every response and every buffered group that may train `training_version`.
 
-        The prompts of the other groups are queued again, ahead of fresh ones, so that long groups are not lost to
-        short ones.
+        The prompts of the other groups are queued again, ahead of fresh ones and in order of their start.
         """
+        given_up = self._hold(training_version)
+        stale = self._buffer.evict(training_version)
+        for open_group in given_up:
+            self._builder.add_aborted(open_group.completions.values())
+        for group in stale:
+            self._builder.add_stale(group)
+        for one in sorted([*given_up, *stale], key=lambda one: one.group_id):
+            self._stream.requeue(one.prompt.prompt_id)
+            self._counters.num_queued_again += 1
+
+    def _hold(self, training_version: int) -> list[OpenGroup]:
+        """Hold every response in flight that may still train `training_version`; return the groups without one."""
         if self._in_flight:
             self._assign(self._engine.abort())
         oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
         stopped = {**self._unfinished, **self._in_flight}
         self._unfinished, self._in_flight = {}, {}
-        for group_id in sorted(stopped):  # in order of their start: the stream hands prompts out again in this order
+        given_up = []
+        for group_id in sorted(stopped):
             group = stopped[group_id]
             kept: dict[int, Completion] = {}
             if self._rollout.partial_rollout:
                 kept = fresh_completions(group.completions, oldest_allowed, serving)
             if not kept:
-                self._queue_again(group)
+                given_up.append(group)
                 continue
             dropped = [held for index, held in group.completions.items() if index not in kept]
             self._builder.num_discarded_tokens += sum(completion.num_tokens for completion in dropped)
             group.completions = kept
             self._unfinished[group_id] = group
+        return given_up
 
     def _queue_again(self, group: OpenGroup) -> None:
         self._stream.requeue(group.prompt.prompt_id)
         self._counters.num_queued_again += 1
         self._builder.add_aborted(group.completions.values())
 
-    def _evict(self) -> None:
-        """Queue the prompts of those buffered groups again that are too stale for the batch being collected."""
-        for group in self._buffer.evict(self._training_version):
-            self._stream.requeue(group.prompt.prompt_id)
-            self._counters.num_queued_again += 1
-            self._builder.add_stale(group)
-
     # The batch
 
     def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        """Hand out at most `num_groups` groups; `first_number` is the first group started by this collection."""
-        groups = sorted(self._buffer.take(num_groups, self._training_version), key=lambda group: group.group_id)
+        """Hand out at most `num_groups` groups of those decided; `first_number` is the first group started by this collection."""
+        taken = self._buffer.take(num_groups, self._training_version, self._first_open())
+        groups = sorted(taken, key=lambda group: group.group_id)
+        # What is left can be trained by the next batch at the earliest.
+        self._keep_for(self._training_version + 1)
         num_carried_over = sum(int(group.group_id) < first_number for group in groups)
         statistics = self._statistics(num_carried_over)
         return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))

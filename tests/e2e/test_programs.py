@@ -26,6 +26,7 @@ TIMEOUT_S = 280.0
 # Program -> the test of this file that runs it. A new program without an entry fails a test.
 RUN_BY = {
     "benchmarks/collector_waste.py": "test_collector_waste",
+    "benchmarks/length_bias.py": "test_length_bias",
     "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
     "benchmarks/driver_throughput.py": "test_driver_throughput",
     "benchmarks/fp8_costs.py": "test_fp8_costs",
@@ -143,6 +144,12 @@ def test_collector_waste(repository: Path) -> None:
         assert row["trained"] == result["num_steps"] * result["num_groups"] <= row["generated"]
     continued = {row["partial"]: row["continued_responses"] for row in result["partial"] if row["max_staleness"] == 2}
     assert continued["restart"] == 0 < continued["continue"]
+
+
+def test_length_bias(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/length_bias.py", "--tiny")
+    assert result["length_bias"] <= 0.02 and result["discarded_share"] <= 0.05 and result["throughput"] > 1.5
+    assert {row["oversample"] for row in result["rows"]} >= {1.0, 2.0, 3.0}
 
 
 def test_dapo_vs_trl(repository: Path) -> None:

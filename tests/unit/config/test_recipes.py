@@ -39,8 +39,6 @@ AIME_50: dict[str, Any] = {
     "optimizer.weight_decay": 0.1,
     "rollout.prompts_per_step": 512,
     "rollout.group_size": 16,
-    "rollout.oversample": 3.0,
-    "rollout.max_num_gen_batches": 10,
     "rollout.filter_groups": True,
     "rollout.accuracy_min": 0.0,
     "rollout.accuracy_max": 1.0,
@@ -144,7 +142,8 @@ def test_aime_recipe_fits_its_model_and_nodes() -> None:
     assert validate(config, world_size=128, architecture=QWEN_32B) == []
     optimizer_steps = config.rollout.prompts_per_step // config.training.mini_batch_prompts
     assert optimizer_steps == 16 and config.training.mini_batch_prompts * config.rollout.group_size == 512
-    assert config.rollout.prompts_per_step * config.rollout.oversample == 1536
+    limit = config.rollout.max_num_gen_batches * config.rollout.prompts_per_step * config.rollout.oversample
+    assert limit == 10 * 1536, "as many prompts a step as the published script allows"
 
 
 @pytest.mark.parametrize(("name", "path", "expected"), PUBLISHED)

@@ -87,6 +87,7 @@ BROKEN = [
     ("rollout.top_p", {"rollout__top_p": 0.9}),
     ("rollout.top_k", {"rollout__top_k": 20}),
     ("rollout.max_staleness", {"rollout__max_staleness": 1}),
+    ("rollout.oversample", {"rollout__oversample": 1.5}),
     ("rollout.temperature", {"rollout__temperature": 0.0}),
     (
         "rollout.partial_rollout",

@@ -37,6 +37,10 @@ def assert_whole_and_fresh(batch: RolloutBatch, max_staleness: int) -> None:
         assert group.policy_version == min(versions)
 
 
+def tokens(batch: RolloutBatch) -> list:
+    return [(name, [s.completion.token_ids.tolist() for s in g.samples]) for name, g in zip(ids(batch), batch.groups)]
+
+
 def contents(batch: RolloutBatch) -> list:
     return [(group.group_id, group.prompt.prompt_id, group.samples) for group in batch.groups]
 
@@ -202,35 +206,64 @@ def test_resuming_gives_the_batches_of_the_uninterrupted_run(
     assert reference.checkpoint() == checkpoint
 
 
+@pytest.mark.parametrize("partial_rollout", [False, True])
+@pytest.mark.parametrize(("oversample", "max_staleness"), [(1.5, 1), (2.0, 1), (3.0, 2)])
+def test_a_batch_is_the_next_groups_in_order_of_their_start_whichever_end_first(
+    make_world: Callable, oversample: float, max_staleness: int, partial_rollout: bool
+) -> None:
+    """The batches are those without oversampling, however fast the engine finished which: length selects nothing."""
+    changes = {"oversample": oversample, "max_staleness": max_staleness, "partial_rollout": partial_rollout}
+    plain = make_world(MIXED * 40, max_epochs=None)
+    expected = [tokens(plain.collector.collect(5)) for _ in range(8)]
+    num_carried = 0
+    for jitter in range(4):
+        world = make_world(MIXED * 40, max_epochs=None, jitter=jitter, **changes)
+        for batch_of_plain in expected:
+            batch = world.collector.collect(5)
+            assert tokens(batch) == batch_of_plain
+            assert_whole_and_fresh(batch, max_staleness)
+            num_carried += batch.statistics.num_carried_over
+            state = world.collector.state_dict()
+            later = [*state["open_groups"], *state["buffer"]["groups"]]
+            assert all(group["group_id"] > batch.groups[-1].group_id for group in later)
+            world.engine.policy_version += 1
+    assert num_carried > 10
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_surplus_is_carried_over_within_the_bound_and_queued_again_beyond_it(
     make_world: Callable, max_staleness: int
 ) -> None:
-    world = make_world([0.5] * 200, group_size=8, oversample=3.0, max_staleness=max_staleness, jitter=3)
-    while not (left_over := world.collector.collect(4).statistics.num_left_over):
-        pass
-    surplus = [group["group_id"] for group in world.buffer.state_dict()["groups"]]
-    assert 0 < len(surplus) == left_over < 4
-    world.engine.policy_version += 1
-    batch = world.collector.collect(4)
-    carried = left_over if max_staleness else 0
-    assert (batch.statistics.num_carried_over, batch.statistics.num_stale) == (carried, left_over - carried)
-    assert [group.group_id for group in batch.groups if group.policy_version == 0] == surplus[:carried]
-    assert world.collector.accounting().is_balanced
+    world = make_world([0.5] * 400, group_size=2, oversample=3.0, max_staleness=max_staleness, jitter=3)
+    left_over = num_carried = num_stale = 0
+    for _ in range(12):
+        statistics = world.collector.collect(4).statistics
+        assert statistics.num_carried_over == min(4, left_over)
+        num_carried += statistics.num_carried_over
+        num_stale += statistics.num_stale
+        left_over = statistics.num_left_over
+        assert world.collector.accounting().is_balanced and len(world.buffer) == left_over
+        world.engine.policy_version += 1
+    assert num_carried > 0 if max_staleness else num_stale > num_carried == 0
 
 
-def test_given_up_prompts_go_first_in_the_next_collection(make_world: Callable) -> None:
-    world = make_world([0.5] * 50, group_size=8, oversample=4.0)
-    statistics = world.collector.collect(2).statistics
-    assert statistics.num_aborted > 0 and world.engine.num_unfinished == 0
-    waiting = world.stream.state_dict()["requeued"]
-    assert len(waiting) == statistics.num_aborted
-    world.engine.policy_version += 1
+def test_given_up_prompts_go_first_in_the_next_collection_in_order_of_their_start(make_world: Callable) -> None:
+    world = make_world([0.5] * 400, group_size=2, oversample=4.0)
     started: list[str] = []
     original = world.stream.next
     world.stream.next = lambda: (started.append(original()), started[-1])[1]
-    world.collector.collect(2)
-    assert started[: len(waiting)] == waiting[: len(started)]
+    num_given_up = 0
+    for _ in range(12):
+        waiting = world.stream.state_dict()["requeued"]
+        before, started[:] = list(started), []
+        statistics = world.collector.collect(4).statistics
+        assert started[: len(waiting)] == waiting[: len(started)]
+        assert waiting == [name for name in before if name in waiting]
+        waiting = world.stream.state_dict()["requeued"]
+        assert len(waiting) == statistics.num_aborted + statistics.num_stale
+        num_given_up += len(waiting)
+        world.engine.policy_version += 1
+    assert num_given_up > 0
 
 
 def test_an_aborted_response_restarts_its_group(make_world: Callable) -> None:
@@ -321,7 +354,7 @@ def test_seeds_are_unique_and_depend_on_run_group_and_index(make_world: Callable
 
 
 def test_statistics_add_up(make_world: Callable) -> None:
-    world = make_world(MIXED * 20, oversample=2.0)
+    world = make_world(MIXED * 20, oversample=2.0, max_staleness=1)
     batch = world.collector.collect(6)
     statistics = batch.statistics
     scored = sum(statistics.filter_decisions.values())

@@ -84,12 +84,19 @@ def test_tokens_of_a_collection_are_those_it_generated(make_world: Callable) -> 
 
 
 def test_unfinished_groups_go_first_and_finished_responses_of_theirs_stay(make_world: Callable) -> None:
-    world = make_world([0.5] * 50, group_size=8, oversample=4.0, max_staleness=5, partial_rollout=True)
-    world.collector.collect(2)
-    held = {group["group_id"]: group["completions"] for group in world.collector.state_dict()["open_groups"]}
-    finished = {
-        f"{name}/{index}" for name, parts in held.items() for index, c in parts.items() if c["finish_reason"] == "stop"
-    }
+    world = make_world([0.5] * 90, group_size=8, oversample=4.0, max_staleness=5, partial_rollout=True)
+    for _ in range(10):
+        world.collector.collect(2)
+        held = {group["group_id"]: group["completions"] for group in world.collector.state_dict()["open_groups"]}
+        finished = {
+            f"{name}/{index}"
+            for name, parts in held.items()
+            for index, c in parts.items()
+            if c["finish_reason"] == "stop"
+        }
+        if finished and len(held) > 2:
+            break
+        world.engine.policy_version += 1
     assert finished and len(held) > 2
     submitted: list[GenerationRequest] = []
     submit = world.engine.submit
@@ -155,9 +162,16 @@ def test_an_engine_that_finishes_nothing_is_an_error(make_world: Callable) -> No
 
 def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Callable) -> None:
     world = make_world([0.5] * 200, oversample=2.0, max_staleness=100, partial_rollout=True, filter_groups=False)
-    poll = world.engine.poll
+    poll, num_holds = world.engine.poll, 0
+
+    def hold() -> None:
+        nonlocal num_holds
+        num_holds += 1
+        world.collector.hold()
 
     def serve_all_but_one() -> list[Completion]:
+        if num_holds > MAX_FRUITLESS + 4:
+            return poll()
         stuck = world.engine._running.pop("000000000000/0", None)
         done = poll()
         if stuck is not None:
@@ -165,8 +179,7 @@ def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Calla
         return done
 
     world.engine.poll = serve_all_but_one
-    for _ in range(MAX_FRUITLESS + 4):
-        assert len(world.collector.collect(2).groups) == 2
+    assert len(world.collector.collect(2, between_polls=hold).groups) == 2
 
 
 def test_holding_between_polls_changes_no_batch(make_world: Callable) -> None:

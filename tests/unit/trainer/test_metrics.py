@@ -83,9 +83,13 @@ def test_generation_beside_training_is_not_credited_with_the_wait_alone(make_wor
 
 
 def test_tokens_of_given_up_groups_count_as_discarded(make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=3.0, group_size=8, filter_groups=False)
-    batch = world.collector.collect(4)
-    trained = sum(len(sample.completion.token_ids) for group in batch.groups for sample in group.samples)
-    surplus = sum(len(sample.completion.token_ids) for group in world.buffer.take(99, 0) for sample in group.samples)
-    discarded = rollout_metrics(batch, 0, 4)["rollout/tokens_discarded"]
-    assert discarded == world.engine.num_generated - trained - surplus > 0
+    world = make_world([0.5] * 200, oversample=3.0, group_size=2)
+    discarded = used = 0
+    for version in range(8):
+        batch = world.collector.collect(4)
+        dropped = batch.statistics.dropped_lengths
+        used += sum(sample.completion.num_tokens for group in batch.groups for sample in group.samples)
+        used += round(dropped.mean * dropped.num_responses)
+        discarded += rollout_metrics(batch, version, 4)["rollout/tokens_discarded"]
+        world.engine.policy_version += 1
+    assert discarded == world.engine.num_generated - used > 0

@@ -1,0 +1,260 @@
+"""Lengths of the responses that are trained against the lengths of those that are sampled, on a simulated engine.
+
+A collector that trains the groups which finish first trains short responses. The collector of this project trains groups
+in order of their start, and this program measures what is left of the bias: with the sampling settings of the 32B recipe
+and others that oversample more, for several distributions of lengths, with correctness that depends on the length.
+
+    python benchmarks/length_bias.py [--json] [--tiny] [--steps 12] [--recipe examples/recipes/dapo_qwen2.5_32b.toml]
+
+`length_bias` is the largest |mean length of trained responses / mean length of responses of all groups that were started
+and pass the filter - 1|; the simulation knows how a response would have ended, so groups that were dropped or have not
+ended count as well. `discarded_share` is the largest share of generated tokens that were thrown away unfinished or too
+stale (not those that the filter rejects). `throughput` is trained tokens per simulated second against the same settings
+without oversampling, on policy: `speed` of every row. `tail` compares the longest tenth of the responses in the same way.
+
+A simulated token stands for 64 tokens. Running responses advance together; a step of the engine takes a fixed time plus
+some for each response that runs, as in decoding on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.collector import CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
+
+RECIPE = Path(__file__).parent.parent / "examples/recipes/dapo_qwen2.5_32b.toml"
+RIGHT, WRONG = 1, 0
+SCALE = 64  # tokens that one simulated token stands for
+TICKS_PER_POLL = 4
+# Seconds of a step of the engine: fixed, and for each running response (shape of a 32B's decoding on 128 GPUs).
+STEP_SECONDS, SECONDS_PER_RESPONSE = 0.03 * SCALE, 4e-6 * SCALE
+SLOTS = 12288  # responses that run at a time
+
+
+@dataclass(frozen=True)
+class Population:
+    """Prompts and their responses: pass rates, and lengths by difficulty and by outcome."""
+
+    pass_rates: tuple[float, ...]
+    median_tokens: float
+    spread: float  # standard deviation of the logarithm of the length
+    hard_factor: float  # median of a prompt with pass rate 0 / with pass rate 1
+    wrong_factor: float  # median of a wrong response / of a right one
+    loop_share: float = 0.0  # wrong responses that run to the limit
+
+    def outcome(self, pass_rate: float, seed: int, limit: int) -> tuple[int, bool]:
+        """Return (length, is right) of the response with this seed; a response at the limit is wrong."""
+        chance = random.Random(seed)
+        is_right = chance.random() < pass_rate
+        median = self.median_tokens / SCALE * self.hard_factor ** (0.5 - pass_rate)
+        length = median * math.exp(self.spread * chance.gauss(0, 1)) * self.wrong_factor ** (0.0 if is_right else 1.0)
+        if not is_right and chance.random() < self.loop_share:
+            length = limit
+        length = max(1, min(limit, round(length)))
+        return length, is_right and length < limit
+
+
+EARLY = (0.0, 0.0, 0.0, 0.05, 0.1, 0.3, 0.6)
+LATE = (0.1, 0.4, 0.7, 0.9, 0.97, 0.99, 1.0, 1.0)
+UNIFORM = tuple((i + 0.5) / 10 for i in range(10))
+POPULATIONS: dict[str, Population] = {
+    "wrong is longer": Population(UNIFORM, 3000, 0.6, 2.0, 1.8),
+    "wrong is shorter": Population(UNIFORM, 3000, 0.6, 2.0, 0.5),
+    "a tenth loops": Population(EARLY, 1500, 0.7, 3.0, 1.2, 0.1),
+    "long and solved": Population(LATE, 7000, 0.5, 4.0, 1.5, 0.05),
+}
+
+
+class SimulatedEngine:
+    """Continuous batching: what runs advances together, requests beyond the slots wait their turn."""
+
+    def __init__(self, population: Population, limit: int) -> None:
+        self.policy_version = 0
+        self.seconds = 0.0
+        self.num_tokens = 0  # generated
+        self.outcomes: dict[str, tuple[int, bool]] = {}  # by request id, of all ever submitted
+        self._population, self._limit = population, limit
+        self._tick = 0
+        self._waiting: deque[GenerationRequest] = deque()
+        self._running: list[tuple[int, str, GenerationRequest, int]] = []  # heap by the tick of the end
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            rate = request.prompt_ids[1] / 1e6
+            self.outcomes[request.request_id] = self._population.outcome(rate, request.seed, self._limit)
+        self._waiting.extend(requests)
+
+    def poll(self) -> list[Completion]:
+        while self._waiting and len(self._running) < SLOTS:
+            request = self._waiting.popleft()
+            start = request.prefix.num_tokens if request.prefix else 0
+            end = self._tick + self.outcomes[request.request_id][0] - start
+            heapq.heappush(self._running, (end, request.request_id, request, self._tick))
+        self._tick += TICKS_PER_POLL
+        self.seconds += TICKS_PER_POLL * (STEP_SECONDS + SECONDS_PER_RESPONSE * len(self._running))
+        finished = []
+        while self._running and self._running[0][0] <= self._tick:
+            end, _, request, began = heapq.heappop(self._running)
+            finished.append(self._completion(request, end - began, "stop"))
+        return finished
+
+    def abort(self) -> list[Completion]:
+        stopped = [self._completion(request, self._tick - began, "abort") for _, _, request, began in self._running]
+        stopped += [self._completion(request, 0, "abort") for request in self._waiting]
+        self._running, self._waiting = [], deque()
+        return stopped
+
+    def _completion(self, request: GenerationRequest, num_new: int, reason: str) -> Completion:
+        self.num_tokens += num_new
+        runs = request.prefix.versions if request.prefix else ()
+        start = runs[-1].end if runs else 0
+        if num_new:
+            runs = (*runs, VersionRange(start, start + num_new, self.policy_version))
+        tokens = np.zeros(start + num_new, np.int32)
+        if reason == "stop":
+            length, is_right = self.outcomes[request.request_id]
+            tokens[-1], reason = is_right, "length" if length == self._limit else "stop"
+        return Completion(request.request_id, tokens, np.zeros(len(tokens), np.float32), reason, runs)
+
+
+class LastTokenVerifier:
+    """Reads the last token."""
+
+    def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
+        return {
+            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, _, _ in items
+        }
+
+
+def measure(population: Population, rollout: RolloutConfig, num_groups: int, num_steps: int) -> dict[str, float]:
+    """Train `num_steps` batches of `num_groups` groups and compare what was trained with what was started."""
+    limit = rollout.max_response_tokens // SCALE
+    num_prompts = 17_000 // len(population.pass_rates) * len(population.pass_rates)
+    prompts = {
+        f"{index}": Prompt(
+            f"{index}", (), (0, round(1e6 * population.pass_rates[index % len(population.pass_rates)])), "1"
+        )
+        for index in range(num_prompts)
+    }
+    engine = SimulatedEngine(population, limit)
+    inputs = CollectorInputs(
+        stream=PromptStream(list(prompts), seed=0),
+        prompts=prompts,
+        engine=engine,
+        scorer=SampleScorer(LastTokenVerifier(), lambda token_ids: str(token_ids[-1])),
+    )
+    collector = GroupCollector(inputs, rollout, SamplingParams(max_new_tokens=limit), seed=0)
+    trained: list[int] = []
+    ages: list[int] = []
+    num_discarded = 0
+    for version in range(num_steps):
+        engine.policy_version = version
+        batch = collector.collect(num_groups)
+        assert len(batch.groups) == num_groups, f"a batch has {len(batch.groups)} groups instead of {num_groups}"
+        trained += [sample.completion.num_tokens for group in batch.groups for sample in group.samples]
+        ages += [version - group.policy_version for group in batch.groups]
+        num_discarded += batch.statistics.num_discarded_tokens
+    ledger = collector.accounting()
+    assert ledger.is_balanced, f"prompts were lost: {ledger}"
+    passing = lengths_of_passing_groups(engine.outcomes, rollout)
+    return {
+        "mean_trained": SCALE * float(np.mean(trained)),
+        "mean_sampled": SCALE * float(np.mean(passing)),
+        "length_bias": float(np.mean(trained) / np.mean(passing) - 1),
+        "tail": float(_longest_tenth(trained) / _longest_tenth(passing) - 1),
+        "discarded_share": num_discarded / engine.num_tokens,
+        "generated_per_trained": ledger.drawn / ledger.trained,
+        "mean_staleness": float(np.mean(ages)),
+        "trained_tokens_per_second": SCALE * sum(trained) / engine.seconds,
+    }
+
+
+def lengths_of_passing_groups(outcomes: Mapping[str, tuple[int, bool]], rollout: RolloutConfig) -> list[int]:
+    """Return the lengths of all responses of the groups that the filter would keep, whether or not they were finished."""
+    groups: dict[str, list[tuple[int, bool]]] = {}
+    for name, outcome in outcomes.items():
+        groups.setdefault(name.split("/")[0], []).append(outcome)
+    keeps = GroupFilter(rollout.accuracy_min, rollout.accuracy_max).decide
+    passing = [group for group in groups.values() if keeps([is_right for _, is_right in group]) == "kept"]
+    return [length for group in passing for length, _ in group]
+
+
+def _longest_tenth(lengths: Sequence[int]) -> float:
+    return float(np.mean(np.sort(lengths)[-max(1, len(lengths) // 10) :]))
+
+
+def settings_of(recipe: RolloutConfig) -> dict[str, RolloutConfig]:
+    """Return the settings that are compared, by name: the recipe's own and others that carry groups over."""
+    change: Callable[..., RolloutConfig] = lambda **values: recipe.model_copy(update=values)  # noqa: E731
+    return {
+        "on policy, no oversampling": change(oversample=1.0, max_staleness=0, partial_rollout=False),
+        "the recipe": recipe,
+        "oversample 2, staleness 1, continued": change(oversample=2.0, max_staleness=1, partial_rollout=True),
+        "oversample 2, staleness 1, finished": change(oversample=2.0, max_staleness=1, partial_rollout=False),
+        "oversample 3, staleness 2, continued": change(oversample=3.0, max_staleness=2, partial_rollout=True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Lengths of what is trained against lengths of what is sampled.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="small batches and few steps: checks the program")
+    parser.add_argument("--steps", type=int, default=12, help="train steps of each row")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="recipe with the sampling settings")
+    arguments = parser.parse_args()
+    recipe = load_config(arguments.recipe).config.rollout
+    num_groups, num_steps = recipe.prompts_per_step, arguments.steps
+    if arguments.tiny:
+        num_groups, num_steps, recipe = 64, 10, recipe.model_copy(update={"group_size": 8})
+    rows = []
+    for name, population in POPULATIONS.items():
+        base = 0.0
+        for settings, rollout in settings_of(recipe).items():
+            row = measure(population, rollout, num_groups, num_steps)
+            base = base or row["trained_tokens_per_second"]
+            speed = row["trained_tokens_per_second"] / base
+            rows.append(
+                {"lengths": name, "settings": settings, "oversample": rollout.oversample, **row, "speed": speed}
+            )
+            if not arguments.json:
+                print(
+                    f"{name:17} {settings:37} bias {row['length_bias']:+.4f}  tail {row['tail']:+.4f}  "
+                    f"discarded {row['discarded_share']:.4f}  staleness {row['mean_staleness']:.2f}  "
+                    f"generated/trained {row['generated_per_trained']:.2f}  speed {speed:.2f}",
+                    flush=True,
+                )
+    result = {
+        "length_bias": max(abs(row["length_bias"]) for row in rows),
+        "discarded_share": max(row["discarded_share"] for row in rows),
+        "throughput": min(row["speed"] for row in rows if row["settings"] == "the recipe"),
+        "num_groups": num_groups,
+        "num_steps": num_steps,
+        "rows": rows,
+    }
+    print(json.dumps(result) if arguments.json else f"length_bias {result['length_bias']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
