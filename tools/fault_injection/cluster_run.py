@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sh"
 NUM_TRAIN, NUM_HELD_OUT = 256, 6
+EVALUATION_INTERVAL = 2  # train steps
 TOTAL_STEPS = 1000  # never reached: the harness ends a run when its faults are through
 FIRST_FAILURE = re.compile(r"^first failure: attempt \d+, .*$", re.MULTILINE)
 IN_LOOP = frozenset(phase for phases in PHASES.values() for phase in phases) | {"record", "advantages", "values"}
@@ -40,7 +41,7 @@ run = {{ output_dir = "{output}", total_steps = {steps}, max_fruitless_attempts 
 parallel = {{ tp_size = 1, num_processes = {num_processes} }}
 training = {{ mini_batch_prompts = 2 }}
 checkpoint = {{ interval = 1, keep = {keep} }}
-evaluation = {{ interval = 2, num_samples = 2, at_start = false, at_end = false }}
+evaluation = {{ interval = {evaluation_interval}, num_samples = 2, at_start = false, at_end = false }}
 telemetry = {{ samples_per_step = 1000, dump_batches = 1, tensorboard = false }}
 
 [reward]
@@ -83,6 +84,7 @@ def layout_text(output: Path, configuration: str, engine_python: Path, num_proce
         steps=TOTAL_STEPS,
         num_processes=num_processes,
         keep=keep,
+        evaluation_interval=EVALUATION_INTERVAL,
         rollout=CONFIGURATIONS[configuration].replace("{python}", str(engine_python)),
     )
 
@@ -200,8 +202,12 @@ class ClusterRun:
         return sum("began" in record for record in self.attempts())
 
     def saved_step(self) -> int:
-        """Return the train step of the newest checkpoint, 0 without one."""
-        return max(checkpoint_steps(self.output / "checkpoints"), default=0)
+        """Return the train step of the newest checkpoint that no evaluation belongs to, 0 without one.
+
+        A run that is told to stop saves before it evaluates: it will evaluate when it continues.
+        """
+        steps = checkpoint_steps(self.output / "checkpoints")
+        return max((step for step in steps if step % EVALUATION_INTERVAL), default=0)
 
     # Processes
 
