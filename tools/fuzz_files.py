@@ -401,12 +401,13 @@ def _read_rows(directory: Path) -> None:
 def _write_batch(directory: Path) -> None:
     import torch
 
+    from megatron_dapo.recovery.durable_files import HERE
     from megatron_dapo.telemetry.batch_dump import dump_batch
     from megatron_dapo.types import TrainSample
 
     values = torch.zeros(2)
     samples = [TrainSample(str(n), 0, torch.tensor([1, 2, 3, 4]), 2, torch.ones(2), values, values) for n in range(2)]
-    dump_batch(directory / "step", samples, {"train_step": 1, "learning_rate": 1e-6})
+    dump_batch(directory / "step", samples, {"train_step": 1, "learning_rate": 1e-6}, HERE)
 
 
 def _read_batch(directory: Path) -> None:

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _LONGEST_NAME = 255  # bytes, as file systems allow
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
@@ -69,6 +71,8 @@ def replace_directory(target: Path, group: dist.ProcessGroup | None = None) -> I
     Collective over `group` (None: the default group). A kill at any moment leaves `target` whole, the previous or the new one;
     see `put_in_place` for file systems that cannot exchange two names.
     """
+    import torch.distributed as dist  # here: a rank's file process calls the rest without torch
+
     fresh = target.with_name(target.name + ".new")
     is_first = dist.get_rank(group) == 0
     if is_first:

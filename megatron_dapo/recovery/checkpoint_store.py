@@ -18,12 +18,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_directory, write_json, write_tensors
+from megatron_dapo.recovery.durable_files import HERE, FileEntry, Files, hash_file, sync_directory
 from megatron_dapo.untrusted import one_line, read_json
 
 if TYPE_CHECKING:
@@ -92,47 +93,59 @@ class Checkpoint:
 class CheckpointWriter:
     """The files one rank writes into the directory of an unfinished checkpoint."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, files: Files = HERE) -> None:
         self._directory = directory
         self._rank = rank
+        self._files = files
         self._entries: list[FileEntry] = []
 
     def save_tensors(
         self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Write a safetensors file. Names are plain and differ between ranks."""
-        self._entries.append(write_tensors(self._new_path(name), tensors, metadata))
+        with self._new_path(name) as path:
+            self._entries.append(self._files.write_tensors(path, tensors, metadata, "x"))
 
     def save_json(self, name: str, document: Any) -> None:
         """Write a JSON file. Names are plain and differ between ranks."""
-        self._entries.append(write_json(self._new_path(name), document))
+        with self._new_path(name) as path:
+            self._entries.append(self._files.write_json(path, document, "x"))
 
     def finish(self) -> None:
         """Declare this rank's files complete."""
-        write_json(self._directory / f"manifest_rank_{self._rank}.json", [entry.to_json() for entry in self._entries])
+        part = self._directory / f"manifest_rank_{self._rank}.json"
+        self._files.write_json(part, [entry.to_json() for entry in self._entries])
 
-    def _new_path(self, name: str) -> Path:
+    @contextmanager
+    def _new_path(self, name: str) -> Iterator[Path]:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or _PART.fullmatch(name):
             raise ValueError(f"checkpoint file {name!r}: use letters, digits, '_', '-', '.', and not a manifest's name")
-        path = self._directory / name
-        if path.exists():
-            raise ValueError(f"checkpoint file {name!r} is written twice; put the rank into its name")
-        return path
+        try:
+            yield self._directory / name
+        except FileExistsError:
+            raise ValueError(f"checkpoint file {name!r} is written twice; put the rank into its name") from None
 
 
 class CheckpointStore:
     """The checkpoints of one run, as one of its ranks sees them; `coordination` is None in a single process.
 
-    Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`).
+    Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`, `remove`), during training by `ask`.
     """
 
-    def __init__(self, directory: str | Path, keep: int, coordination: Coordination | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, keep: int, coordination: Coordination | None = None, files: Files = HERE
+    ) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
         self.directory = Path(directory)
         self.keep = keep
         self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
         self._coordination = coordination
+        self.files = files
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
+        return self.files.run(_manage_checkpoints, self.directory, self.keep, self.num_ranks, method, *arguments)
 
     def agree(self, ok: bool) -> bool:
         """Return True on every rank if every rank passed True. Collective, and a barrier."""
@@ -157,9 +170,9 @@ class CheckpointStore:
         self.partial_path(step).mkdir(parents=True)
 
     def writer(self, step: int) -> CheckpointWriter:
-        return CheckpointWriter(self.partial_path(step), self.rank)
+        return CheckpointWriter(self.partial_path(step), self.rank, self.files)
 
-    def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+    def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
         """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`."""
         partial, final = self.partial_path(step), self.path(step)
         entries = list(_merged_entries(partial, self.num_ranks))
@@ -169,7 +182,7 @@ class CheckpointStore:
             "files": [entry.to_json() for entry in entries],
             "metadata": dict(metadata or {}),
         }
-        write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
+        HERE.write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
         for rank in range(self.num_ranks):
             (partial / f"manifest_rank_{rank}.json").unlink()
         sync_directory(partial)
@@ -178,14 +191,20 @@ class CheckpointStore:
             os.replace(final, self._replaced_path(final))
         os.replace(partial, final)
         sync_directory(self.directory)
-        checkpoint = self.open(step)
+        self.open(step)
         self._delete_old(step)
-        return checkpoint
 
     def abandon(self, step: int) -> None:
         """Remove the unfinished checkpoint of `step` so that its space is free again."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
         self.clean()
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.directory if self.directory.is_dir() else Path.cwd()).free
 
     def clean(self) -> None:
         """Undo or finish what a killed process left half done."""
@@ -247,6 +266,13 @@ class CheckpointStore:
         return final.with_name(final.name + ".replaced")
 
 
+def _manage_checkpoints(directory: Path, keep: int, num_ranks: int, method: str, *arguments: Any) -> Any:
+    """Return what a method of rank 0's store of `num_ranks` ranks does; runs in its file process."""
+    store = CheckpointStore(directory, keep)
+    store.num_ranks = num_ranks
+    return getattr(store, method)(*arguments)
+
+
 def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Those of `names` whose contents are not what was written (a full read)."""
     return [name for name in names if hash_file(checkpoint.directory / name) != checkpoint.files[name].sha256]
@@ -270,7 +296,8 @@ def save_checkpoint(
         write(writer)
         writer.finish()
 
-    is_first, begin, commit = store.rank == 0, partial(store.begin, step), partial(store.commit, step, metadata)
+    is_first, begin = store.rank == 0, partial(store.ask, "begin", step)
+    commit = partial(store.ask, "commit", step, dict(metadata or {}))
     for is_mine, phase in ((is_first, begin), (True, write_own), (is_first, commit)):
         problem = None
         try:
@@ -281,7 +308,7 @@ def save_checkpoint(
             problem = error
         if not store.agree(problem is None):
             if is_first:
-                store.abandon(step)
+                store.ask("abandon", step)
             message = _save_message(store, step, problem)
             if problem is None:
                 raise _consequence(message)
@@ -292,10 +319,9 @@ def save_checkpoint(
 def _save_message(store: CheckpointStore, step: int, problem: Exception | None) -> str:
     what = "another rank failed; its own message says why" if problem is None else str(problem)
     if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
-        free = shutil.disk_usage(store.directory if store.directory.is_dir() else Path.cwd()).free
         fix = "free space, lower checkpoint.keep, or move checkpoint.output_dir"
-        what = f"the disk is full ({free / 2**20:.0f} MiB free); {fix}"
-    earlier = [other for other in store.steps() if other != step]
+        what = f"the disk is full ({store.ask('free_bytes') / 2**20:.0f} MiB free); {fix}"
+    earlier = [other for other in store.ask("steps") if other != step]
     left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
     return f"checkpoint of step {step} was not saved in {store.directory}: {what}; {left}"
 

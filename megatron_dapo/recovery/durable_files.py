@@ -12,12 +12,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 _READ_BYTES = 1 << 22
+_FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,99 @@ class FileEntry:
         return asdict(self)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write `chunks` to a new file, flushed to the disk. Raises OSError (ENOSPC where the disk is full)."""
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            digest.update(view)
-            size += len(view)
-            while view:  # os.write may take less than it was given
-                view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileEntry(path.name, size, digest.hexdigest())
+class OpenFile:
+    """A file that is being written; its bytes are counted and hashed on the way."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        """mode: "w" for a file with these bytes alone, "x" for a new one, "a" to append."""
+        self._path, self._is_appended = path, mode == "a"
+        self._digest, self._size = hashlib.sha256(), 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS[mode], 0o644)
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Write a chunk. Raises OSError (ENOSPC where the disk is full)."""
+        view = memoryview(chunk).cast("B")
+        self._digest.update(view)
+        self._size += len(view)
+        while view:  # os.write may take less than it was given
+            view = view[os.write(self._descriptor, view) :]
+
+    def finish(self) -> FileEntry:
+        """Flush the file to the disk. What was appended is left to the kernel, which loses it only with the machine."""
+        if not self._is_appended:
+            os.fsync(self._descriptor)
+        return FileEntry(self._path.name, self._size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
-def write_json(path: Path, document: Any) -> FileEntry:
-    """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
-    return write_file(path, [json.dumps(document, allow_nan=False, indent=1).encode()])
+class Files:
+    """Writes files in this process. `FileProcess` has the same methods and leaves the work to another process."""
+
+    def run(self, function: FunctionType, *arguments: Any) -> Any:
+        """Return function(*arguments), a function of this package that works on files.
+
+        Its module imports the standard library alone; arguments and result are paths and what JSON holds.
+        """
+        return function(*arguments)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w") -> FileEntry:
+        """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC where the disk is full)."""
+        file = OpenFile(path, mode)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            return file.finish()
+        finally:
+            file.close()
+
+    def write_json(self, path: Path, document: Any, mode: str = "w") -> FileEntry:
+        """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
+        return self.write(path, [json.dumps(document, allow_nan=False, indent=1).encode()], mode)
+
+    def write_tensors(
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, str] | None = None,
+        mode: str = "w",
+    ) -> FileEntry:
+        """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
+        tensors too."""
+        return self.write(path, _safetensors_chunks(tensors, metadata), mode)
+
+    def append(self, path: Path, text: str) -> None:
+        """Append text to a file."""
+        self.run(_append, path, text)
+
+    def replace(self, path: Path, text: str) -> None:
+        """Give a file this text in one step: its readers see the old text or the new one."""
+        partial = path.with_suffix(".tmp")
+        self.write(partial, [text.encode()])
+        self.run(_rename, partial, path)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory, and those above it, if it is not there."""
+        self.run(_make_directory, path)
+
+    def close(self) -> None:
+        """End the process that does the work, if there is one."""
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> FileEntry:
-    """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
-    tensors too."""
-    return write_file(path, _safetensors_chunks(tensors, metadata))
+HERE = Files()
+
+
+def _append(path: Path, text: str) -> None:
+    HERE.write(path, [text.encode()], "a")
+
+
+def _rename(path: Path, target: Path) -> None:
+    os.replace(path, target)
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _safetensors_chunks(

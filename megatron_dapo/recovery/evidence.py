@@ -22,6 +22,7 @@ _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15 and later
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = Path("/sys/fs/cgroup")
 _OOM_S = 10.0  # between a kill and the end of a process that had much memory to give back
+FILE_PROCESS = "file process"  # name of a rank's own, as `ps -o comm` shows it
 _KMSG_BYTES = 8192  # the longest record of the kernel's log
 
 

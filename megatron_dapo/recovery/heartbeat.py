@@ -38,6 +38,7 @@ from megatron_dapo.recovery.watcher import MESSAGE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from megatron_dapo.parallel.coordination import Progress
+    from megatron_dapo.recovery.file_process import FileProcess
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Heartbeat:
         self._is_closed = threading.Event()
         self._exit_code, self._culprit = EXIT_CODE, -1
         self._has_warned = self._has_reported = False
+        self.file_process: FileProcess | None = None  # shown to the watcher, which looks at it when this rank is silent
         self._node = socket.gethostname()
 
     @property
@@ -293,6 +295,8 @@ class Heartbeat:
             return
         page = {"phase": self.phase_name, "beats": self._beats, **self._sample}
         page["progress"] = self._progress.count if self._progress is not None else 0
+        if self.file_process is not None:
+            page["file_process"] = [self.file_process.pid, self.file_process.doing]
         text = json.dumps(page).encode()
         if len(text) > PAGE_BYTES - 4:
             text = json.dumps({**page, "groups": {}}).encode()

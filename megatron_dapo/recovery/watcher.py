@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.recovery.evidence import (
+    FILE_PROCESS,
     OutOfMemory,
     activity,
     bytes_in_flight,
@@ -150,6 +151,15 @@ class WatchedRank:
         self._seen_at += seconds
         self._beat_at += seconds
         self.stopped_since += seconds if self.stopped_since else 0.0
+
+    def held_file_process(self) -> list[str]:
+        """Return a line for each thread of its file process that the kernel holds: at which operation, where, with which file."""
+        pid, doing = self.page.get("file_process") or (0, "")
+        return [f"{FILE_PROCESS} {pid}, at {doing}: {line}" for line in held_in_kernel(pid)] if pid else []
+
+    def held(self) -> list[str]:
+        """Return the same for the rank and its file process."""
+        return held_in_kernel(self.pid) + self.held_file_process()
 
     def new_stacks(self) -> str:
         """Return what was written to the stacks' file since the last call."""
@@ -411,12 +421,14 @@ class Watcher:
                     self._record(rank, "stopped", f"stopped (state T) for {now - rank.stopped_since:.0f} s"), now
                 )
                 continue
-            held = held_in_kernel(rank.pid) if idle > PROBE_AFTER_S and not rank.stopped_since else []
+            held = rank.held() if idle > PROBE_AFTER_S and not rank.stopped_since else []
             if held:
                 self._probe_files(now)
             hung = self._hung_probe(now)
             if held and hung:
-                message = f"file system hung: {self._directory} does not answer for {hung:.0f} s"
+                message = (
+                    f"file system hung: {self._directory} does not answer for {hung:.0f} s; the kernel holds {held[0]}"
+                )
                 self._note(self._record(rank, "file system hung", message, "\n".join(held)), now)
             limit = START_SILENT_S if rank.page["phase"] in _STARTING else SILENT_S
             # Held in the kernel while the file system answers: a large write that is slow, under the phase's deadline.
@@ -695,6 +707,9 @@ class Watcher:
                 _say(f"{self._directory}: the record could not be written: {os.strerror(code)}\n")
         if self._stage == 1 and (self._writer is None or now - self._writer[1] > WRITE_S):
             self._stage = 2
+            for rank in self._ranks.values():
+                for line in rank.held_file_process():
+                    _say(f"rank {rank.rank} ({self._name}) ends without what the kernel holds: {line}\n")
             for rank in living:
                 rank.send({"kind": "verdict", "exit_code": first.exit_code, "culprit": first.rank})
         if self._stage == 2 and since > KILL_S:
@@ -704,7 +719,7 @@ class Watcher:
         if self._stage == 3 and since > END_S - 1.0:
             self._stage = 4
             for rank in living:
-                held = "; ".join(held_in_kernel(rank.pid)) or "reason unknown"
+                held = "; ".join(rank.held()) or "reason unknown"
                 _say(
                     f"rank {rank.rank} ({self._name}), process {rank.pid}, does not end: the kernel holds it: {held}\n"
                 )
@@ -725,9 +740,8 @@ class Watcher:
         for rank in self._ranks.values():
             page = rank.page
             state = f"phase {page.get('phase')}, {page.get('wait') or 'no'} wait, in {page.get('doing')}, collectives {page.get('groups', {})}"
-            text = rank.new_stacks() or "no stack: the process has ended or the kernel holds it\n" + "\n".join(
-                held_in_kernel(rank.pid)
-            )
+            text = rank.new_stacks() or "no stack: the process has ended or the kernel holds it\n"
+            text += "\n".join(rank.held())
             record = f"\nflight recorder, newest entries:\n{rank.flight_record}\n" if rank.flight_record else ""
             texts.setdefault(f"{state}\n{text}{record}", []).append(rank.rank)
         return "\n".join(f"==== ranks {ranks} ({self._name}): {text}" for text, ranks in texts.items())

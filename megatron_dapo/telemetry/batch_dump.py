@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpoints.atomic_directory import put_in_place, remove_tree
 from megatron_dapo.checkpoints.safetensors_file import read_tensors
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import TrainSample
 from megatron_dapo.untrusted import blamed_on, read_json
+
+if TYPE_CHECKING:
+    from megatron_dapo.recovery.durable_files import Files
 
 _TENSORS = "batch.safetensors"
 _FACTS = "batch.json"
@@ -28,17 +28,16 @@ class DumpedBatch:
     metadata: Mapping[str, Any]
 
 
-def dump_batch(directory: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any]) -> Path:
+def dump_batch(directory: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any], files: Files) -> Path:
     """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new `directory`."""
     # Renamed when complete: a killed run leaves no half dump under the final name.
     partial = directory.with_name(directory.name + ".tmp")
-    remove_tree(partial)
-    partial.mkdir(parents=True)
+    files.run(remove_tree, partial)
+    files.make_directory(partial)
     description, tensors = to_tensors(samples)
-    save_file(tensors, partial / _TENSORS)
-    facts = {"metadata": dict(metadata), "samples": description}
-    (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    put_in_place(partial, directory)
+    files.write_tensors(partial / _TENSORS, tensors)
+    files.write_json(partial / _FACTS, {"metadata": dict(metadata), "samples": description})
+    files.run(put_in_place, partial, directory)
     return directory
 
 

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.telemetry.writers import drop_steps_from
 from megatron_dapo.types import Group
 from megatron_dapo.untrusted import printable
+
+if TYPE_CHECKING:
+    from megatron_dapo.recovery.durable_files import Files
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +61,11 @@ class SampleWriter:
     A full queue or a failed write loses records and counts them; no error is raised.
     """
 
-    def __init__(self, path: Path, first_step: int, queue_size: int = 4096) -> None:
+    def __init__(self, path: Path, first_step: int, files: Files, queue_size: int = 4096) -> None:
         self.num_lost = 0
-        self._path = path
+        self._path, self._files = path, files
         self._queue: queue.Queue[Mapping[str, Any] | threading.Event | None] = queue.Queue(queue_size)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_steps_from(path, first_step)
+        files.run(drop_steps_from, path, first_step)
         self._thread = threading.Thread(target=self._run, name="sample writer", daemon=True)
         self._thread.start()
 
@@ -99,8 +101,7 @@ class SampleWriter:
                 record.set()
                 continue
             try:
-                with open(self._path, "a", encoding="utf-8") as stream:
-                    stream.write(printable(json.dumps(record, ensure_ascii=False)) + "\n")
+                self._files.append(self._path, printable(json.dumps(record, ensure_ascii=False)) + "\n")
             except Exception as error:  # no sample is worth a training run
                 self._lose(repr(error))
 

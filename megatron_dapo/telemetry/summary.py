@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from megatron_dapo.telemetry.progress import duration
+
+if TYPE_CHECKING:
+    from megatron_dapo.recovery.durable_files import Files
 
 EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
 
@@ -37,12 +39,10 @@ class RunSummary:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_summary(path: Path, summary: RunSummary) -> None:
+def write_summary(path: Path, summary: RunSummary, files: Files) -> None:
     """Write summary.json atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    files.make_directory(path.parent)
+    files.replace(path, json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(path: Path) -> RunSummary:

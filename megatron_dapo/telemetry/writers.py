@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from megatron_dapo.recovery.durable_files import Files
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,11 @@ class MetricWriter(Protocol):
 
 
 def drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove the records of `train_step` >= `first_step` from a JSONL file, and the unfinished last line of a killed run."""
+    """Remove the records of `train_step` >= `first_step` from a JSONL file, and the unfinished last line of a killed run.
+
+    The file's directory is made if it is not there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         return
     partial = path.with_suffix(".tmp")
@@ -49,41 +59,56 @@ class JsonlWriter:
     further, are removed.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_steps_from(path, first_step)
-        self._stream = open(path, "a", encoding="utf-8")
+    def __init__(self, path: Path, first_step: int, files: Files) -> None:
+        self._path, self._files = path, files
+        files.run(drop_steps_from, path, first_step)
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
         """Append the line of one step."""
         # JSON has no NaN: null keeps the line readable for every parser.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._stream.write(json.dumps({"train_step": train_step, **finite}) + "\n")
-        self._stream.flush()
+        self._files.append(self._path, json.dumps({"train_step": train_step, **finite}) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        """Do nothing: each line is in the file already."""
 
 
 class TensorBoardWriter:
     """Writes TensorBoard scalars. Readers drop the scalars of an earlier run from `first_step` on."""
 
-    def __init__(self, directory: Path, first_step: int) -> None:
+    def __init__(self, directory: Path, first_step: int, files: Files) -> None:
         # Imported here: runs without TensorBoard output need not have it.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)
+        self._files = files
+        files.make_directory(directory)
+        # TensorBoard knows event files by "tfevents" and reads them in the order of their names.
+        now = time.time_ns()
+        self._path = directory / f"events.out.tfevents.{now // 10**9:010d}.{now % 10**9:09d}.{socket.gethostname()}"
+        start = SessionLog(status=SessionLog.START)
+        self._append([Event(file_version="brain.Event:2"), Event(step=first_step, session_log=start)])
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
         """Add the scalars of one step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, train_step)
-        self._writer.flush()
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append([Event(step=train_step, summary=Summary(value=[scalar])) for scalar in scalars])
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Do nothing: each step is in the file already."""
+
+    def _append(self, events: Sequence[Any]) -> None:
+        """Append events as records, in one write."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        records = io.BytesIO()
+        writer = RecordWriter(records)
+        for event in events:
+            event.wall_time = time.time()
+            writer.write(event.SerializeToString())
+        self._files.write(self._path, [records.getvalue()], "a")
 
 
 class MetricRecorder:

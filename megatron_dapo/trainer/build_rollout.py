@@ -24,6 +24,7 @@ from megatron_dapo.data.template import PromptTemplate, StopTokens, check_specia
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rewards.pool import VerifierPool
@@ -64,14 +65,16 @@ class RolloutContext:
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_rollout_context(config: Config, engine: CollectiveEngine, phases: Phases, stack: ExitStack) -> RolloutContext:
+def build_rollout_context(
+    config: Config, engine: CollectiveEngine, phases: Phases, files: Files, stack: ExitStack
+) -> RolloutContext:
     """Return what rank 0 collects with; `stack` closes the verifiers' processes."""
 
     def on_progress(progress: CollectProgress) -> None:
         phases.show("generate", progress.num_accepted, progress.num_groups)
 
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
-    scorer = stack.enter_context(_scorer(config))
+    scorer = stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     dataset = load_train_dataset(config, inputs, pool)
     # Its own seed: two runs with different run.seed can see the prompts in one order.
@@ -91,22 +94,20 @@ def build_rollout_context(config: Config, engine: CollectiveEngine, phases: Phas
         if config.algorithm.name == "tppo"
         else GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
     )
-    return RolloutContext(
-        inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool)
-    )
+    evaluation = _evaluation_task(config, inputs, pool, files)
+    return RolloutContext(inputs, scorer, collector, stream, tuple(dataset.prompts), evaluation)
 
 
-def _scorer(config: Config) -> Any:
+def _scorer(config: Config, files: Files) -> Any:
     """Return the verifier pool, with a shadow pool beside it if reward.shadow_verifier names one."""
     primary = open_verifier_pool(config.reward)
     if not config.reward.shadow_verifier:
         return primary
     path = RunPaths(config.run.output_dir).disagreements
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
 
     def write(disagreement: Disagreement) -> None:
-        with open(path, "a", encoding="utf-8") as stream:
-            stream.write(printable(json.dumps(disagreement.record(), ensure_ascii=False)) + "\n")
+        files.append(path, printable(json.dumps(disagreement.record(), ensure_ascii=False)) + "\n")
 
     return ShadowedPool(primary, open_verifier_pool(config.reward, config.reward.shadow_verifier), write)
 
@@ -120,12 +121,12 @@ def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
     )
 
 
-def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> EvaluationTask | None:
+def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: Files) -> EvaluationTask | None:
     if not config.data.eval_paths:
         return None
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-    return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations)
+    return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations, files)
 
 
 def build_collector(

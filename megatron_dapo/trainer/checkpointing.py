@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     newest_valid,
     save_checkpoint,
 )
+from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.untrusted import blamed_on, read_json
 
@@ -133,7 +133,7 @@ class Checkpoints:
     @property
     def _collection(self) -> CheckpointStore:
         """The store of an interrupted collection, of rank 0 alone."""
-        return CheckpointStore(self._store.directory / "collection", keep=1)
+        return CheckpointStore(self._store.directory / "collection", keep=1, files=self._store.files)
 
     def keep_collection(self) -> Path | None:
         """Write the collector's state beside the checkpoint of the current train step, which is there; on rank 0.
@@ -146,9 +146,9 @@ class Checkpoints:
         return save_checkpoint(self._collection, step, lambda writer: _write_collector(writer, collector))
 
     @classmethod
-    def of(cls, config: Config, state: RunState, coordination: Coordination) -> Checkpoints:
+    def of(cls, config: Config, state: RunState, coordination: Coordination, files: Files = HERE) -> Checkpoints:
         """Return those of the run's checkpoint directory, agreed on by all ranks."""
-        return cls(CheckpointStore(config.checkpoint_dir, config.checkpoint.keep, coordination), state)
+        return cls(CheckpointStore(config.checkpoint_dir, config.checkpoint.keep, coordination, files), state)
 
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
@@ -182,7 +182,7 @@ class Checkpoints:
             metadata={"train_step": state.progress.train_step, **state.layouts()},
         )
         if state.collector is not None:
-            shutil.rmtree(self._collection.directory, ignore_errors=True)  # it continued an older checkpoint
+            self._collection.ask("remove")  # it continued an older checkpoint
         return path
 
     def _write(self, writer: CheckpointWriter) -> None:

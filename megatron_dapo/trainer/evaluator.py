@@ -13,6 +13,7 @@ from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import evaluate
+from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.signals import Stopped
 from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.trainer.metrics import evaluation_metrics
@@ -32,6 +33,7 @@ class EvaluationTask:
     scorer: Scorer
     inputs: ModelInputs
     output_dir: Path  # one file of results per evaluation
+    files: Files
 
 
 class Evaluator:
@@ -84,6 +86,6 @@ class Evaluator:
             max_in_flight=self._max_in_flight,
             check_stop=self._check_stop,
         )
-        task.output_dir.mkdir(parents=True, exist_ok=True)
-        (task.output_dir / f"step_{train_step:06d}.json").write_text(result.to_json() + "\n", encoding="utf-8")
+        task.files.make_directory(task.output_dir)
+        task.files.replace(task.output_dir / f"step_{train_step:06d}.json", result.to_json() + "\n")
         return evaluation_metrics(result, time.perf_counter() - start)

@@ -11,6 +11,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
+from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.telemetry.batch_dump import dump_batch
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
 from megatron_dapo.telemetry.phases import PhaseTimer
@@ -71,19 +72,20 @@ class Phases:
 class Recorder:
     """Writes by train step; a resumed run continues its files without a step twice."""
 
-    def __init__(self, config: Config, train_step: int, evaluated_step: int) -> None:
+    def __init__(self, config: Config, train_step: int, evaluated_step: int, files: Files = HERE) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none."""
         telemetry = config.telemetry
         # Rows behind the checkpoint that the run resumes from are cut off: they will be written again.
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.output_dir)
-        self._telemetry = telemetry
+        self._telemetry, self._files = telemetry, files
         tensorboard: list[MetricWriter] = (
-            [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []
+            [TensorBoardWriter(self.paths.tensorboard, first_step, files)] if telemetry.tensorboard else []
         )
-        self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step), *tensorboard])
-        self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_evaluation), *tensorboard])
-        self._samples = SampleWriter(self.paths.samples, first_step) if telemetry.samples_per_step else None
+        self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step, files), *tensorboard])
+        evaluations = JsonlWriter(self.paths.evaluation_metrics, first_evaluation, files)
+        self._evaluations = MetricRecorder([evaluations, *tensorboard])
+        self._samples = SampleWriter(self.paths.samples, first_step, files) if telemetry.samples_per_step else None
         # Read here: one that cannot be read is an error before the first step, not a warning after hours.
         self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
@@ -137,7 +139,7 @@ class Recorder:
             )
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
             whole = with_numbers(batch.samples, groups)  # this rank trains a share of them
-            dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step})
+            dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
 
     @property
     def num_lost(self) -> int:

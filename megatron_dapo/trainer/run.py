@@ -28,6 +28,8 @@ from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end
+from megatron_dapo.recovery.durable_files import Files
+from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
@@ -82,6 +84,7 @@ class PreparedRun:
     recorder: Recorder | None
     topology: RunTopology
     watch: Callable[[str], AbstractContextManager[None]]  # of a phase, by its name
+    files: Files
 
     def export(self, reason: str) -> dict[str, Path]:
         """Write what was trained as Hugging Face directories, unless a signal ended the run; return them by name.
@@ -141,9 +144,9 @@ class PreparedRun:
                 **(extra or {}),
             },
         )
-        write_summary(paths.summary, summary)
+        write_summary(paths.summary, summary, self.files)
         # Before the ranks leave: a launcher may end all others as soon as the first one has gone.
-        record_end(config.run.output_dir, reason)
+        self.files.run(record_end, config.run.output_dir, reason)
 
 
 def cluster_here(num_nodes: int, world_size: int) -> Cluster:
@@ -184,9 +187,11 @@ def prepared_run(
         stop = stack.enter_context(StopRequest(end_time, config.run.stop_notice_seconds))
         stop.share(dist.distributed_c10d._get_default_store())
         topology = run_topology(config, rendezvous_host, supervision)
-        watch = _watch(config, topology, heartbeat or Heartbeat(rank))
+        heartbeat = heartbeat or Heartbeat(rank)
+        files = _start_files(heartbeat, stack)
+        watch = _watch(config, topology, heartbeat)
         with watch("build"):
-            run = _build(config, topology, stop_rule, stop, stack, watch)
+            run = _build(config, topology, stop_rule, stop, stack, watch, files)
         yield run
     # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
@@ -200,6 +205,7 @@ def _build(
     stop: StopRequest,
     stack: ExitStack,
     watch: Callable[[str], AbstractContextManager[None]],
+    files: Files,
 ) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=watch)
@@ -208,17 +214,17 @@ def _build(
     actor = build_actor(config, topology)
     engines = engine_builder.connect(actor)
     # Only rank 0 reads data and starts verifiers: the other ranks get samples by broadcast.
-    context = build_rollout_context(config, engines.engine, phases, stack) if rank == 0 else None
+    context = build_rollout_context(config, engines.engine, phases, files, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
     collector = build_collector(config, context, engines, stop, stack) if context else None
     progress = RunProgress()
     state = RunState.of(topology, learner, progress, collector)
-    checkpoints = Checkpoints.of(config, state, topology.coordination)
+    checkpoints = Checkpoints.of(config, state, topology.coordination, files)
     saved_step = checkpoints.resume(config.checkpoint.resume)
     recorder = None
     if rank == 0:
-        recorder = Recorder(config, progress.train_step, max(map(int, progress.evaluations), default=-1))
+        recorder = Recorder(config, progress.train_step, max(map(int, progress.evaluations), default=-1), files)
         stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(
@@ -234,7 +240,16 @@ def _build(
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
-    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch)
+    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files)
+
+
+def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:
+    """Return the files of this rank, written by a process of its own where the system has what that needs."""
+    files = FileProcess() if FileProcess.IS_POSSIBLE else Files()
+    stack.callback(files.close)
+    if isinstance(files, FileProcess):
+        heartbeat.file_process = files
+    return files
 
 
 def _watch(

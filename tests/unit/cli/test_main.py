@@ -14,6 +14,7 @@ from megatron_dapo.cli.main import WORKER, app
 from megatron_dapo.config import load_config, pretraining_config
 from megatron_dapo.launch import local
 from megatron_dapo.launch.worker import parse_arguments
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.recovery.failure import Failure, write_failures
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 
@@ -29,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
         assert restarts == 0
         calls.append((module, list(arguments), num_processes, run_directory))
-        write_summary(run_directory / "summary.json", SUMMARY)
+        write_summary(run_directory / "summary.json", SUMMARY, HERE)
         return 0
 
     monkeypatch.setattr(local, "launch_workers", launch)
@@ -133,7 +134,7 @@ def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
 def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "run"
     write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
-    write_summary(directory / "summary.json", SUMMARY)
+    write_summary(directory / "summary.json", SUMMARY, HERE)
 
     def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
         assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"

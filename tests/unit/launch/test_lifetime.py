@@ -106,11 +106,11 @@ import json, subprocess, sys
 from pathlib import Path
 import torch.distributed as dist
 from megatron_dapo.launch.lifetime import hold_directory
-from megatron_dapo.recovery.durable_files import write_json
+from megatron_dapo.recovery.durable_files import HERE
 run = Path(sys.argv[1])
 lock = hold_directory(run, 0, dist.HashStore(), group_readable=sys.argv[2] == "group")
 (run / "metrics").mkdir()
-write_json(run / "metrics" / "own.json", {})
+HERE.write_json(run / "metrics" / "own.json", {})
 subprocess.run(["touch", str(run / "metrics" / "of_a_child")], check=True)
 print(json.dumps([oct(path.stat().st_mode & 0o7777) for path in (run, run / "metrics", *sorted((run / "metrics").iterdir()))]))
 """

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +27,10 @@ from megatron_dapo.recovery.checkpoint_store import (
     newest_valid,
     save_checkpoint,
 )
-
-CALLS = ("write", "fsync", "open", "replace", "mkdir", "unlink")
+from megatron_dapo.recovery.durable_files import HERE, Files
+from megatron_dapo.recovery.failure import failure_of
+from megatron_dapo.recovery.file_process import FileProcess
+from tests.unit.recovery import fault_points
 
 
 def content(step: int) -> Callable[[CheckpointWriter], None]:
@@ -177,42 +179,39 @@ def test_a_name_twice_is_an_error(store: CheckpointStore) -> None:
         save_checkpoint(store, 1, lambda writer: (writer.save_json("a.json", 1), writer.save_json("a.json", 2)))
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, point: int) -> list[str]:
-    """Make the `point`-th call of the os functions raise ENOSPC; returns the list the calls are recorded in."""
-    calls: list[str] = []
-
-    def wrap(name: str, real: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            calls.append(name)
-            if len(calls) == point:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(os, name, wrap(name, getattr(os, name)))
-    return calls
+@pytest.fixture(params=["here", "file process"])
+def files(request: pytest.FixtureRequest) -> Iterator[Files]:
+    """The files of this process, and those of a file process."""
+    if request.param == "here":
+        yield HERE
+        return
+    if not FileProcess.IS_POSSIBLE:
+        pytest.skip("needs Linux's memfd")
+    found = FileProcess()
+    yield found
+    found.close()
 
 
-def test_full_disk_at_every_write_point(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        store = CheckpointStore(tmp_path / "count", keep=1)
-        save_checkpoint(store, 1, content(1))
-        calls = fail_at(patch, point=0)
-        save_checkpoint(store, 2, content(2))
+def test_full_disk_at_every_write_point(tmp_path: Path, files: Files) -> None:
+    store = CheckpointStore(tmp_path / "count", keep=1, files=files)
+    save_checkpoint(store, 1, content(1))
+    files.run(fault_points.arm, 0)
+    save_checkpoint(store, 2, content(2))
+    calls = files.run(fault_points.disarm)
     assert {"write", "fsync", "replace", "mkdir"} <= set(calls) and len(calls) > 12
     for point in range(1, len(calls) + 1):
-        store = CheckpointStore(tmp_path / str(point), keep=1)
+        store = CheckpointStore(tmp_path / str(point), keep=1, files=files)
         save_checkpoint(store, 1, content(1))
-        with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, point)
-            try:
-                save_checkpoint(store, 2, content(2))
-                failed = False
-            except CheckpointError as error:
-                failed = True
-                assert "the disk is full" in str(error) and "step_000001" in str(error)
+        files.run(fault_points.arm, point)
+        try:
+            save_checkpoint(store, 2, content(2))
+            failed = False
+        except CheckpointError as error:
+            failed = True
+            assert "the disk is full" in str(error) and "step_000001" in str(error)
+            assert failure_of(0, error).cause == "disk full"
+        finally:
+            files.run(fault_points.disarm)
         found = newest_valid(store)
         assert is_of(found, 2 if found is not None and found.step == 2 else 1)
         assert failed or is_of(found, 2), f"point {point}: reported as saved, but it is not"
@@ -242,13 +241,21 @@ for name in CALLS:
 save_checkpoint(store, 2, write(2))
 save_checkpoint(store, 2, write(2))
 print(calls)
-""".replace("CALLS", repr(CALLS))
+""".replace("CALLS", repr(fault_points.CALLS))
 
 
 def run_killed(directory: Path, point: int) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, "-c", KILLED, str(directory), str(point), root]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def require_whole(directory: Path, point: int) -> None:
+    store = CheckpointStore(directory, keep=1)
+    found = newest_valid(store)
+    assert found is not None, f"nothing loadable after a kill at write point {point}"
+    assert all(found.load_json(f"{name}.json") == [found.step] * 500 for name in "abc")
+    assert [path.name for path in directory.iterdir() if path.suffix] == []
 
 
 def test_kill_at_random_write_points(tmp_path: Path) -> None:
@@ -258,11 +265,33 @@ def test_kill_at_random_write_points(tmp_path: Path) -> None:
     for point in points:
         directory = tmp_path / str(point)
         assert run_killed(directory, point).returncode == -9
-        store = CheckpointStore(directory, keep=1)
-        found = newest_valid(store)
-        assert found is not None, f"nothing loadable after a kill at write point {point}"
-        assert all(found.load_json(f"{name}.json") == [found.step] * 500 for name in "abc")
-        assert [path.name for path in directory.iterdir() if path.suffix] == []
+        require_whole(directory, point)
+
+
+@pytest.mark.skipif(not FileProcess.IS_POSSIBLE, reason="needs Linux's memfd")
+def test_kill_of_the_file_process_at_random_write_points(tmp_path: Path) -> None:
+    """The rank lives on, and says who was killed."""
+
+    def write(step: int) -> Callable[[CheckpointWriter], object]:
+        return lambda writer: [writer.save_json(f"{name}.json", [step] * 500) for name in "abc"]
+
+    def save(point: int) -> list[str]:
+        files = FileProcess()
+        store = CheckpointStore(tmp_path / str(point), keep=1, files=files)
+        save_checkpoint(store, 1, write(1))
+        files.run(fault_points.arm, point, "kill")
+        save_checkpoint(store, 2, write(2))
+        save_checkpoint(store, 2, write(2))
+        calls = files.run(fault_points.disarm)
+        files.close()
+        return calls
+
+    total = len(save(0))
+    assert total > 30
+    for point in random.Random(0).sample(range(1, total + 1), 16):
+        with pytest.raises(RuntimeError, match=r"file process \d+ of this rank was killed by signal 9"):
+            save(point)
+        require_whole(tmp_path / str(point), point)
 
 
 class Ranks:

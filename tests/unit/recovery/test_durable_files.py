@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_dapo.recovery.durable_files import hash_file, write_file, write_json, write_tensors
+from megatron_dapo.recovery.durable_files import HERE, hash_file
 
 DTYPES = [
     torch.float64,
@@ -39,7 +39,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     tensors["special"] = torch.tensor([float("nan"), float("inf"), -0.0])
     tensors["grad"] = torch.nn.Parameter(torch.ones(2))
     path = tmp_path / "t.safetensors"
-    entry = write_tensors(path, tensors, {"step": "3"})
+    entry = HERE.write_tensors(path, tensors, {"step": "3"})
     loaded = load_file(path)
     assert set(loaded) == set(tensors)
     for name, tensor in tensors.items():
@@ -54,7 +54,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_every_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    write_tensors(
+    HERE.write_tensors(
         path,
         {
             "a": torch.ones(3, dtype=torch.uint8),
@@ -71,13 +71,13 @@ def test_every_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
 
 def test_a_type_the_format_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor z.*complex64"):
-        write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex64)})
+        HERE.write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex64)})
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, view: real(descriptor, view[:7]))
-    entry = write_file(tmp_path / "f", [b"0123456789" * 10, b"x"])
+    entry = HERE.write(tmp_path / "f", [b"0123456789" * 10, b"x"])
     assert (tmp_path / "f").read_bytes() == b"0123456789" * 10 + b"x" and entry.size == 101
 
 
@@ -87,9 +87,9 @@ def test_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        write_json(tmp_path / "f", {"a": 1})
+        HERE.write_json(tmp_path / "f", {"a": 1})
 
 
 def test_nan_is_not_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        write_json(tmp_path / "f", {"loss": float("nan")})
+        HERE.write_json(tmp_path / "f", {"loss": float("nan")})

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.recovery.evidence import activity
 from megatron_dapo.recovery.watcher import SILENT_S, culprit_of_silence
 
 pytestmark = [
@@ -493,6 +494,42 @@ def test_a_hung_file_system_is_named_and_what_it_holds(tmp_path: Path, monkeypat
         assert "rank 1 (" in lines[0] and f"file system hung: {mount / 'run'}" in lines[0], text
         assert "does not end: the kernel holds it" in text and f", with {mount / 'file'}" in text
         assert "the file system holds process" in text
+
+
+@needs_root
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("fsfreeze") is None, reason="needs util-linux's fsfreeze and e2fsprogs")
+def test_a_hung_file_system_holds_the_file_process_and_no_rank(tmp_path: Path) -> None:
+    """The rank ends within 10 s of the verdict; its file process is named with its file, and writes nothing after the thaw."""
+    with small_file_system(tmp_path, 32) as mount:
+        (mount / "directory").mkdir()
+        file = mount / "directory" / "lines"
+        file.write_text("before\n")
+        (mount / "go").touch()
+        with running(mount / "run", ["wait", f"sleep:1.5,files:{file}"]) as run:
+            subprocess.run(["fsfreeze", "--freeze", str(mount)], check=True, timeout=20)
+            try:
+                while not run.text():
+                    assert time.time() - run.began < HANG_S
+                    time.sleep(0.05)
+                verdict = time.monotonic()
+                assert run.codes() == [75, 75]
+                assert time.monotonic() - verdict < 10.0
+                [line, *others] = run.text().splitlines()
+                pid = int(line.split("file process ")[1].split(",")[0])
+                assert activity(pid).state == "D"
+            finally:
+                subprocess.run(["fsfreeze", "--unfreeze", str(mount)], check=True, timeout=20)
+            assert "rank 1 (" in line and f"file system hung: {mount / 'run'}" in line
+            assert f"the kernel holds file process {pid}, at append {file}: " in line
+            assert any(
+                f"ends without what the kernel holds: file process {pid}, at append {file}" in each for each in others
+            )
+            end = time.monotonic() + 10.0
+            while activity(pid).state not in ("", "Z"):
+                assert time.monotonic() < end, "the file process outlives the thaw"
+                time.sleep(0.05)
+        assert file.read_text() == "before\n"
 
 
 @needs_root

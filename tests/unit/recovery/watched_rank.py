@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_dapo.recovery.durable_files import HERE, Files
+from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat, Place
 
 
@@ -95,7 +97,12 @@ def gloo(place: Place, directory: Path, number: int) -> None:
     dist.recv(value, src=1 - place.rank % 2, group=pair)
 
 
-def act(plan: str, directory: Path, place: Place) -> None:
+def wait_for_go(argument: str) -> None:
+    while not Path(argument).parents[1].joinpath("go").exists():
+        time.sleep(0.05)
+
+
+def act(plan: str, directory: Path, place: Place, files: Files) -> None:
     kind, _, argument = plan.partition(":")
     if kind == "wait":
         in_torch("all_reduce")
@@ -109,7 +116,7 @@ def act(plan: str, directory: Path, place: Place) -> None:
     elif kind == "gloo":
         gloo(place, directory, int(argument))
     elif kind == "sleep":
-        time.sleep(300)
+        time.sleep(float(argument or 300))
     elif kind == "compute":
         compute(float(argument))
     elif kind == "raise":
@@ -124,10 +131,13 @@ def act(plan: str, directory: Path, place: Place) -> None:
     elif kind == "write":
         (Path(argument) / f"file_{os.getpid()}").write_bytes(bytes(1 << 20))
     elif kind == "append":
+        # By hand, as a rank would that has no file process.
         with open(argument, "ab", buffering=0) as file:
-            while not Path(argument).parents[1].joinpath("go").exists():
-                time.sleep(0.05)
+            wait_for_go(argument)
             file.write(bytes(1 << 20))
+    elif kind == "files":
+        wait_for_go(argument)
+        files.append(Path(argument), "x" * (1 << 20))
     elif kind == "exit":
         os._exit(int(argument))
 
@@ -137,6 +147,9 @@ def main() -> None:
     heartbeat = Heartbeat(place.rank)
     heartbeat.connect(place)
     heartbeat.describe(directory, 7 if place.rank == 0 else None)
+    files = HERE
+    if "files" in sys.argv[3]:
+        files = heartbeat.file_process = FileProcess()
     try:
         with heartbeat.phase("train_actor", Steps()):
             time.sleep(1.2)  # a sample of the main thread is taken every half second
@@ -144,7 +157,7 @@ def main() -> None:
             while len(list(directory.glob("ready_*"))) < place.world_size:
                 time.sleep(0.05)
             for plan in sys.argv[3].split(","):
-                act(plan, directory, place)
+                act(plan, directory, place, files)
     except Exception as error:
         os._exit(heartbeat.fail(error))
     heartbeat.close(is_complete=True)

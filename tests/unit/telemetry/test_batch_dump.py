@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.telemetry.batch_dump import dump_batch, load_batch
 from megatron_dapo.types import TrainSample
 
@@ -31,7 +32,7 @@ def make_samples() -> list[TrainSample]:
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     samples = make_samples()
-    directory = dump_batch(tmp_path / "step_000003", samples, {"train_step": 3, "learning_rate": 1e-6})
+    directory = dump_batch(tmp_path / "step_000003", samples, {"train_step": 3, "learning_rate": 1e-6}, HERE)
     loaded = load_batch(directory)
     assert loaded.metadata == {"train_step": 3, "learning_rate": 1e-6}
     assert len(loaded.samples) == len(samples)
@@ -51,18 +52,18 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 def test_dumping_again_replaces(tmp_path: Path) -> None:
     samples = make_samples()
-    dump_batch(tmp_path / "b", samples, {"n": 1})
-    dump_batch(tmp_path / "b", samples[:1], {"n": 2})
+    dump_batch(tmp_path / "b", samples, {"n": 1}, HERE)
+    dump_batch(tmp_path / "b", samples[:1], {"n": 2}, HERE)
     assert load_batch(tmp_path / "b").metadata == {"n": 2} and len(load_batch(tmp_path / "b").samples) == 1
 
 
 def test_empty_batch(tmp_path: Path) -> None:
-    assert load_batch(dump_batch(tmp_path / "b", [], {})).samples == ()
+    assert load_batch(dump_batch(tmp_path / "b", [], {}, HERE)).samples == ()
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
-    dump_batch(tmp_path / "b", make_samples(), {})
-    other = dump_batch(tmp_path / "c", make_samples()[:2], {})
+    dump_batch(tmp_path / "b", make_samples(), {}, HERE)
+    other = dump_batch(tmp_path / "c", make_samples()[:2], {}, HERE)
     (other / "batch.json").replace(tmp_path / "b" / "batch.json")
     with pytest.raises(ValueError, match="tokens holds 28 values, its lengths add up to 10"):
         load_batch(tmp_path / "b")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.telemetry import samples as module
 from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
 from megatron_dapo.types import Group
@@ -41,7 +42,7 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
 def test_nothing_of_a_response_acts_on_the_readers_terminal(tmp_path: Path) -> None:
     """A clear-screen sequence by C1, a line that is read right to left, a line separator, half of a surrogate pair."""
     hostile = "\x9b2J\x1b[2J \u202egnirts\u202c \u2028{} \u0085 \u200b \ud83d \U000e0041 \ufeff"
-    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1)
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1, files=HERE)
     writer.write([{"train_step": 1, "response": hostile}, {"train_step": 1, "response": "≤ 中文 ü 🙂"}])
     writer.close()
     text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
@@ -67,7 +68,7 @@ def test_choice_never_exceeds_what_there_is(groups: list[Group]) -> None:
 def test_written_in_order_and_resumed(tmp_path: Path, groups: list[Group]) -> None:
     path = tmp_path / "samples.jsonl"
     for first, steps in ((1, (1, 2, 3)), (3, (3,))):
-        writer = SampleWriter(path, first_step=first)
+        writer = SampleWriter(path, first_step=first, files=HERE)
         for step in steps:
             writer.write([sample_record(step, groups[0], index, float(first)) for index in range(2)])
         writer.close()
@@ -76,7 +77,7 @@ def test_written_in_order_and_resumed(tmp_path: Path, groups: list[Group]) -> No
 
 
 def test_lines_that_cannot_be_written_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1)
+    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1, files=HERE)
     writer.write([{"train_step": 1, "bad": {1, 2}}, {"train_step": 1, "bad": object()}, {"train_step": 1}])
     writer.close()
     assert writer.num_lost == 2 and caplog.text.count("was not written") == 1
@@ -91,7 +92,7 @@ def test_a_slow_disk_never_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return json.dumps(record)
 
     monkeypatch.setattr(module, "json", SlowJson)
-    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1, queue_size=2)
+    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1, files=HERE, queue_size=2)
     start = time.perf_counter()
     writer.write([{"train_step": 1}] * 50)
     assert time.perf_counter() - start < 0.15
@@ -101,7 +102,7 @@ def test_a_slow_disk_never_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_after_a_flush_every_record_so_far_is_in_the_file(tmp_path: Path, groups: list[Group]) -> None:
     path = tmp_path / "samples.jsonl"
-    writer = SampleWriter(path, first_step=1)
+    writer = SampleWriter(path, first_step=1, files=HERE)
     for step in range(1, 51):
         writer.write([sample_record(step, groups[0], 0, 0.0)])
         assert writer.flush()
@@ -110,6 +111,6 @@ def test_after_a_flush_every_record_so_far_is_in_the_file(tmp_path: Path, groups
 
 
 def test_flush_gives_up_where_nothing_is_written(tmp_path: Path, groups: list[Group]) -> None:
-    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1)
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1, files=HERE)
     writer.close()
     assert not writer.flush(seconds=0.05)

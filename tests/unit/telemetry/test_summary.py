@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.telemetry.summary import RunSummary, read_summary, summary_table, write_summary
 
 SUMMARY = RunSummary(
@@ -28,7 +29,7 @@ SUMMARY = RunSummary(
 
 def test_keys_and_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "run" / "summary.json"
-    write_summary(path, SUMMARY)
+    write_summary(path, SUMMARY, HERE)
     document = json.loads(path.read_text())
     assert {"accuracy_before", "accuracy_after", "train_seconds", "samples_per_s", "layout"} <= set(document)
     assert read_summary(path) == SUMMARY
@@ -37,7 +38,7 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
 
 def test_summaries_of_earlier_releases_are_read(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, SUMMARY)
+    write_summary(path, SUMMARY, HERE)
     document = json.loads(path.read_text())
     document["folders"] = document.pop("directories")
     path.write_text(json.dumps(document))

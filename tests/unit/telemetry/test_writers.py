@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, TensorBoardWriter
 
 
@@ -17,12 +18,12 @@ def lines(path: Path) -> list[dict]:
 
 def test_jsonl_resume_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = JsonlWriter(path, first_step=1)
+    first = JsonlWriter(path, first_step=1, files=HERE)
     for step in range(1, 6):
         first.write(step, {"loss": 1.0 / step})
     first.close()
     path.write_text(path.read_text() + '{"train_step": 2, "lo')  # killed while writing
-    second = JsonlWriter(path, first_step=4)
+    second = JsonlWriter(path, first_step=4, files=HERE)
     second.write(4, {"loss": float("nan")})
     second.close()
     assert [(row["train_step"], row["loss"]) for row in lines(path)] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, None)]
@@ -31,12 +32,12 @@ def test_jsonl_resume_has_every_step_once(tmp_path: Path) -> None:
 def test_jsonl_of_another_run_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"train_step": 1}\nnot json\n[1]\n')
-    JsonlWriter(path, first_step=1).close()
+    JsonlWriter(path, first_step=1, files=HERE).close()
     assert path.read_text() == ""
 
 
 def test_a_line_is_on_disk_immediately(tmp_path: Path) -> None:
-    writer = JsonlWriter(tmp_path / "deep" / "m.jsonl", first_step=1)
+    writer = JsonlWriter(tmp_path / "deep" / "m.jsonl", first_step=1, files=HERE)
     writer.write(1, {"a": 1.0})
     assert lines(tmp_path / "deep" / "m.jsonl") == [{"train_step": 1, "a": 1.0}]
     writer.close()
@@ -44,7 +45,7 @@ def test_a_line_is_on_disk_immediately(tmp_path: Path) -> None:
 
 def test_tensorboard_resume_has_every_step_once(tmp_path: Path) -> None:
     for first, steps in ((1, range(1, 6)), (4, range(4, 7))):
-        writer = TensorBoardWriter(tmp_path, first_step=first)
+        writer = TensorBoardWriter(tmp_path, first_step=first, files=HERE)
         for step in steps:
             writer.write(step, {"actor/loss": float(first * 100 + step)})
         assert list(tmp_path.glob("events.*"))
@@ -70,7 +71,7 @@ def test_a_failing_writer_is_counted_and_the_others_continue(tmp_path: Path, cap
             raise OSError("No space left on device")
 
     path = tmp_path / "m.jsonl"
-    recorder = MetricRecorder([Full(), JsonlWriter(path, first_step=1)])
+    recorder = MetricRecorder([Full(), JsonlWriter(path, first_step=1, files=HERE)])
     recorder.write(1, {"a": 1.0})
     recorder.write(2, {"a": 2.0})
     recorder.close()
