@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.data.published import PUBLISHED, card_path, download, find_published, prepare
-
 data_app = typer.Typer(no_args_is_help=True, help="Published data sets, prepared for a recipe.")
 
 
 @data_app.command("list")
 def list_datasets() -> None:
     """List the data sets that can be prepared, with their published counts."""
+    from megatron_dapo.data.published import PUBLISHED
+
     for name, published in PUBLISHED.items():
         typer.echo(
             f"{name}: {published.num_rows:,} rows, {published.num_prompts:,} prompts ({published.repository}; "
@@ -24,7 +24,7 @@ def list_datasets() -> None:
 
 @data_app.command("prepare")
 def prepare_data(
-    name: Annotated[str, typer.Argument(help=" | ".join(PUBLISHED))],
+    name: Annotated[str, typer.Argument(help="one of those that `data list` shows")],
     files: Annotated[list[Path] | None, typer.Argument(help="published files; default: from the Hub")] = None,
     output: Annotated[Path | None, typer.Option(help=".parquet or .jsonl; default: data/NAME.parquet")] = None,
     against: Annotated[
@@ -37,6 +37,8 @@ def prepare_data(
     revision: Annotated[str, typer.Option(help="of the Hub's repository")] = "main",
 ) -> None:
     """Write one row a problem, checked against the published counts, and a data card beside it."""
+    from megatron_dapo.data.published import card_path, download, find_published, prepare
+
     destination = output or Path("data") / f"{name}.parquet"
     try:
         find_published(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -194,6 +195,11 @@ def test_convert_lists_its_directions() -> None:
 def test_version() -> None:
     result = runner.invoke(app, ["version"])
     assert result.exit_code == 0 and "megatron-dapo 0." in result.output and "torch 2" in result.output
+
+
+def test_no_command_waits_for_torch_that_does_not_need_it() -> None:
+    program = "import sys, megatron_dapo.cli.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_help_names_every_command() -> None:
