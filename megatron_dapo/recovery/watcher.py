@@ -704,7 +704,8 @@ class Watcher:
         if self._writer is not None and (code := _exit_code_of(self._writer[0])) is not None:
             self._writer = None
             if code:
-                _say(f"{self._directory}: the record could not be written: {os.strerror(code)}\n")
+                why = os.strerror(code) if code > 0 else f"signal {-code} ended the process that writes it"
+                _say(f"{self._directory}: the record could not be written: {why}\n")
         if self._stage == 1 and (self._writer is None or now - self._writer[1] > WRITE_S):
             self._stage = 2
             for rank in self._ranks.values():
