@@ -14,6 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from megatron_dapo.launch.environment import leave_compiler_out
+
+leave_compiler_out()
+
 # Files that share a run or servers, which are slow to make.
 TOGETHER = {
     "e2e/test_finished_run": "finished run",

@@ -27,7 +27,7 @@ from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.process_limits import process_limits
-from megatron_dapo.launch.environment import slurm_allocation
+from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -191,7 +191,7 @@ def _machines(
             f"{' and '.join(given)}: only with --dry-run; a run on several nodes is started by examples/launch/slurm.sh"
         )
     # torch is imported only where there is a driver: it takes seconds.
-    if not Path("/dev/nvidiactl").exists():
+    if not DRIVER_DEVICE.exists():
         return ONE_NODE_OF_CPUS
     import torch
 

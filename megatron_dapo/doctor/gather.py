@@ -32,6 +32,7 @@ from megatron_dapo.doctor.machine import (
 )
 from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts
+from megatron_dapo.launch.environment import DRIVER_DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
@@ -39,7 +40,6 @@ TIMEOUT_S = 300.0  # of a probe: the first import of torch from a network file s
 DISTRIBUTION = "megatron-dapo"
 TRANSFORMER_ENGINE = "transformer-engine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_DRIVER_DEVICE = Path("/dev/nvidiactl")
 _EXTRA = re.compile(r"\bextra\s*==")  # metadata lists what extras require, too, behind this marker
 # Transformer Engine's switches: each back-end alone.
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
@@ -159,7 +159,7 @@ def _driver() -> str | None:
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text(encoding="utf-8"))
         if match:
             return match[1]
-    if not _DRIVER_DEVICE.exists():
+    if not DRIVER_DEVICE.exists():
         return None
     command = shutil.which("nvidia-smi")
     try:

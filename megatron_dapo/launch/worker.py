@@ -21,6 +21,7 @@ from megatron_dapo.launch.environment import (
     is_restarted,
     job_end_time,
     keep_nccl_on_loopback,
+    leave_compiler_out,
     place_in_run,
     prepare_rendezvous,
     process_environment,
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments)
     process = process_environment()
     prepare_rendezvous(process)
+    leave_compiler_out()
     raise_open_files_limit()
     _configure_logging(process)
     if parsed.verdict is not None:

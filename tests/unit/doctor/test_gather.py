@@ -71,7 +71,7 @@ def test_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: s
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_DRIVER_FILE", tmp_path / "version")
-    monkeypatch.setattr(gather, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(gather, "DRIVER_DEVICE", tmp_path / "nvidiactl")
     assert gather._driver() is None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_dapo.engines.sglang.supervised import Supervision
+from megatron_dapo.launch import environment
 from megatron_dapo.launch.environment import (
     SERVERS_ARE_KEPT,
     Allocation,
@@ -132,3 +134,13 @@ def test_servers_are_kept_where_something_starts_the_workers_again(monkeypatch: 
     assert supervision() == Supervision("job 17.0")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert supervision() == Supervision("job 17.1"), "a requeued job has other nodes"
+
+
+def test_the_compiler_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(environment, "DRIVER_DEVICE", tmp_path)
+    environment.leave_compiler_out()
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    monkeypatch.setattr(environment, "DRIVER_DEVICE", tmp_path / "nvidiactl")
+    environment.leave_compiler_out()
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
