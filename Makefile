@@ -10,7 +10,7 @@
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
 # make test-two-nodes                                          the shortest of these, where the machine can; else it says why not
-# make chaos-tiny                                              eight faults into a run on them, where the machine can
+# make chaos-tiny                                              eight faults into a run on them, where the machine can; .ci/run does both
 # make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from launcher import run_distributed
 
+# tests/e2e/test_offload.py holds a whole run against one that offloads nothing.
+pytestmark = pytest.mark.long
+
 CASES: list[dict[str, Any]] = [
     {"model": "qwen2", "layout": {"tensor": 2}},
     {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}, "dtype": "bfloat16"},

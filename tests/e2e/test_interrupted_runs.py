@@ -102,6 +102,7 @@ def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_end
     assert next(run_differences(finished.directory, directory), "") == ""
 
 
+@pytest.mark.long
 def test_without_the_time_for_a_checkpoint_the_last_one_stands(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "short"
     run = finished.run(directory, "checkpoint.interval=2", "run.stop_notice_seconds=0.001")

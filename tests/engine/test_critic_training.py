@@ -19,7 +19,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) if "memory" in way else way for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long) if "peers" not in way else way for way in WAYS]
+)
 def test_servers_serve_the_trained_weights(way: str, engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = (
