@@ -130,6 +130,16 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Repetition:
+    """Signs of a response that repeats itself, from its token ids, see `rewards.repetition`."""
+
+    ngram: float = 0.0  # share of its 20-grams that are copies
+    loop_period: int = 0  # it ends in `loop_repeats` copies of its last `loop_period` tokens; 0, 0: it does not loop
+    loop_repeats: int = 0
+    zlib_ratio: float = 1.0  # compressed / raw bytes; low is repetitive, a very short response is above 1
+
+
+@dataclass(frozen=True)
 class ScoredSample:
     """A response with its score and the parts its total reward is the sum of.
 
@@ -143,7 +153,7 @@ class ScoredSample:
     score: Score
     reward_parts: Mapping[str, float]  # e.g. {"verifier": 1.0, "overlong": -0.25}
     window: Window = Window()
-    repetition: float = 0.0  # share of its n-grams that are copies, see `algorithms.repetition`
+    repetition: Repetition = Repetition()
 
     @property
     def reward(self) -> float:

@@ -29,6 +29,7 @@ from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, Para
 from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig, SglangConfig
 from megatron_dapo.config.section import (
     Bounds,
+    Fraction,
     InputPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -174,6 +175,23 @@ class MismatchConfig(Section):
     """Smoothed gaps up to this many nats are never a trend."""
 
 
+class QualityConfig(Section):
+    """Alarms on the text of trained responses: a warning names the step, the value and the threshold. The metrics are
+    quality/*."""
+
+    repetition_alarm: Fraction = 0.2
+    """Mean share of repeated 20-grams above which there is a warning. 1: none."""
+
+    tail_loop_alarm: Fraction = 0.2
+    """Share of responses that end in a loop above which there is a warning. 1: none."""
+
+    compression_alarm: Fraction = 0.0
+    """Mean compressed / raw size of a response's token ids below which there is a warning; prose is at 0.3 to 0.5. 0: none."""
+
+    probability_alarm: Fraction = 1.0
+    """Mean probability of sampled tokens above which there is a warning, before entropy has collapsed; 0.95, say. 1: none."""
+
+
 class Config(Section):
     """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this
     tree."""
@@ -231,6 +249,9 @@ class Config(Section):
 
     telemetry: TelemetryConfig = TelemetryConfig()
     """Metrics, samples, progress."""
+
+    quality: QualityConfig = QualityConfig()
+    """Alarms on repetition and certainty of responses."""
 
     mismatch: MismatchConfig = MismatchConfig()
     """Gate on the engine-trainer gap."""

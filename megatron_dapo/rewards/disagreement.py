@@ -13,8 +13,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.rewards.pool import ScoreItem, VerifierPool
-from megatron_dapo.types import Score
+from megatron_dapo.types import Repetition, Score
 
 RESPONSE_TAIL_CHARACTERS = 300
 
@@ -91,6 +93,10 @@ class ShadowedPool:
                 lambda _: shadow_scores.add_done_callback(lambda _: self._compare(items, scores, shadow_scores))
             )
         return scores
+
+    def measure_repetition(self, token_ids: Mapping[Hashable, np.ndarray]) -> dict[Hashable, Repetition]:
+        """Measure in the primary's processes, see `VerifierPool.measure_repetition`."""
+        return self.primary.measure_repetition(token_ids)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until every response so far was compared; return False if `timeout_s` passed first."""

@@ -16,6 +16,7 @@ Workers see a short allow-list of environment variables, so no secrets.
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import os
@@ -26,10 +27,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_dapo.rewards.dispatcher import Dispatcher
+from megatron_dapo.rewards.repetition import repetition_numbers
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
-from megatron_dapo.types import Score
+from megatron_dapo.types import Repetition, Score
 
 ScoreItem = tuple[Hashable, str, str, bool]  # (key, response text, gold answer, is_truncated)
 
@@ -137,6 +141,16 @@ class VerifierPool:
         scores = self._enqueue(tasks, self._score_of_reply, {**order, **truncated})
         scores.add_done_callback(self._count)
         return scores
+
+    def measure_repetition(self, token_ids: Mapping[Hashable, np.ndarray]) -> dict[Hashable, Repetition]:
+        """Measure the repetition of responses in the workers, truncated ones as well. Blocks."""
+        tasks = [
+            self._task(key, "repetition", base64.b64encode(np.asarray(tokens, np.int32).tobytes()).decode(), "")
+            for key, tokens in token_ids.items()
+        ]
+        found = self._enqueue(tasks, lambda reply: reply["detail"].get("repetition"), {}).result()
+        # A worker that was killed has measured nothing.
+        return {key: Repetition(*(found[key] or repetition_numbers(tokens))) for key, tokens in token_ids.items()}
 
     def validate_answers(self, answers: Iterable[str]) -> dict[str, str]:
         """Return the gold answers that no response could match, each with the reason."""

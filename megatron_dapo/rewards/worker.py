@@ -2,7 +2,8 @@
 
     parent -> worker   {"verifier": ..., "timeout_s": ..., limits}                            once
     worker -> parent   {"ready": version} or {"failed": message}                             once
-    parent -> worker   {"id": n, "operation": "score" | "validate", "response": ..., "answer": ...}
+    parent -> worker   {"id": n, "operation": "score" | "validate" | "repetition", "response": ...,
+                        "answer": ...}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
 
 Messages are JSON, never pickles. The process limits its own memory, files and processes before it loads the verifier, keeps the pipes
@@ -11,6 +12,7 @@ away from a user's `print` and `input`, and carries limits of time that the kern
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -64,6 +66,8 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if task["operation"] == "validate":
             result = _validate(verifier, task["answer"])
+        elif task["operation"] == "repetition":
+            result = _measure_repetition(task["response"])
         else:
             result = verifier.score(task["response"], task["answer"])
     except BaseException as error:
@@ -75,6 +79,15 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
 def _validate(verifier: Verifier, answer: str) -> VerifierResult:
     problem = verifier.gold_problem(answer)
     return VerifierResult("correct") if problem is None else VerifierResult("wrong", detail={"problem": problem})
+
+
+def _measure_repetition(token_ids: str) -> VerifierResult:
+    """Measure the repetition of token ids, int32 in base64."""
+    # Here, so that a worker that only verifies starts without numpy.
+    from megatron_dapo.rewards.repetition import repetition_numbers
+
+    numbers = repetition_numbers(memoryview(base64.b64decode(token_ids)).cast("i"))
+    return VerifierResult("correct", detail={"repetition": numbers})
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:

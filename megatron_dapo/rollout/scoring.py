@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.algorithms.repetition import ngram_repetition
+import numpy as np
+
 from megatron_dapo.rewards.pool import Scorer
+from megatron_dapo.rewards.repetition import repetition_numbers
 from megatron_dapo.rollout.open_group import OpenGroup
-from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, Window
+from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
 
 VERIFIER_PART = "verifier"
 OVERLONG_PART = "overlong"
-REPETITION_NGRAM = 20
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class UnscoredSample:
     completion: Completion
 
 
+def measured_here(token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
+    """Measure the repetition of responses in this process."""
+    return {key: Repetition(*repetition_numbers(tokens)) for key, tokens in token_ids.items()}
+
+
 @dataclass(frozen=True)
 class SampleScorer:
     """Decodes responses, has them verified, and adds the length penalty.
@@ -33,11 +39,14 @@ class SampleScorer:
         decode: response token ids -> text (special tokens left out).
         overlong_penalty: response length in tokens -> addend to the reward (0 or negative), or None. It never changes
             the accuracy, which is what groups are filtered by.
+        measure: token ids by sample id -> their repetition. Usually in the verifier's processes, beside generation, where
+            it delays no train step.
     """
 
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
     overlong_penalty: Callable[[int], float] | None = None
+    measure: Callable[[Mapping[str, np.ndarray]], Mapping[str, Repetition]] = measured_here
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
         """Return the scored samples by sample id.
@@ -53,16 +62,19 @@ class SampleScorer:
             raise ValueError(
                 f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}"
             )
-        return {s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id]) for s in samples}
+        found = self.measure({sample.sample_id: sample.completion.token_ids for sample in samples})
+        return {
+            s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id], found[s.sample_id]) for s in samples
+        }
 
     def unfinished(self, sample: UnscoredSample, window_start: int) -> ScoredSample:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
         text = self.decode(sample.completion.token_ids)
         score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
-        repetition = ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM)
+        repetition = self.measure({sample.sample_id: sample.completion.token_ids})[sample.sample_id]
         return ScoredSample(sample.sample_id, sample.completion, text, score, {}, window, repetition)
 
-    def _scored(self, sample: UnscoredSample, text: str, score: Score) -> ScoredSample:
+    def _scored(self, sample: UnscoredSample, text: str, score: Score, repetition: Repetition) -> ScoredSample:
         if sample.completion.is_truncated and score.accuracy > 0:
             raise ValueError(
                 f"sample {sample.sample_id}: the verifier gave accuracy {score.accuracy} to a truncated response "
@@ -72,8 +84,6 @@ class SampleScorer:
         parts = {VERIFIER_PART: score.reward}
         if self.overlong_penalty is not None:
             parts[OVERLONG_PART] = self.overlong_penalty(sample.completion.num_tokens)
-        # Here, beside generation, where it delays no train step.
-        repetition = ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM)
         return ScoredSample(sample.sample_id, sample.completion, text, score, parts, repetition=repetition)
 
 

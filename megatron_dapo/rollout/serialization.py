@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
-from megatron_dapo.types import Group, Prompt, Score, ScoredSample, Window
+from megatron_dapo.types import Group, Prompt, Repetition, Score, ScoredSample, Window
 
 _SPAN = "token_span"
 
@@ -40,7 +40,7 @@ def _sample_to_json(sample: ScoredSample) -> dict[str, Any]:
         "score": asdict(sample.score),
         "reward_parts": dict(sample.reward_parts),
         "window": asdict(sample.window),
-        "repetition": sample.repetition,
+        "repetition": asdict(sample.repetition),
     }
 
 
@@ -64,8 +64,13 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
         score=Score(**value["score"]),
         reward_parts=dict(value["reward_parts"]),
         window=Window(**value.get("window", {})),  # states written before there were windows
-        repetition=value.get("repetition", 0.0),  # likewise
+        repetition=_repetition(value.get("repetition", {})),
     )
+
+
+def _repetition(value: Mapping[str, Any] | float) -> Repetition:
+    """Return the repetition of a saved sample; earlier releases saved the share of n-grams alone."""
+    return Repetition(**value) if isinstance(value, Mapping) else Repetition(ngram=value)
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

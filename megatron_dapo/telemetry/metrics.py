@@ -78,7 +78,22 @@ _STEP = [
         ("prompt_tokens_mean", "tokens", "mean length of their prompts"),
         ("truncated_share", "fraction", "share of the trained responses cut at the length limit"),
         ("duplicate_share", "fraction", "share of the trained responses equal to another one of their group"),
-        ("repetition", "fraction", "1 - distinct 20-grams / 20-grams, mean over the trained responses"),
+    ),
+    *_section(
+        "quality",
+        ("repetition_mean", "fraction", "1 - distinct 20-grams / 20-grams, mean over the trained responses"),
+        ("repetition_p99", "fraction", "the same, 99th percentile"),
+        *(
+            (f"repetition_{kind}_{name}", "fraction", f"the same, {meaning}, of {kind} responses (0 if none)")
+            for kind in ("correct", "wrong", "truncated")
+            for name, meaning in (("mean", "mean"), ("p99", "99th percentile"))
+        ),
+        ("tail_loop_share", "fraction", "share of the trained responses that end in a loop: three copies or more"),
+        ("tail_loop_truncated_share", "fraction", "the same of those that were cut at the length limit (0 if none)"),
+        ("tail_loop_token_share", "fraction", "share of the trained responses' tokens in such loops"),
+        ("compression_mean", "1", "compressed / raw bytes of the token ids (zlib), mean; low is repetitive"),
+        ("compression_p01", "1", "the same, first percentile"),
+        ("probability_mean", "probability", "mean probability of the trained responses' tokens when they were sampled"),
     ),
     *_section(
         "window",

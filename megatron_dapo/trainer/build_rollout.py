@@ -87,7 +87,7 @@ def build_rollout_context(
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
     )
-    sample_scorer = SampleScorer(scorer, inputs.decode, _overlong_penalty(config))
+    sample_scorer = SampleScorer(scorer, inputs.decode, _overlong_penalty(config), scorer.measure_repetition)
     collector_inputs = CollectorInputs(stream, dataset.by_id, engine, sample_scorer, on_progress)
     collector: Collector = (
         WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)

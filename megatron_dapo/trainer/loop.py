@@ -38,7 +38,7 @@ from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
-from megatron_dapo.trainer.metrics import step_metrics, training_seconds
+from megatron_dapo.trainer.metrics import quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Phases, Recorder
@@ -235,7 +235,10 @@ class TrainingLoop:
         times = self._phases.timer.finish_step()
         self._progress.train_seconds += training_seconds(times)
         if recorder is not None:
-            recorder.step(step, self._metrics(batch, result, times))
+            metrics = self._metrics(batch, result, times)
+            for warning in quality_warnings(metrics, self._config.quality):
+                logger.warning("train step %d: %s", step, warning)
+            recorder.step(step, metrics)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import psutil
 
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema import Config, QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
@@ -50,6 +51,7 @@ def step_metrics(
         **rollout_metrics(rollout, train_step, round_size),
         **prefix_metrics(batch.prefix_reuse),
         **window_metrics(rollout),
+        **quality_metrics(rollout.groups),
         **reward_metrics(rollout.groups, disagreement_share),
         **absent,
         **learned,
@@ -96,13 +98,64 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
         "rollout/truncated_share": mean([sample.completion.is_truncated for sample in _finished(samples)]),
         "rollout/duplicate_share": duplicates / max(1, len(samples)),
-        "rollout/repetition": mean([sample.repetition for sample in samples]),
     }
 
 
 def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
     """Return the part of the "rollout/" section that only the engine knows."""
     return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
+
+
+def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the "quality/" section: repetition by outcome, loops, compressibility and probability."""
+    samples = [sample for group in groups for sample in group.samples]
+    finished = _finished(samples)
+    truncated = [sample for sample in finished if sample.completion.is_truncated]
+    whole = [sample for sample in finished if not sample.completion.is_truncated]
+    kinds = {
+        "": samples,
+        "correct_": [sample for sample in whole if sample.score.accuracy > 0],
+        "wrong_": [sample for sample in whole if sample.score.accuracy <= 0],
+        "truncated_": truncated,
+    }
+    metrics: dict[str, float] = {}
+    for kind, chosen in kinds.items():
+        shares = [sample.repetition.ngram for sample in chosen]
+        metrics[f"quality/repetition_{kind}mean"] = mean(shares)
+        metrics[f"quality/repetition_{kind}p99"] = _percentile(shares, 99)
+    ratios = [sample.repetition.zlib_ratio for sample in samples]
+    num_tokens = max(1, sum(sample.completion.num_tokens for sample in samples))
+    in_loops = sum(sample.repetition.loop_period * sample.repetition.loop_repeats for sample in samples)
+    probability = sum(float(np.exp(sample.completion.logprobs).sum(dtype=np.float64)) for sample in samples)
+    return {
+        **metrics,
+        "quality/tail_loop_share": mean([sample.repetition.loop_repeats > 0 for sample in samples]),
+        "quality/tail_loop_truncated_share": mean([sample.repetition.loop_repeats > 0 for sample in truncated]),
+        "quality/tail_loop_token_share": in_loops / num_tokens,
+        "quality/compression_mean": mean(ratios),
+        "quality/compression_p01": _percentile(ratios, 1),
+        "quality/probability_mean": probability / num_tokens,
+    }
+
+
+def quality_warnings(metrics: Mapping[str, float], config: QualityConfig) -> list[str]:
+    """Return a sentence for each threshold of [quality] that a step's metrics have passed."""
+    thresholds = {
+        "repetition_mean": ("above", config.repetition_alarm, "repetition_alarm"),
+        "tail_loop_share": ("above", config.tail_loop_alarm, "tail_loop_alarm"),
+        "compression_mean": ("below", config.compression_alarm, "compression_alarm"),
+        "probability_mean": ("above", config.probability_alarm, "probability_alarm"),
+    }
+    found = []
+    for name, (side, limit, key) in thresholds.items():
+        value = metrics[f"quality/{name}"]
+        if value > limit if side == "above" else value < limit:
+            found.append(f"quality/{name} is {value:.3g}, {side} quality.{key} {limit:.3g}")
+    return found
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 def window_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -31,7 +31,6 @@ from megatron_dapo.algorithms.off_policy import (
 )
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
-from megatron_dapo.algorithms.repetition import ngram_repetition, tail_loop
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence
 from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
@@ -47,6 +46,7 @@ from megatron_dapo.config.algorithm_schema import (
     ReinforceBaselineAdvantageConfig,
     RlooAdvantageConfig,
 )
+from megatron_dapo.rewards.repetition import ngram_repetition, tail_loop
 
 # Whoever builds one of these moves it to SECTIONS (or to the tests of its own package).
 LATER = {

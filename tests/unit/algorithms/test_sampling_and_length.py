@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
-from megatron_dapo.algorithms.repetition import TailLoop, ngram_repetition, repetition, tail_loop, zlib_ratio
+from megatron_dapo.rewards.repetition import TailLoop, ngram_repetition, repetition_numbers, tail_loop, zlib_ratio
 
 
 def test_penalty_of_a_batch_with_factor():
@@ -83,7 +83,7 @@ def test_ngram_repetition_is_its_definition(token_ids, n):
 
 
 def test_equal_hashes_are_compared_exactly(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.algorithms.repetition._HASH_FACTOR", np.uint64(0))  # only the last token counts
+    monkeypatch.setattr("megatron_dapo.rewards.repetition._HASH_FACTOR", np.uint64(0))  # only the last token counts
     token_ids = [1, 2, 3, 9, 2, 3, 1, 2, 3]
     assert ngram_repetition(token_ids, 3) == 1.0 - 6 / 7
 
@@ -94,5 +94,5 @@ def test_repetition_tells_a_loop_from_prose():
     loop = prose[:20] * 100
     assert ngram_repetition(prose) == 0.0 and ngram_repetition(loop) > 0.98
     assert zlib_ratio(loop) < 0.05 < 0.4 < zlib_ratio(prose)
-    assert repetition(loop).tail_loop == TailLoop(20, 100)
+    assert repetition_numbers(loop) == (ngram_repetition(loop), 20, 100, zlib_ratio(loop))
     assert zlib_ratio([]) == 1.0

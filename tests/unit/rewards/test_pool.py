@@ -12,11 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import psutil
 import pytest
 
 from megatron_dapo.rewards import dapo
 from megatron_dapo.rewards.pool import VerifierPool, worker_environment
+from megatron_dapo.rewards.repetition import repetition_numbers
+from megatron_dapo.types import Repetition
 
 TIMEOUT_S = 0.6
 LENIENT_TIMEOUT_S = 1.0
@@ -461,3 +464,17 @@ def test_throughput_of_simple_answers():
         rate = len(items) / (time.monotonic() - started)
     assert all(score.accuracy == 1.0 for score in scores.values())
     assert rate > 1000, f"{rate:.0f} answers/s"
+
+
+def test_repetition_is_measured_in_the_workers(dapo_pool):
+    responses = {"loop": list(range(25)) * 40, "fresh": list(range(900)), "empty": []}
+    found = dapo_pool.measure_repetition({key: np.array(tokens, np.int32) for key, tokens in responses.items()})
+    assert found == {key: Repetition(*repetition_numbers(tokens)) for key, tokens in responses.items()}
+    assert (found["loop"].loop_period, found["loop"].loop_repeats) == (25, 40) and found["loop"].ngram > 0.9
+    assert dapo_pool.statistics().outcomes.get("error", 0) == 0
+
+
+def test_a_response_that_no_worker_could_measure_is_measured_here(user_path):
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=60.0, memory_limit_mb=40) as pool:
+        found = pool.measure_repetition({"a": np.array([7, 8] * 30, np.int32)})
+    assert (found["a"].loop_period, found["a"].loop_repeats) == (2, 30)

@@ -76,5 +76,8 @@ def test_repetition_is_known_with_the_score() -> None:
     looping, fresh = sample("a", tuple(range(25)) * 3), sample("b", tuple(range(75)))
     scored = scorer.score([looping, fresh])
     # 56 20-grams, of which 25 differ: one for each token of the loop that they begin with.
-    assert scored["a"].repetition == pytest.approx(1 - 25 / 56) and scored["b"].repetition == 0.0
+    assert scored["a"].repetition.ngram == pytest.approx(1 - 25 / 56) and scored["b"].repetition.ngram == 0.0
+    assert (scored["a"].repetition.loop_period, scored["a"].repetition.loop_repeats) == (25, 3)
+    assert scored["b"].repetition.loop_repeats == 0
+    assert scored["a"].repetition.zlib_ratio < scored["b"].repetition.zlib_ratio
     assert scorer.unfinished(looping, 0).repetition == scored["a"].repetition

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 
+from megatron_dapo.config.schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.rewards.repetition import repetition_numbers, zlib_ratio
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.metrics import prefix_metrics, rollout_metrics, throughput_metrics, window_metrics
+from megatron_dapo.trainer.metrics import (
+    prefix_metrics,
+    quality_metrics,
+    quality_warnings,
+    rollout_metrics,
+    throughput_metrics,
+    window_metrics,
+)
+from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, VersionRange
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
@@ -93,3 +104,45 @@ def test_tokens_of_given_up_groups_count_as_discarded(make_world: Callable) -> N
         discarded += rollout_metrics(batch, version, 4)["rollout/tokens_discarded"]
         world.engine.policy_version += 1
     assert discarded == world.engine.num_generated - used > 0
+
+
+def judged(tokens: list[int], outcome: str, logprobs: list[float], is_truncated: bool = False) -> ScoredSample:
+    version = (VersionRange(0, len(tokens), 0),)
+    completion = Completion("g/0", tokens, logprobs, "length" if is_truncated else "stop", version)
+    score = Score(float(outcome == "correct"), 0.0, outcome)
+    return ScoredSample("g/0", completion, "", score, {}, repetition=Repetition(*repetition_numbers(tokens)))
+
+
+def test_the_quality_section_by_outcome_and_its_warnings() -> None:
+    loop, fresh = [1, 2, 3] * 20, list(range(60))
+    samples = (
+        judged(fresh, "correct", [-0.5] * 60),
+        judged(loop, "wrong", [-0.1] * 60),
+        judged(loop, "truncated", [-0.1] * 60, is_truncated=True),
+        judged(fresh, "truncated", [-0.5] * 60, is_truncated=True),
+    )
+    metrics = quality_metrics([Group("g", Prompt("p", (), (1,), "1"), samples, 0, 1)])
+    assert set(metrics) == {name for name in STEP_METRICS if name.startswith("quality/")}
+    share = 1 - 3 / 41  # 41 20-grams, of which three differ
+    expected = {
+        "repetition_mean": share / 2,
+        "repetition_p99": share,
+        "repetition_correct_mean": 0.0,
+        "repetition_wrong_mean": share,
+        "repetition_truncated_mean": share / 2,
+        "repetition_truncated_p99": 0.99 * share,
+        "tail_loop_share": 0.5,
+        "tail_loop_truncated_share": 0.5,
+        "tail_loop_token_share": 0.5,
+        "compression_mean": (zlib_ratio(loop) + zlib_ratio(fresh)) / 2,
+        "probability_mean": (math.exp(-0.5) + math.exp(-0.1)) / 2,
+    }
+    assert {name: metrics[f"quality/{name}"] for name in expected} == pytest.approx(expected)
+    assert quality_warnings(metrics, QualityConfig(repetition_alarm=0.5, tail_loop_alarm=0.5)) == []
+    found = quality_warnings(metrics, QualityConfig(repetition_alarm=0.4, tail_loop_alarm=1, probability_alarm=0.7))
+    assert found == [
+        "quality/repetition_mean is 0.463, above quality.repetition_alarm 0.4",
+        "quality/probability_mean is 0.756, above quality.probability_alarm 0.7",
+    ]
+    assert len(quality_warnings(metrics, QualityConfig(compression_alarm=1.0))) == 3
+    assert set(quality_metrics([]).values()) == {0.0}

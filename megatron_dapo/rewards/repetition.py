@@ -19,15 +19,6 @@ class TailLoop:
     repeats: int
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """Repetition metrics of one response."""
-
-    ngram: float  # 0: no n-gram twice, towards 1: nearly all are copies
-    tail_loop: TailLoop
-    zlib_ratio: float  # compressed / raw bytes of the token ids; low is repetitive, a very short response is above 1
-
-
 def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
     """1 - distinct n-grams / n-grams; 0 for fewer than n tokens. Exact."""
     total = len(token_ids) - n + 1
@@ -48,25 +39,28 @@ def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
     return 1.0 - num_distinct / total
 
 
-def _matching_tail(token_ids: Sequence[int], period: int) -> int:
+def _matching_tail(tokens: np.ndarray, period: int) -> int:
     """Count the tokens at the end that equal the token `period` before them."""
-    matched = 0
-    for position in range(len(token_ids) - 1, period - 1, -1):
-        if token_ids[position] != token_ids[position - period]:
-            break
-        matched += 1
-    return matched
+    width = 64  # few responses loop: look at the whole of those alone
+    while True:
+        start = max(period, len(tokens) - width)
+        differs = np.flatnonzero(tokens[start:] != tokens[start - period : len(tokens) - period])
+        if len(differs):
+            return len(tokens) - start - int(differs[-1]) - 1
+        if start == period:
+            return len(tokens) - period
+        width *= 8
 
 
 def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 256) -> TailLoop:
     """The loop that covers most of the end of the response, the shortest period among equals."""
-    best = TailLoop(0, 0)
+    best, tokens = TailLoop(0, 0), np.asarray(token_ids)
     for period in range(1, min(max_period, len(token_ids) // min_repeats) + 1):
         # A multiple of the best period that fits into what that covers, covers no more: skipping it keeps long loops
         # linear.
         if best.period and period % best.period == 0 and period <= best.period * best.repeats:
             continue
-        repeats = _matching_tail(token_ids, period) // period + 1
+        repeats = _matching_tail(tokens, period) // period + 1
         if repeats >= min_repeats and repeats * period > best.repeats * best.period:
             best = TailLoop(period, repeats)
     return best
@@ -78,6 +72,7 @@ def zlib_ratio(token_ids: Sequence[int]) -> float:
     return len(zlib.compress(raw, 6)) / len(raw) if raw else 1.0
 
 
-def repetition(token_ids: Sequence[int], n: int = 20) -> Repetition:
-    """All three metrics of one response's token ids."""
-    return Repetition(ngram_repetition(token_ids, n), tail_loop(token_ids), zlib_ratio(token_ids))
+def repetition_numbers(token_ids: Sequence[int], n: int = 20) -> tuple[float, int, int, float]:
+    """Return n-gram repetition, period and repeats of the loop at the end, and zlib ratio of one response's token ids."""
+    loop = tail_loop(token_ids)
+    return ngram_repetition(token_ids, n), loop.period, loop.repeats, zlib_ratio(token_ids)
