@@ -152,10 +152,16 @@ class WatchedRank:
         self._beat_at += seconds
         self.stopped_since += seconds if self.stopped_since else 0.0
 
+    @property
+    def file_operation(self) -> str:
+        """Its file process and the operation under way there, "" if there is none."""
+        pid, doing = self.page.get("file_process") or (0, "")
+        return f"{FILE_PROCESS} {pid}, at {doing}" if doing else ""
+
     def held_file_process(self) -> list[str]:
         """Return a line for each thread of its file process that the kernel holds: at which operation, where, with which file."""
-        pid, doing = self.page.get("file_process") or (0, "")
-        return [f"{FILE_PROCESS} {pid}, at {doing}: {line}" for line in held_in_kernel(pid)] if pid else []
+        pid, operation = (self.page.get("file_process") or [0])[0], self.file_operation
+        return [f"{operation}: {line}" for line in held_in_kernel(pid)] if operation else []
 
     def held(self) -> list[str]:
         """Return the same for the rank and its file process."""
@@ -422,14 +428,14 @@ class Watcher:
                 )
                 continue
             held = rank.held() if idle > PROBE_AFTER_S and not rank.stopped_since else []
-            if held:
+            # Who waits for FUSE or Lustre may sleep interruptibly.
+            waits = [rank.file_operation] if idle > PROBE_AFTER_S and rank.file_operation else []
+            if held or waits:
                 self._probe_files(now)
-            hung = self._hung_probe(now)
-            if held and hung:
-                message = (
-                    f"file system hung: {self._directory} does not answer for {hung:.0f} s; the kernel holds {held[0]}"
-                )
-                self._note(self._record(rank, "file system hung", message, "\n".join(held)), now)
+            hung, stuck = self._hung_probe(now), held or waits
+            if stuck and hung:
+                message = f"file system hung: {self._directory} does not answer for {hung:.0f} s; it holds {stuck[0]}"
+                self._note(self._record(rank, "file system hung", message, "\n".join(stuck)), now)
             limit = START_SILENT_S if rank.page["phase"] in _STARTING else SILENT_S
             # Held in the kernel while the file system answers: a large write that is slow, under the phase's deadline.
             if idle > limit and not wait and not held and not rank.stopped_since and rank.page.get("beats"):

@@ -148,6 +148,6 @@ def test_a_hung_file_system_holds_no_rank_and_is_named_with_its_file(job: Job) -
     seconds = wait_for(lambda: "first failure: " in log_of(job.logs), job.logs, 60.0)
     line = next(line for line in log_of(job.logs).splitlines() if line.startswith("first failure: "))
     assert "file system hung" in line and seconds < HANG_S, (seconds, line)
-    assert re.search(rf"the kernel holds file process \d+, at \w+ {re.escape(str(job.output))}", line), line
+    assert re.search(rf"it holds file process \d+, at \w+ {re.escape(str(job.output))}", line), line
     assert job.wait_for_the_end_of_ranks() < END_S
     assert "does not end" not in log_of(job.logs), log_of(job.logs)[-3000:]
