@@ -72,6 +72,8 @@ _OF_IMAGES = frozenset(
 def text_fields(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the language model in a parsed config.json: of a Gemma 3 with the defaults that its configs leave
     out, and without the vision tower. ValueError where two places disagree."""
+    if not isinstance(document, Mapping):
+        raise ValueError(f"config.json is no object but {type(document).__name__}")
     family = FAMILIES.get(str(document.get("model_type")))
     if family is None or not family.is_gemma3:
         return dict(document)
