@@ -22,7 +22,7 @@ from tools.fault_injection.cluster_run import ClusterRun, is_given_up, wait_unti
 from tools.fault_injection.faults import Injector
 from tools.virtual_cluster import VirtualCluster
 
-READY_S = 240.0  # from a submission or the end of an attempt until the next one trains
+READY_S = 300.0  # from a submission or the end of an attempt until the next one trains
 PHASE_S = 120.0  # for a phase to come
 VERDICT_S = 60.0
 SLURM_S = 120.0

@@ -18,6 +18,7 @@ from tools.virtual_cluster import CGROUP_V1, CONTROLLER, VirtualCluster
 ROOT = Path(__file__).resolve().parents[2]
 DISK_MIB = 256
 GIVEN_UP_S = 120.0
+REPEATED_ORDER_S = 65.0
 _FORWARDER = "import sys; from tools.fault_injection.forwarder import stand_between; stand_between(sys.argv[1])"
 _HOG = """
 import os, sys
@@ -116,9 +117,11 @@ class Injector:
         """Wait until Slurm has given a node up, as it has when a machine has booted.
 
         Namespaces boot within a second and do not change the kernel's boot time, by which slurmctld knows that the job's
-        step there is lost: it would wait for it for ever.
+        step there is lost: it would wait for it for ever. A minute after the node was given up slurmctld repeats the order
+        to end the job there, and it would end the requeued job of the same number.
         """
-        wait_until(lambda: is_given_up(self._cluster, node), GIVEN_UP_S, poll_s=0.5)
+        if wait_until(lambda: is_given_up(self._cluster, node), GIVEN_UP_S, poll_s=0.5):
+            time.sleep(REPEATED_ORDER_S)
 
     def _meet_memory_limit(self, target: RankProcess) -> None:
         """Set the limit of the node's cgroup to what it uses, let a small process of it use more, and see the rank end."""
