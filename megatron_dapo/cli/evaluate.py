@@ -1,18 +1,33 @@
-"""Evaluation of a Hugging Face directory without training: one process, the embedded engine, the recipe's protocol."""
+"""Evaluation of a Hugging Face directory without training, by the recipe's protocol.
+
+rollout.engine = "embedded"    transformers inside this process
+rollout.engine = "sglang"      SGLang servers of any tensor-parallel size, started here or given by sglang.urls
+"""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
+from megatron_dapo.config.inputs import read_architecture
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
+from megatron_dapo.engines.sglang.alone import require_model, serving_engine, started
+from megatron_dapo.engines.sglang.keys import create_key
+from megatron_dapo.engines.sglang.served import Expectation
+from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.evaluation.protocol import EvaluationResult
-from megatron_dapo.evaluation.runner import evaluate
+from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
 from megatron_dapo.recovery.heartbeat import watched_alone
-from megatron_dapo.trainer.build_engines import build_local_engine
+from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
 from megatron_dapo.trainer.build_rollout import (
     evaluation_protocol,
     load_eval_dataset,
@@ -20,20 +35,109 @@ from megatron_dapo.trainer.build_rollout import (
     read_model_inputs,
 )
 
+logger = logging.getLogger(__name__)
+
+_NUM_REPORTS = 20  # log lines of an evaluation's progress
+
 
 def evaluate_model(config: Config) -> EvaluationResult:
-    """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section."""
+    """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section.
+
+    ValueError for a configuration or data that cannot be used, RuntimeError where servers fail.
+    """
     with watched_alone("evaluate"):
         return _evaluate(config, config.model.path)
 
 
 def _evaluate(config: Config, model_dir: Path) -> EvaluationResult:
     inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
-    engine = loaded_engine(config, model_dir)
     with open_verifier_pool(config.reward) as pool:
+        # Before servers start: a file that cannot be read is an error at once.
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, str(model_dir), dataset, inputs.stop_tokens, pool.version)
-        return evaluate(dataset.prompts, engine, pool, inputs.decode, protocol)
+        with _opened_engine(config, model_dir) as (engine, max_in_flight, version):
+            protocol = replace(protocol, engine_version=version or protocol.engine_version)
+            progress = ProgressLog(len(dataset.prompts) * protocol.num_samples)
+            return evaluate(
+                dataset.prompts,
+                engine,
+                pool,
+                inputs.decode,
+                protocol,
+                progress=progress.report,
+                max_in_flight=max_in_flight,
+            )
+
+
+class ProgressLog:
+    """A log line for each twentieth of an evaluation."""
+
+    def __init__(self, num_total: int) -> None:
+        self._step = max(1, num_total // _NUM_REPORTS)
+        self._next = self._step
+
+    def report(self, seen: EvaluationProgress) -> None:
+        """Log the progress if another twentieth is finished."""
+        if seen.num_finished >= self._next:
+            self._next = seen.num_finished + self._step
+            mean = seen.num_tokens / seen.num_finished
+            logger.info("%d of %d responses, %.0f tokens each", seen.num_finished, seen.num_total, mean)
+
+
+@contextmanager
+def _opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
+    """Return the engine, the requests that keep it full, and its version where that is known only now."""
+    if config.rollout.engine == "embedded":
+        yield loaded_engine(config, model_dir), 4 * config.rollout.slots_per_rank, ""
+        return
+    with _servers(config) as servers:
+        running = config.sglang.max_running_requests
+        vocab_size = read_architecture(model_dir).vocab_size
+        version = f"sglang {servers[0].info.api_version.version}" if servers[0].info else ""
+        with serving_engine(servers, running, vocab_size, client_timeouts(config)) as engine:
+            # Twice what they run at a time: a server that finishes one finds the next.
+            yield engine, 2 * running * len(servers), version
+
+
+@contextmanager
+def _servers(config: Config) -> Iterator[list[SglangServer] | list[AttachedServer]]:
+    sglang = config.sglang
+    if sglang.urls:
+        settings = server_settings(config, Path(sglang.api_key_file), Path(), 0)
+        expectation, limit_s = Expectation.of(settings), sglang.start_timeout_seconds
+        attached = [
+            SglangServer.attach(url, settings.key_file, expectation, index, limit_s)
+            for index, url in enumerate(sglang.urls)
+        ]
+        for server in attached:
+            server.wait_until_healthy()
+            require_model(server, str(config.model.path.resolve()))
+        yield attached
+        return
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as scratch:
+        directory = Path(scratch)
+        key_file = create_key(directory)
+        firsts = [index * sglang.tp_size for index in range(num_servers(config))]
+        with started([server_settings(config, key_file, directory, first) for first in firsts]) as servers:
+            logger.info("%d servers of %d ranks serve %s", len(servers), sglang.tp_size, config.model.path)
+            yield servers
+
+
+def num_servers(config: Config) -> int:
+    """Return the servers to start here: as many as fit this machine's GPUs, sglang.servers_per_node on CPUs.
+
+    ValueError where one server needs more GPUs than there are.
+    """
+    sglang = config.sglang
+    if not torch.cuda.is_available():
+        return sglang.servers_per_node
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < sglang.tp_size:
+        raise ValueError(
+            f"a server of sglang.tp_size = {sglang.tp_size} needs as many GPUs, this machine has {num_gpus}: "
+            f"--set sglang.tp_size={num_gpus}"
+        )
+    return num_gpus // sglang.tp_size
 
 
 def loaded_engine(config: Config, model_dir: Path) -> EmbeddedEngine:

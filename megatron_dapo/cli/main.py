@@ -274,10 +274,14 @@ def evaluate(
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
 ) -> None:
-    """Evaluate a Hugging Face directory on the recipe's held-out data, in this process."""
+    """Evaluate a Hugging Face directory on the recipe's held-out data: by SGLang servers of any TP, or in this process.
+
+    Servers where rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of sglang.urls.
+    Exit code: 0 done, 1 servers failed, 2 refused.
+    """
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_without_critic)
+    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_evaluation)
     config = plan.loaded.config
     if not config.data.eval_paths:
         _refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
@@ -287,6 +291,9 @@ def evaluate(
         result = evaluate_model(config)
     except ValueError as error:
         _refuse(error)
+    except RuntimeError as error:  # servers: the last line of it is the first error in their log
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(result.to_json() + "\n", encoding="utf-8")
@@ -333,9 +340,14 @@ def compare(
     raise typer.Exit(0 if comparison.off_since is None else 1)
 
 
-def _without_critic(config: Config) -> Config:
-    """An evaluation needs none: it may be cut for other machines, or not be there any more."""
-    return config.model_copy(update={"critic": CriticConfig()})
+def _for_evaluation(config: Config) -> Config:
+    """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
+    data = config.data.model_copy(update={"train_paths": config.data.eval_paths or config.data.train_paths})
+    telemetry = config.telemetry.model_copy(update={"references": ()})
+    # No weights are brought to servers that run already, so no transport is refused.
+    external = {"placement": "disaggregated", "weight_sync_transport": "disk"} if config.sglang.urls else {}
+    sglang = config.sglang.model_copy(update=external)
+    return config.model_copy(update={"critic": CriticConfig(), "data": data, "sglang": sglang, "telemetry": telemetry})
 
 
 @app.command("check-loss")

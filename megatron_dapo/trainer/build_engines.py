@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -245,56 +245,30 @@ class SglangBuilder(EngineBuilder):
 
     def _server_settings(self, local_index: int) -> ServerSettings:
         """Return the settings of the server with this index on its node."""
-        config, sglang = self._config, self._config.sglang
-        cuda = self._device_type == "cuda"
+        sglang = self._config.sglang
         # The trainer's processes have the first GPUs of a node; servers with GPUs of their own come behind them.
         first = local_index * sglang.tp_size + (self._processes_here if sglang.placement == "disaggregated" else 0)
         address = listen_address(sglang.host, self._own_address())
         require_reachable(address, sglang.host, self._nodes.num_nodes)
-        # A server on a CPU would take a fixed number of tokens, whatever it needs.
-        on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
-        return ServerSettings(
-            python=self._python(),
-            model_path=config.model.path,
-            key_file=self._key_file,
-            log_dir=config.run.output_dir / "engines",
-            device=self._device_type,
-            tensor_parallel=sglang.tp_size,
-            dtype=config.model.dtype,
+        settings = server_settings(self._config, self._key_file, self._config.run.output_dir / "engines", first)
+        return replace(
+            settings,
             host=address.bind,
             advertised_host=address.advertised,
-            max_running_requests=sglang.max_running_requests,
-            max_total_tokens=sglang.max_total_tokens or on_cpu,
-            memory_fraction=sglang.mem_fraction_static if cuda else None,
             memory_saver=self._shares_devices,
-            seeded=sglang.enable_deterministic_inference,
             quantization=sglang.quantization,
             random_weights=True,  # the first weight sync fills them, and is verified
-            random_seed=config.run.seed % (1 << 31),
-            start_timeout_s=sglang.start_timeout_seconds,
-            more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
-            gpus=tuple(range(first, first + sglang.tp_size)) if cuda else (),
-            more_environment=sglang.environment,
         )
-
-    def _python(self) -> Path:
-        # Not resolved: the interpreter of a virtual environment is a link, and only the link finds its packages.
-        return Path(self._config.sglang.python or sys.executable).absolute()
 
     def _client(self, server: ReadyServer) -> SglangClient:
         make = ColocatedClient if self._shares_devices else SglangClient
         api_version = self._servers.api_version(server.index)
         name = f"{server.index} ({server.url})"
-        client = make(server.url, read_key(self._key_file), self._timeouts(), api_version, name=name)
+        client = make(server.url, read_key(self._key_file), client_timeouts(self._config), api_version, name=name)
         own = self._servers.own(server.index)
         if isinstance(client, ColocatedClient) and isinstance(own, SupervisedServer):
             client.remember = own.remember_released
         return client
-
-    def _timeouts(self) -> Timeouts:
-        sglang = self._config.sglang
-        seconds = sglang.weight_sync_timeout_seconds
-        return Timeouts(generate_s=sglang.request_timeout_seconds, control_s=seconds, flush_s=seconds, update_s=seconds)
 
     def _shared_device(self) -> SharedDevice | None:
         """Return this rank's GPU if servers share the trainer's GPUs, else None."""
@@ -317,7 +291,7 @@ class SglangBuilder(EngineBuilder):
             return DirectFrontend(clients, partial(self._engine, longest, max_running))
         # One connection to the router for everything its servers can run.
         build = partial(self._engine, longest, max_running * len(clients))
-        key, timeouts = read_key(self._key_file), self._timeouts()
+        key, timeouts = read_key(self._key_file), client_timeouts(self._config)
         return RouterFrontend(
             clients, build, self._start_router, lambda url, workers: RoutedClient(url, key, workers, timeouts)
         )
@@ -332,7 +306,7 @@ class SglangBuilder(EngineBuilder):
         return SglangEngine(clients, SglangEngineSettings(longest, self._architecture.vocab_size, max_in_flight))
 
     def _start_router(self, urls: Sequence[str]) -> SglangRouter:
-        settings = RouterSettings(self._python(), self._key_file, self._config.run.output_dir / "engines")
+        settings = RouterSettings(engine_python(self._config), self._key_file, self._config.run.output_dir / "engines")
         return SglangRouter.start(settings, urls)
 
     # Weight sync
@@ -441,6 +415,47 @@ class SglangBuilder(EngineBuilder):
         return sync_plan, DiskTransport(sync_plan, handles, directory, export, self._coordination)
 
     _TRANSPORTS = {"shared_memory": _shared_memory, "p2p": _p2p, "disk": _disk}
+
+
+def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: int) -> ServerSettings:
+    """Return the settings of a server that listens on loopback and has the weights of model.path.
+
+    `first_gpu`: of the sglang.tp_size GPUs it gets, by its number on this node.
+    """
+    sglang, cuda = config.sglang, torch.cuda.is_available()
+    # A server on a CPU would take a fixed number of tokens, whatever it needs.
+    on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
+    return ServerSettings(
+        python=engine_python(config),
+        model_path=config.model.path,
+        key_file=key_file,
+        log_dir=log_dir,
+        device="cuda" if cuda else "cpu",
+        tensor_parallel=sglang.tp_size,
+        dtype=config.model.dtype,
+        max_running_requests=sglang.max_running_requests,
+        max_total_tokens=sglang.max_total_tokens or on_cpu,
+        memory_fraction=sglang.mem_fraction_static if cuda else None,
+        seeded=sglang.enable_deterministic_inference,
+        random_seed=config.run.seed % (1 << 31),
+        start_timeout_s=sglang.start_timeout_seconds,
+        more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
+        gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
+        more_environment=sglang.environment,
+    )
+
+
+def client_timeouts(config: Config) -> Timeouts:
+    """Return the deadlines of calls to a server."""
+    sglang = config.sglang
+    seconds = sglang.weight_sync_timeout_seconds
+    return Timeouts(generate_s=sglang.request_timeout_seconds, control_s=seconds, flush_s=seconds, update_s=seconds)
+
+
+def engine_python(config: Config) -> Path:
+    """Return the interpreter of SGLang's environment."""
+    # Not resolved: the interpreter of a virtual environment is a link, and only the link finds its packages.
+    return Path(config.sglang.python or sys.executable).absolute()
 
 
 def slot_device(where: str) -> torch.device:

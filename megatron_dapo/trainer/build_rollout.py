@@ -151,7 +151,7 @@ def build_collector(
 
 def build_evaluator(
     config: Config,
-    engine: CollectiveEngine,
+    engines: Engines,
     context: RolloutContext | None,
     layout: ParallelLayout,
     phases: Phases,
@@ -163,7 +163,8 @@ def build_evaluator(
         return None
     # Engines hold up to slots_per_rank sequences a rank; four times as many requests keep them full.
     max_in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
-    return Evaluator(engine, context.evaluation if context else None, max_in_flight, phases, collector, stop.check)
+    evaluation = context.evaluation if context else None
+    return Evaluator(engines.engine, evaluation, max_in_flight, phases, collector, stop.check, engines.servers)
 
 
 # ---- tokenizer, prompts, verifiers, protocol of evaluations
@@ -250,7 +251,8 @@ def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -
 def evaluation_protocol(
     config: Config, model: str, dataset: PromptDataset, stop_tokens: StopTokens, verifier_version: str
 ) -> EvaluationProtocol:
-    """Return the record of everything besides the model that affects an evaluation's score."""
+    """Return the record of everything besides the model that affects an evaluation's score. The version is the embedded engine's:
+    only a server that runs tells its own."""
     evaluation, report = config.evaluation, dataset.report
     return EvaluationProtocol(
         model=model,

@@ -20,6 +20,7 @@ from megatron_dapo.trainer.metrics import evaluation_metrics
 from megatron_dapo.trainer.recorder import Phases
 
 if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.cluster import SglangEngines
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.build_rollout import ModelInputs
 
@@ -47,14 +48,18 @@ class Evaluator:
         phases: Phases,
         collector: AsyncCollector | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        servers: SglangEngines | None = None,
     ) -> None:
-        """`collector`: pauses during an evaluation, which needs the engine for itself. `check_stop` raises Stopped."""
+        """`collector`: pauses during an evaluation, which needs the engine for itself. `check_stop` raises Stopped. `servers`: the
+        engine, if it is servers, whose version the protocol names.
+        """
         self._engine = engine
         self._task = task
         self._max_in_flight = max_in_flight
         self._phases = phases
         self._collector = collector
         self._check_stop = check_stop
+        self._servers = servers
 
     def evaluate(self, train_step: int) -> dict[str, float] | None:
         """Return the "eval/" metrics of the policy after `train_step`, on rank 0; None on other ranks. Collective.
@@ -76,12 +81,15 @@ class Evaluator:
         task = self._task
         assert task is not None, "rank 0 evaluates and has the task"
         start = time.perf_counter()
+        protocol = replace(task.protocol, model=f"{task.protocol.model} after {train_step} train steps")
+        if self._servers is not None:
+            protocol = replace(protocol, engine_version=f"sglang {self._servers.server_version}")
         result = evaluate(
             task.dataset.prompts,
             self._engine,
             task.scorer,
             task.inputs.decode,
-            replace(task.protocol, model=f"{task.protocol.model} after {train_step} train steps"),
+            protocol,
             progress=lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total),
             max_in_flight=self._max_in_flight,
             check_stop=self._check_stop,

@@ -232,7 +232,7 @@ def _build(
         learner=learner,
         publisher=engines.publisher,
         parity=build_parity(config, engines, context.prompts if context else None, learner, topology),
-        evaluator=build_evaluator(config, engines.engine, context, topology.policy_layout, phases, collector, stop),
+        evaluator=build_evaluator(config, engines, context, topology.policy_layout, phases, collector, stop),
         checkpoints=checkpoints,
         recorder=recorder,
         collector=collector,

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dapo.engines.sglang.alone import started
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from tools.quantization.probe import Sample
 
@@ -28,13 +28,9 @@ def engine_logprobs(
             dtype=dtype,
             max_running_requests=8,
         )
-        server = SglangServer.start(settings)
-        try:
-            server.wait_until_healthy()
+        with started([settings]) as (server,):
             client = SglangClient(server.url, read_key(server.key_file))
             try:
                 return [sample.scored(client.prompt_logprobs(sample.token_ids)) for sample in samples]
             finally:
                 client.close()
-        finally:
-            server.kill()

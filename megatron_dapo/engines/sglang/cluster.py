@@ -130,6 +130,13 @@ class SglangEngines:
         return self._version
 
     @property
+    def server_version(self) -> str:
+        """SGLang's version, of the first server: that one is rank 0's. Only there."""
+        version = self._servers.api_version(0)
+        assert version is not None, "rank 0 asks, once its servers are up"
+        return version.version
+
+    @property
     def num_unfinished(self) -> int:
         return self._rollout.num_unfinished
 
