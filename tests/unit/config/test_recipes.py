@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_dapo.config import ArchitectureFacts, load_config, validate
+from megatron_dapo.config.schema import leaf_fields
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -81,6 +83,7 @@ VAPO: dict[str, Any] = {
     "rollout.group_size": 16,
     "rollout.filter_groups": False,
     "training.mini_batch_prompts": 32,
+    "value_pretraining.min_steps": 50,
     "value_pretraining.max_steps": 50,
 }
 TPPO: dict[str, Any] = {
@@ -109,6 +112,77 @@ TPPO: dict[str, Any] = {
     "critic.aggregation": "sample_mean",
     "training.epochs": 1,
 }
+# Values that the papers themselves name; others in a recipe are the script's, or ours, and say so.
+IN_PAPER: dict[str, dict[str, Any]] = {
+    "dapo": {
+        **{
+            path: AIME_50[path]
+            for path in AIME_50
+            if path.startswith(("algorithm.", "rollout.", "reward.", "evaluation."))
+        },
+        "optimizer.learning_rate": 1e-6,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 20,
+        "optimizer.warmup_unit": "train_step",
+        "training.mini_batch_prompts": 32,
+        "evaluation.max_response_tokens": 20480,
+    },
+    "vapo": {
+        **VAPO,
+        "run.total_steps": 320,
+        "optimizer.schedule": "constant",
+        "critic.optimizer.schedule": "constant",
+        "critic.mini_batch_prompts": 0,
+        "critic.warmup_train_steps": 0,
+        "evaluation.num_samples": 32,
+        "algorithm.loss.name": "ppo_clip",
+    },
+    "tppo": {
+        "algorithm.name": "tppo",
+        "algorithm.loss.name": "ppo_clip",
+        "algorithm.loss.clip_ratio_low": 0.2,
+        "algorithm.loss.clip_ratio_high": 0.28,
+        "advantage_estimation.gamma": 1.0,
+        "advantage_estimation.critic_lambda": 1.0,
+        "window.tokens": 8192,
+        "rollout.prompts_per_step": 512,
+        "rollout.group_size": 16,
+        "rollout.max_response_tokens": 24576,
+        "rollout.filter_groups": False,
+        "critic.mini_batch_prompts": 0,
+        "evaluation.num_samples": 32,
+        "evaluation.max_response_tokens": 24576,
+    },
+}
+# The papers are silent on these, or name another value.
+for path in (
+    "algorithm.loss.dual_clip algorithm.entropy_coefficient rollout.temperature rollout.top_p rollout.top_k reward.overlong_filter"
+).split():
+    del IN_PAPER["dapo"][path]
+LEARNING = ("run", "data", "rollout", "reward", "algorithm", "training", "optimizer", "evaluation")
+CRITICS = ("critic", "advantage_estimation", "value_pretraining")
+# Of those sections: paths, limits, and records, which change no gradient ...
+OPERATIONAL = """
+    run.name run.output_dir run.group_readable run.deterministic run.max_generation_steps run.wait_timeout_seconds
+    run.max_fruitless_attempts run.stop_notice_seconds data.train_paths data.eval_paths rollout.slots_per_rank reward.num_workers
+    reward.memory_limit_mb reward.file_limit_mb reward.max_processes reward.environment reward.answer_format
+    training.micro_batch_tokens training.max_consecutive_skips evaluation.interval evaluation.at_start evaluation.at_end
+    critic.path critic.offload critic.micro_batch_tokens critic.explained_variance_alarm value_pretraining.train_paths
+    rollout.engine reward.shadow_verifier data.max_epochs
+""".split()
+# ... and those without effect where another value of these recipes switches them off.
+SWITCHED_OFF = """
+    rollout.allow_biased_sampling reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
+    algorithm.loss.aggregation_length optimizer.min_learning_rate critic.optimizer.min_learning_rate
+    value_pretraining.explained_variance_slope value_pretraining.loss_slope advantage_estimation.policy_lambda
+""".split()
+WITHOUT_CRITIC = ("algorithm.kl_reward_coefficient", "algorithm.positive_example_coefficient")
+# A critic's advantage takes the place of the group's, and nothing is filtered, corrected or punished for its length.
+WITH_CRITIC = """
+    algorithm.advantage. algorithm.off_policy.level algorithm.off_policy.low algorithm.off_policy.high
+    algorithm.off_policy.batch_normalize rollout.accuracy_ rollout.max_num_gen_batches rollout.on_exhausted
+    reward.overlong_punishment.max_length reward.overlong_punishment.cache_length reward.overlong_punishment.factor
+""".split()
 PUBLISHED = [
     (name, path, expected) for name, table in (("vapo", VAPO), ("tppo", TPPO)) for path, expected in table.items()
 ]
@@ -158,6 +232,65 @@ def test_value_of_a_critics_recipe_is_the_published_one_and_stated_in_it(name: s
 def test_recipe_with_a_critic_fits_its_model_and_nodes(name: str) -> None:
     config = load_config(ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml").config
     assert validate(config, world_size=128, architecture=QWEN_32B) == []
+
+
+def recipe_of(name: str) -> Path:
+    return ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml"
+
+
+def learning_values(name: str) -> list[str]:
+    """Paths of everything in a recipe's configuration that affects what is learned."""
+    config = load_config(recipe_of(name)).config
+    sections = LEARNING + (CRITICS if name != "dapo" else ()) + (("window",) if name == "tppo" else ())
+    found = []
+    for path in leaf_fields():
+        is_off = path in SWITCHED_OFF or (
+            path in WITHOUT_CRITIC if name == "dapo" else path.startswith(tuple(WITH_CRITIC))
+        )
+        if path.split(".")[0] not in sections or path in OPERATIONAL or is_off or path.startswith("critic.parallel."):
+            continue
+        try:  # a field of another member of a union
+            value(config, path)
+        except AttributeError:
+            continue
+        found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("name", ["dapo", "vapo", "tppo"])
+def test_every_value_that_affects_learning_is_stated(name: str) -> None:
+    """In the recipe or in those it is based on: none rests on a default that may change."""
+    origins = load_config(recipe_of(name)).origins
+    recipes = {str(recipe_of(one)) for one in IN_PAPER}
+    assert len(learning_values(name)) > 45
+    assert [path for path in learning_values(name) if origins.get(path, "default") not in recipes] == []
+
+
+@pytest.mark.parametrize("name", ["dapo", "vapo", "tppo"])
+def test_every_value_that_is_not_the_papers_is_marked(name: str) -> None:
+    """By "script" or "ours" on its line, and ours with a reason."""
+    config, unmarked = load_config(recipe_of(name)).config, []
+    bases = ("dapo", "vapo", "tppo")  # each is based on the one before
+    lines = {}
+    for base in bases[: bases.index(name) + 1]:
+        lines |= stated_lines(recipe_of(base))
+    for path in learning_values(name):
+        _, _, mark = lines[path].partition("#")
+        is_papers = IN_PAPER[name].get(path) == value(config, path)
+        if not is_papers and not re.search(r"script\b|ours: \S|ours, see above|ours, as above", mark):
+            unmarked.append(f"{path}: {lines[path]}")
+    assert unmarked == []
+
+
+def stated_lines(recipe: Path) -> dict[str, str]:
+    """Lines of a recipe by the path that they set."""
+    section, lines = "", {}
+    for line in recipe.read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"\[([\w.]+)\]", line):
+            section = match[1]
+        elif match := re.match(r"(\w+) = ", line):
+            lines[f"{section}.{match[1]}"] = line
+    return lines
 
 
 def test_quickstart_inputs_stand_beside_the_recipe() -> None:
