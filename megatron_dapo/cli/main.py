@@ -340,6 +340,48 @@ def compare(
     raise typer.Exit(0 if comparison.off_since is None else 1)
 
 
+RunArgument = Annotated[Path, typer.Argument(help="directory of a finished run")]
+BaseOption = Annotated[
+    str, typer.Option(help="the model before training: directory or Hub repository; default: model.path")
+]
+TrainedOption = Annotated[str, typer.Option(help="the model after it; default: the run's exported one")]
+
+
+@app.command()
+def demo(
+    run: RunArgument,
+    base: BaseOption = "",
+    trained: TrainedOption = "",
+    packages: Annotated[Path, typer.Option(help="directory with Gradio (make .venv-demo)")] = Path(".venv-demo"),
+    port: Annotated[int, typer.Option(min=0, help="on loopback; 0: any free one")] = 7860,
+) -> None:
+    """Open a page that asks the base and the trained model the same problem and shows the verifier's score."""
+    from megatron_dapo.cli.demo import run_page
+
+    try:
+        code = run_page(run, base, trained, packages, port)
+    except ValueError as error:
+        _refuse(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    space: Annotated[Path, typer.Option(help="directory that the Space's files are written to")],
+    base: BaseOption = "",
+    trained: TrainedOption = "",
+) -> None:
+    """Write the demo of a run as a Hugging Face Space: page, requirements, model card, and models that are directories."""
+    from megatron_dapo.demo.space import write_space
+
+    try:
+        write_space(run, space, base, trained)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    typer.echo(f"{space}: push it to a Space of yours (git, or `hf upload NAME {space} --repo-type space`)")
+
+
 def _for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
     data = config.data.model_copy(update={"train_paths": config.data.eval_paths or config.data.train_paths})
