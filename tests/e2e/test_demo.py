@@ -131,7 +131,7 @@ class Browser:
 def browser(tmp_path: Path) -> Iterator[Browser]:
     driver = shutil.which("chromedriver")
     if driver is None:
-        pytest.skip("no chromedriver: apt-get install chromium chromium-driver")
+        pytest.skip("no chromedriver: apt-get install --no-install-recommends chromium-driver")
     browser = Browser(driver, tmp_path / "profile")
     yield browser
     browser.close()
