@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import megatron_dapo
 from megatron_dapo.config.loader import read_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.files import read_rows
@@ -16,7 +15,7 @@ from megatron_dapo.telemetry.summary import RunSummary, read_summary
 
 GRADIO_VERSION = "6.31.0"  # of requirements/demo-cpu-py311.txt
 NUM_EXAMPLES = 5
-_PACKAGE = Path(megatron_dapo.__file__).parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 # What the page imports, and what these modules import.
 MODULES = (
     "__init__.py",

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import write_resolved
 from megatron_dapo.demo.space import GRADIO_VERSION, write_demo, write_space
-from megatron_dapo.telemetry.summary import RunSummary, write_summary
+from megatron_dapo.telemetry.summary import RunSummary
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     summary = RunSummary(
         "quickstart", "TP2", "finished", 24, 48, 0.41, 0.87, 1.0, 1.0, 1.0, 1.0, extra={"evaluations": scores}
     )
-    write_summary(directory / "summary.json", summary)
+    (directory / "summary.json").write_text(json.dumps(asdict(summary)))
     return directory
 
 
