@@ -106,7 +106,7 @@ def load_prompts(
     collected = _collect_files(paths, deduplicate)
     _check_answers(collected.rows, validate_answers)
     prompts = [
-        Prompt(prompt_id, row.messages, prompt_template.render(row.messages), row.answer, row.data_source, row.extra)
+        Prompt(prompt_id, row.messages, _rendered(row, prompt_template), row.answer, row.data_source, row.extra)
         for prompt_id, row in collected.rows
     ]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
@@ -151,6 +151,13 @@ def prompt_id_of(messages: Messages, answer: str) -> str:
 
 
 # ---- stages
+
+
+def _rendered(row: Row, template: PromptTemplate) -> tuple[int, ...]:
+    try:
+        return template.render(row.messages)
+    except ValueError as error:
+        raise ValueError(f"{row.location}: {error}") from error
 
 
 @dataclass(frozen=True)

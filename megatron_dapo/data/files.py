@@ -149,7 +149,13 @@ _READERS = {
 # ---- checks
 
 
+_IMAGE_COLUMNS = ("images", "image")
+
+
 def _check_columns(found: Sequence[str], columns: Columns, location: str) -> None:
+    pictures = [name for name in _IMAGE_COLUMNS if name in found]
+    if pictures:
+        raise ValueError(f"{location}: the column {pictures[0]} is for images, and only text is trained; remove it")
     missing = [name for name in columns.required if name not in found]
     if missing:
         raise ValueError(
@@ -184,6 +190,11 @@ def _checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ..
         return ({"role": "user", "content": prompt},)
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    if isinstance(prompt, list) and any(map(_has_parts, prompt)):
+        raise ValueError(
+            f"{location}: prompt has a content of parts, as prompts with images have; only text is trained: write each "
+            f"content as one text, got {repr(prompt)[:200]}"
+        )
     raise ValueError(
         f"{location}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
         f"{repr(prompt)[:200]}"
@@ -198,6 +209,10 @@ def _parse_chat(text: str, location: str) -> Any:
             f"{location}: prompt holds chat messages as text that is not valid JSON ({error}): write the column as a list "
             f"of messages or by json.dumps, got {text[:200]!r}"
         ) from error
+
+
+def _has_parts(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), list)
 
 
 def _is_message(message: Any) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from megatron_dapo.untrusted import blamed_on, read_json
 
 logger = logging.getLogger(__name__)
@@ -79,8 +81,16 @@ class PromptTemplate:
             )
 
     def render(self, messages: Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt for the model to continue."""
-        ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
+        """Return the token ids of a prompt for the model to continue. ValueError where the chat template refuses it."""
+        try:
+            ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
+        except TemplateError as error:
+            # Some templates know no system role, and want user and assistant to take turns.
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the model's chat template refuses messages of the roles {roles} ({error}); put the text of a system "
+                "message at the start of the user's"
+            ) from error
         if not ids:
             raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
         return ids

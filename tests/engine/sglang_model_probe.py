@@ -30,6 +30,8 @@ from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
 from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+VISION = ("vision_tower.", "multi_modal_projector.")
+
 
 def start(directory: str, store: Path) -> None:
     """Set up the single-process state that model classes read."""
@@ -61,7 +63,9 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
         model = model_class(config=config.hf_config, quant_config=None)
         for parameter in model.parameters():
             parameter.data.zero_()  # elements that the loader does not write are padding
-        model.load_weights(load_file(Path(case["directory"]) / "model.safetensors").items())
+        stored = load_file(Path(case["directory"]) / "model.safetensors")
+        # transformers 5 gives the tensors of a vision tower other names than the published directories.
+        model.load_weights((name, tensor) for name, tensor in stored.items() if not name.startswith(VISION))
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 

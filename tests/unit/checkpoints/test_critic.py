@@ -118,6 +118,21 @@ def test_a_critic_is_loaded_and_exported_bit_for_bit(tmp_path, family, dtype) ->
     assert first_difference(directory, tmp_path / "megatron") is None
 
 
+def test_a_reward_model_of_gemma_3_becomes_a_critic_bit_for_bit(tmp_path) -> None:
+    """transformers has no class for the tokens of a Gemma 3: the critic's is named after that for sequences."""
+    rope = {"rope_type": "default", "rope_theta": 1000.0}
+    fields = {"head_dim": 8, "rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
+    fields |= {"sliding_window_pattern": 2, "num_labels": 1}
+    directory = make(tmp_path / "reward", "ForSequenceClassification", "Gemma3Text", **fields)
+    layout, [buffers], report = load(directory)
+    assert report.fresh == ("score.bias",)
+    export_to_huggingface(tmp_path / "critic", directory, layout, buffers, None)
+    config = json.loads((tmp_path / "critic" / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3TextForTokenClassification"]
+    again, [read], _ = load(tmp_path / "critic", ParallelLayout(world_size=1))
+    assert again.architecture == layout.architecture and all(torch.equal(read[name], buffers[name]) for name in buffers)
+
+
 @pytest.mark.parametrize(
     ("head", "fields"),
     [

@@ -114,6 +114,13 @@ def test_missing_columns_are_named(kind, write, tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_images_are_refused(kind, write, row):
+    path = write(f"data.{kind}", [{**row("<image> How many?", "1"), "images": ["a.png"]}])
+    with pytest.raises(ValueError, match="the column images is for images, and only text is trained"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -125,6 +132,10 @@ def test_missing_columns_are_named(kind, write, tokenizer):
         ({"prompt": "  "}, "prompt must be"),
         ({"prompt": [{"role": "user"}]}, "prompt must be"),
         ({"prompt": 7}, "prompt must be"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}]},
+            "content of parts, as prompts with images have; only text is trained",
+        ),
         ({"prompt": '[{"role": "user"}]'}, "prompt must be"),
         ({"prompt": '{"role": "user", "content": "P"}'}, "prompt must be a list"),
         ({"prompt": '[{"role": "user", "content": "P'}, "not valid JSON .*by json.dumps, got .*content"),

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 
+from megatron_dapo.data.dataset import load_prompts
 from megatron_dapo.data.template import PromptTemplate, resolve_stop_token_ids
 
 MESSAGES = ({"role": "user", "content": "1+1?"},)
@@ -86,3 +88,14 @@ def test_the_warning_names_both_sources(caplog):
 def test_no_stop_token_is_an_error():
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         resolve_stop_token_ids(None, [], None)
+
+
+def test_a_role_that_the_chat_template_refuses_is_named(make_tokenizer, tmp_path):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    with pytest.raises(ValueError, match=r"roles system, user \(System role not supported\); put the text"):
+        PromptTemplate(make_tokenizer(template)).render(messages)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": messages, "reward_model": {"ground_truth": "2"}}) + "\n")
+    with pytest.raises(ValueError, match="data.jsonl, line 1: the model's chat template refuses"):
+        load_prompts([path], make_tokenizer(template), 99)

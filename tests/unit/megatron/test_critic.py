@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from actor_checks import make_micro_batch, sequences
+from actor_checks import MODELS, SIZES, make_micro_batch, sequences
 from critic_checks import (
     CriticReference,
     loss_fn,
@@ -14,6 +14,7 @@ from critic_checks import (
     value_error,
     write_critic,
 )
+from transformers import Gemma3TextConfig, Gemma3TextForSequenceClassification
 
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.critic import MegatronCritic
@@ -51,6 +52,25 @@ def test_packing_does_not_change_a_sequence(want: CriticReference) -> None:
     [together] = critic.forward_values([make_micro_batch(parts, LAYOUT, 1, seed=0)])
     alone = critic.forward_values([make_micro_batch([part], LAYOUT, 1, seed=0) for part in parts])
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=3e-6)
+
+
+def test_values_of_a_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**{**SIZES, **MODELS["gemma3"][1]}, num_labels=1)
+    model = Gemma3TextForSequenceClassification(config)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path / "reward")
+    critic, parts = (
+        MegatronCritic.build(tmp_path / "reward", LAYOUT, settings_of({})),
+        sequences((5, 17, 1, 30), seed=9),
+    )
+    [values] = critic.forward_values([make_micro_batch(parts, LAYOUT, 1, seed=0)])
+    exact = model.double()
+    with torch.no_grad():
+        expected = [exact.score(exact.model(part[None]).last_hidden_state)[0, :, 0] for part in parts]
+    torch.testing.assert_close(values.double(), torch.cat(expected), rtol=0, atol=1e-5)
 
 
 def test_training_sees_the_values_of_the_forward_pass_bit_for_bit(want: CriticReference) -> None:

@@ -1,0 +1,126 @@
+"""Gemma 3 and real SGLang servers: every version of the weights arrives, with and without a vision tower beside the language
+model, and a DAPO run trains the policy that was sampled from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_runs import finish
+from sync_simulation import World, run_ranks
+from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
+
+from megatron_dapo.bridge.transports.shared_memory import default_directory
+from megatron_dapo.bridge.weight_sync import SyncTimeouts
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.parallel.layout import ParallelLayout
+from tools.prove_resume import QUICKSTART, write_recipe
+
+TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
+PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "max_position_embeddings": 1024,
+    "sliding_window": 6,  # shorter than the prompts
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "vision_use_head": False,
+    "model_type": "siglip_vision_model",
+}
+
+
+def save_model(directory: Path, has_vision: bool, **fields: Any) -> Path:
+    """A Gemma 3 with random float32 weights far from uniform."""
+    text = {"vocab_size": 300, **SIZES, **fields}
+    torch.manual_seed(0)
+    if has_vision:
+        config = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, dtype="float32")
+        model = AutoModelForImageTextToText.from_config(config)
+    else:
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**text, dtype="float32"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+def served_gap(client: SglangClient, directory: Path, scale: float) -> float:
+    """Largest difference of log-probs between the server and transformers with scaled weights."""
+    model = AutoModelForImageTextToText if (directory / "has_vision").exists() else Gemma3ForCausalLM
+    model = model.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+        logprobs = model(input_ids=torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    served = client.prompt_logprobs(TOKENS)
+    return max(abs(served[t] - float(logprobs[t, token])) for t, token in enumerate(TOKENS[1:]))
+
+
+@pytest.mark.parametrize(("has_vision", "tensor_parallel"), [(False, 2), (True, 1)])
+def test_every_version_arrives(
+    server_factory: Callable[..., SglangServer], tmp_path: Path, has_vision: bool, tensor_parallel: int
+) -> None:
+    directory = save_model(tmp_path / "model", has_vision)
+    if has_vision:
+        (directory / "has_vision").touch()
+    server = server_factory(directory, tensor_parallel=tensor_parallel, random_weights=True, max_total_tokens=4096)
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
+    architecture, layout = ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=2, pipeline=2)
+    world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
+    with HFCheckpoint(directory) as stored:
+        state = {name: stored.read_tensor(name) for name in architecture.shapes()}
+    updates = world.updates([client], default_directory(), PATIENT, message_timeout_s=100.0, session="gemma")
+
+    def update(rank: int, version: int, scale: float) -> Any:
+        return updates[rank].update(version, world.shards({n: t * scale for n, t in state.items()}, rank))
+
+    for version, scale in enumerate((1.0, 1.1), start=1):
+        reports = run_ranks(4, partial(update, version=version, scale=scale), 280)
+        assert all(report.is_complete for report in reports), reports
+        assert served_gap(client, directory, scale) < 1e-5
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("has_vision", [False, True])
+def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
+    """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
+    base, model = QUICKSTART / "base_model", tmp_path / "model"
+    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
+    # Untrained weights solve nothing, so that groups without contrast are trained as well.
+    save_model(model, has_vision, vocab_size=vocab_size, eos_token_id=2, pad_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, model / name)
+    run = tmp_path / "run"
+    settings = ("rollout.filter_groups=false", "rollout.oversample=1.0", "rollout.max_staleness=0", "run.total_steps=2")
+    finish(write_recipe(tmp_path), run, engine_python, f'model.path="{model}"', *settings, "sglang.parity_interval=1")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
+    assert len(gaps) == 2 and max(gaps) < 1e-4, gaps
