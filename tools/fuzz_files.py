@@ -289,6 +289,21 @@ CONFIGS = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "eos_token_id": [2],
     },
+    "gemma3": {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
+        "text_config": {
+            "model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+        },
+    },
 }  # fmt: skip
 ROW = {
     "data_source": "math", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "MATH",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dapo.config.inputs import FAMILIES, Family, text_fields
+from megatron_dapo.types import VISION_TENSORS
 from megatron_dapo.untrusted import blamed_on, read_json
 
 RopeKind = Literal["linear", "llama3"]
@@ -293,7 +294,7 @@ class ModelArchitecture:
 
     def is_carried(self, name: str) -> bool:
         """Return True for a tensor that is not trained and goes into exports as it is: those of a vision tower."""
-        return self.model_type == "gemma3" and name.removeprefix("model.").startswith(_VISION)
+        return self.model_type == "gemma3" and name.removeprefix("model.").startswith(VISION_TENSORS)
 
     def aliases(self) -> dict[str, str]:
         """Return second names under which a directory may store a tensor -> the tensor."""
@@ -330,7 +331,6 @@ LM_HEAD = "lm_head.weight"
 VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
 ROUTER = "mlp.gate.weight"  # in a layer with experts
-_VISION = ("vision_tower.", "multi_modal_projector.")
 # Names of a language model's tensors beside a vision tower, as published and as transformers 5 has them in memory.
 _BESIDE_VISION = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
 _BESIDE_VISION += (("model.language_model.", "model."),)

@@ -64,9 +64,7 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
     """
     if len(described) != engines.tensor_parallel:
         raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)} ranks")
-    is_carried = engines.architecture.is_carried
-    trained = [{name: spec for name, spec in specs.items() if not is_carried(name)} for specs in described]
-    found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(trained)}
+    found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(described)}
     if len(found) > 1:
         raise ValueError("the ranks of one engine quantize different parameters; they must serve one model")
     (parameters,) = found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError  # comes with torch
 
 from megatron_dapo.untrusted import blamed_on, read_json
 

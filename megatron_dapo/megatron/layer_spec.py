@@ -96,7 +96,7 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     logger.info("layers: Transformer Engine")
     dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     if config.sandwich_norms:
-        return _norm_outputs(dense)
+        return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
         return dense
     # One linear layer an expert, not one grouped layer for all: parameters then have the names of SequentialMLP. It appends
@@ -109,8 +109,14 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def _norm_outputs(layer: ModuleSpec) -> ModuleSpec:
-    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer."""
+def _norm_outputs(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
+    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer. ValueError
+    under context parallelism: its ring passes no windows."""
+    if config.window_size is not None and config.context_parallel_size > 1:
+        raise ValueError(
+            f"local layers with a window of {config.window_size[0] + 1} tokens cannot be computed by Transformer Engine under "
+            f"context parallelism ({config.context_parallel_size}); set parallel.cp_size = 1"
+        )
     from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
 
     class TEPostNormRowParallelLinear(PostNorm, TERowParallelLinear):

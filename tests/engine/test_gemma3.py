@@ -84,6 +84,7 @@ def served_gap(client: SglangClient, directory: Path, scale: float) -> float:
     return max(abs(served[t] - float(logprobs[t, token])) for t, token in enumerate(TOKENS[1:]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("has_vision", "tensor_parallel"), [(False, 2), (True, 1)])
 def test_every_version_arrives(
     server_factory: Callable[..., SglangServer], tmp_path: Path, has_vision: bool, tensor_parallel: int
@@ -109,7 +110,7 @@ def test_every_version_arrives(
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("has_vision", [False, True])
+@pytest.mark.parametrize("has_vision", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     base, model = QUICKSTART / "base_model", tmp_path / "model"

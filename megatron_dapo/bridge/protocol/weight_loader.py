@@ -31,6 +31,7 @@ from megatron_dapo.bridge.protocol.p2p_receiver import P2PReceiver
 from megatron_dapo.bridge.protocol.p2p_stream import RECEIVE
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
+from megatron_dapo.types import VISION_TENSORS
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ class _State:
 
     def __init__(self, model: torch.nn.Module) -> None:
         # named_parameters lists tied weights once, under their first name, as the trainer's plan does.
-        self.receiver = Receiver(dict(model.named_parameters()))
+        named = model.named_parameters()
+        self.receiver = Receiver({name: tensor for name, tensor in named if not name.startswith(VISION_TENSORS)})
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
         self.mapped = MappedArena(pinned=self.device.type == "cuda")
