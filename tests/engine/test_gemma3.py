@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sglang_runs import finish
 from sync_simulation import World, run_ranks
 from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
@@ -24,6 +25,7 @@ from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import VISION_TENSORS
 from tools.prove_resume import QUICKSTART, write_recipe
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
@@ -125,3 +127,7 @@ def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, 
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
     assert len(gaps) == 2 and max(gaps) < 1e-4, gaps
+    before, after = (load_file(path / "model.safetensors") for path in (model, run / "huggingface"))
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and any("layers.0.mlp" in name for name in before.keys() - same)
+    assert same >= {name for name in before if name.startswith(VISION_TENSORS)}
