@@ -118,8 +118,8 @@ class MixtureOfExperts:
 class Gemma3:
     """Differences of Gemma 3 (arXiv:2503.19786) from the other families.
 
-    Attention and MLP each have a norm before and one after, whose sum with the residual goes on. The weight of a norm is
-    stored as its difference from 1. Embeddings are multiplied by sqrt(hidden_size), the gate of the MLP is GELU in its tanh
+    Attention and MLP each have a norm before and one after, before the residual is added. The weight of a norm is stored as
+    its difference from 1. Embeddings are multiplied by sqrt(hidden_size), the gate of the MLP is GELU in its tanh
     form. Local layers see the last `window` tokens, with a rotary base of their own; the others see all.
     """
 
@@ -332,8 +332,11 @@ VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
 ROUTER = "mlp.gate.weight"  # in a layer with experts
 # Names of a language model's tensors beside a vision tower, as published and as transformers 5 has them in memory.
-_BESIDE_VISION = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
-_BESIDE_VISION += (("model.language_model.", "model."),)
+_BESIDE_VISION = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
 
 
 def tensor_name(stored: str) -> str:
@@ -477,17 +480,17 @@ def _gemma3(config: Mapping[str, Any]) -> tuple[Gemma3, tuple[float, RopeScaling
         raise ValueError(
             f"config.json: rope_parameters has {sorted(ropes)}; a Gemma 3 has one each for {_LOCAL}, {_GLOBAL}"
         )
-    wide, near = _object(ropes, _GLOBAL), _object(ropes, _LOCAL)
+    of_global, of_local = _object(ropes, _GLOBAL), _object(ropes, _LOCAL)
     if (
         config.get("rope_theta") is None
-        and "rope_theta" not in wide
+        and "rope_theta" not in of_global
         and "rope_theta" not in _object(config, "rope_scaling")
     ):
-        wide["rope_theta"] = 1_000_000.0
+        of_global["rope_theta"] = 1_000_000.0
     if config.get("rope_local_base_freq") is None:
-        near.setdefault("rope_theta", 10_000.0)
-    theta, scaling = _rope({**config, "rope_parameters": wide})
-    local_theta, local_scaling = _rope({"rope_parameters": near, "rope_theta": config.get("rope_local_base_freq")})
+        of_local.setdefault("rope_theta", 10_000.0)
+    theta, scaling = _rope({**config, "rope_parameters": of_global})
+    local_theta, local_scaling = _rope({"rope_parameters": of_local, "rope_theta": config.get("rope_local_base_freq")})
     if local_scaling is not None:
         raise ValueError(f"config.json: rope_parameters scale {_LOCAL} layers by {local_scaling}; supported is none")
     local = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LOCAL)
