@@ -122,11 +122,11 @@ def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, 
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(base / name, model / name)
     run = tmp_path / "run"
-    settings = ("rollout.filter_groups=false", "rollout.oversample=1.0", "rollout.max_staleness=0", "run.total_steps=2")
+    settings = ("rollout.filter_groups=false", "rollout.oversample=1.0", "rollout.max_staleness=0", "run.total_steps=3")
     finish(write_recipe(tmp_path), run, engine_python, f'model.path="{model}"', *settings, "sglang.parity_interval=1")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
-    assert len(gaps) == 2 and max(gaps) < 1e-4, gaps
+    assert len(gaps) == 3 and max(gaps) < 1e-4, gaps
     before, after = (load_file(path / "model.safetensors") for path in (model, run / "huggingface"))
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and any("layers.0.mlp" in name for name in before.keys() - same)
