@@ -191,7 +191,9 @@ def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         has_file = (path / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(str(path)).eos_token_id if has_file else None
-        stop_tokens = resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
+        # Beside a vision tower the language model may be alone in naming it.
+        eos = getattr(config, "eos_token_id", None) or config.get_text_config().eos_token_id
+        stop_tokens = resolve_stop_token_ids(eos, generation, tokenizer.eos_token_id)
     logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
     return ModelInputs(path, tokenizer, stop_tokens)
 

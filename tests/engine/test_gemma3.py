@@ -112,7 +112,7 @@ def test_every_version_arrives(
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("has_vision", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("has_vision", [False])
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     base, model = QUICKSTART / "base_model", tmp_path / "model"
