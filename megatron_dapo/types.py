@@ -19,9 +19,6 @@ import torch
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
 
-# Begin of the names of a vision tower's tensors beside a language model, in directories and in engines: they are not trained.
-VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
-
 
 @dataclass(frozen=True)
 class Prompt:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dapo.config.inputs import FAMILIES, Family, text_fields
-from megatron_dapo.types import VISION_TENSORS
+from megatron_dapo.reshard.layout import VISION_TENSORS
 from megatron_dapo.untrusted import blamed_on, read_json
 
 RopeKind = Literal["linear", "llama3"]

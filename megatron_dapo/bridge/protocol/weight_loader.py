@@ -31,7 +31,7 @@ from megatron_dapo.bridge.protocol.p2p_receiver import P2PReceiver
 from megatron_dapo.bridge.protocol.p2p_stream import RECEIVE
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
-from megatron_dapo.types import VISION_TENSORS
+from megatron_dapo.reshard.layout import VISION_TENSORS
 
 logger = logging.getLogger(__name__)
 
