@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dapo.algorithms.tables import lookup
+from megatron_dapo.config.algorithm_schema import GeneralizedKlConfig
 
 # exp(20) is 4.9e8: nothing a policy should be trained on, and far from the overflow of fp32.
 LOG_RATIO_LIMIT = 20.0
@@ -37,6 +38,24 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 KL_LOSSES = {"k2": k2, "k3": k3}
+
+
+def generalized_kl_loss(
+    weighted_mse: torch.Tensor, cross_entropy: torch.Tensor, loss_mask: torch.Tensor, section: GeneralizedKlConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Token losses [P] (0 where masked) of the generalized KL (arXiv 2503.08038) and the sums of both of its terms.
+
+    The terms [P] come from `ops.divergence`, which has their formulas. Multiply by the same token weights as the policy loss: the
+    authors' code normalizes over the whole batch, which would couple the tokens of an optimizer step.
+    """
+    trained = loss_mask > 0
+    weighted_mse, cross_entropy = (torch.where(trained, term, 0.0) for term in (weighted_mse, cross_entropy))
+    loss = section.coefficient * (section.weighted_mse * weighted_mse + section.cross_entropy * cross_entropy)
+    metrics = {
+        "gkl_weighted_mse_sum": weighted_mse.detach().sum(),
+        "gkl_cross_entropy_sum": cross_entropy.detach().sum(),
+    }
+    return loss, metrics
 
 
 def kl_loss(

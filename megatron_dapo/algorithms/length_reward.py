@@ -1,4 +1,4 @@
-"""Soft overlong punishment: a penalty before the length limit (arXiv 2503.14476, 3.4).
+"""Penalties of whole responses: soft overlong punishment (arXiv 2503.14476, 3.4), and one of improbable responses.
 
 The alternative is reward.overlong_filter: a truncated response whose loss is masked never feels its penalty.
 """
@@ -26,3 +26,24 @@ def soft_overlong_penalty(
         raise ValueError(f"soft overlong punishment: factor {factor} would reward length; use a factor of at least 0")
     excess = response_lengths.to(torch.float64) - (max_length - cache_length)
     return -factor * (excess / cache_length).clamp(0.0, 1.0)
+
+
+def soft_perplexity_penalty(
+    mean_nll: torch.Tensor, start: float, end: float, factor: float = 1.0, low_start: float = 0.0, low_end: float = 0.0
+) -> torch.Tensor:
+    """Soft penalty of the perplexity exp(`mean_nll`) of responses, float64 [S], to be ADDED to the verifier's reward.
+
+    0 up to `start`, then linearly down to -factor at `end` (both in nats a token, like `mean_nll` [S]), and never lower.
+    With low_start > 0 the same below it, full at low_end: text that repeats itself is too probable. ValueError for bounds
+    out of order.
+    """
+    if not 0.0 <= start < end or (low_start > 0 and not 0.0 <= low_end < low_start <= start) or factor < 0:
+        raise ValueError(
+            f"soft perplexity penalty: want low_end {low_end} < low_start {low_start} <= start {start} < end {end} and "
+            f"factor {factor} of at least 0"
+        )
+    nll = mean_nll.to(torch.float64)
+    share = ((nll - start) / (end - start)).clamp(0.0, 1.0)
+    if low_start > 0:
+        share = share + ((low_start - nll) / (low_start - low_end)).clamp(0.0, 1.0)
+    return -factor * share

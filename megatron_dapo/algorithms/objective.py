@@ -1,6 +1,6 @@
 """The loss of one micro-batch, put together from the pure parts: policy loss x correction, KL towards the reference, entropy.
 
-    loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl - c * entropy)
+    loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl + gkl - c * entropy)
          + sum over trained tokens of correct responses of positive_weight * -log pi        (VAPO)
 
 `loss_weights` carry the global denominators, so the caller adds losses and gradients up and never averages.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.algorithms.kl import kl_loss
+from megatron_dapo.algorithms.kl import generalized_kl_loss, kl_loss
 from megatron_dapo.algorithms.off_policy import OffPolicyInputs, importance_weights
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.segments import identity
@@ -58,9 +58,17 @@ class PolicyObjective:
         )
 
     def __call__(
-        self, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, behavior: BehaviorTerms
+        self,
+        micro_batch: MicroBatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        behavior: BehaviorTerms,
+        divergence: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens)."""
+        """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens).
+
+        `divergence`: the two terms [P] of the generalized KL towards the reference, where algorithm.gkl has a coefficient.
+        """
         algorithm = self.algorithm
         token_loss, metrics = policy_loss(
             algorithm.loss,
@@ -87,6 +95,10 @@ class PolicyObjective:
             )
             token_loss = token_loss + algorithm.kl_loss_coefficient * penalty
             metrics = {**metrics, **kl_metrics}
+        if divergence is not None:
+            penalty, gkl_metrics = generalized_kl_loss(*divergence, micro_batch.loss_mask, algorithm.gkl)
+            token_loss = token_loss + penalty
+            metrics = {**metrics, **gkl_metrics}
         # loss_weights are of the whole optimizer step: no mean over micro-batches follows.
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights

@@ -197,6 +197,32 @@ class OffPolicyConfig(Section):
     verl takes it over sequences for level = sequence, which differs much where lengths do."""
 
 
+class GeneralizedKlConfig(Section):
+    """Generalized KL between the initial policy and the trained one in the loss (GKL, arXiv 2503.08038), over the whole
+    vocabulary at every trained token:
+
+        coefficient * (weighted_mse * 1/2 Var_q(log p_ref - log p) + cross_entropy * -sum p_ref log p),  q ~ weights^gamma
+
+    Its value is no KL; its gradient is. weighted_mse = 0 is the gradient of KL(ref || policy); cross_entropy = 0 with weigh_by
+    = "actor" and gamma = 1 that of KL(policy || ref). The paper's weights per class mean nothing for text and are left out."""
+
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of both terms in the loss, e.g. 1e-3. Above 0 the reference policy is kept in memory, and runs forward before
+    each optimizer step. 0: off."""
+
+    gamma: NonNegativeFloat = 0.5
+    """Power of the probabilities that weigh the words: 1 as they are, 0 all words alike."""
+
+    weigh_by: Literal["reference", "actor"] = "reference"
+    """The model whose probabilities weigh the words; no gradient flows through the weights."""
+
+    weighted_mse: NonNegativeFloat = 1.0
+    """Weight of the weighted squared error of log-probs."""
+
+    cross_entropy: NonNegativeFloat = 1.0
+    """Weight of the cross-entropy towards the reference."""
+
+
 class AlgorithmConfig(Section):
     """Advantage, policy loss and its aggregation."""
 
@@ -221,6 +247,9 @@ class AlgorithmConfig(Section):
     """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
     metric)."""
 
+    gkl: GeneralizedKlConfig = GeneralizedKlConfig()
+    """Generalized KL in the loss, beside or in place of kl_loss_coefficient."""
+
     kl_reward_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL towards the initial policy that is taken off the reward of every token (PPO from human feedback).
     For algorithms with a critic. Above 0 the reference policy is kept in memory."""
@@ -234,6 +263,11 @@ class AlgorithmConfig(Section):
 
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for the gap between the policy that sampled and the one that is trained."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a term compares the policy with the initial one."""
+        return max(self.kl_loss_coefficient, self.kl_reward_coefficient, self.gkl.coefficient) > 0
 
 
 class TrainingConfig(Section):

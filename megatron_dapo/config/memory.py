@@ -354,7 +354,7 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
         training = config.training.model_copy(update={"micro_batch_tokens": tokens})
         as_critic = as_policy(config).model_copy(update={"training": training})
         critic = model_memory(as_critic, architecture, own or processes, has_value_head=True)
-    if max(config.algorithm.kl_loss_coefficient, config.algorithm.kl_reward_coefficient) > 0:
+    if config.algorithm.needs_reference:
         # It makes no step, so Adam has no moments for it; gradient buffers and main params are there.
         share = FP32 / (FP32 + NUM_MOMENTS * FP32) if config.model.dtype != "float32" else 0
         reference = replace(policy, optimizer=int(policy.optimizer * share), activations=0)

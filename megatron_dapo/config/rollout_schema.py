@@ -20,7 +20,24 @@ from megatron_dapo.config.section import (
 
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
+InjectionTemplate = Literal["distractor", "wrong_hint", "noise"]  # of data.injection.TEMPLATES
 OnExhausted = Literal["train_partial", "stop", "error"]
+
+
+class InjectionConfig(Section):
+    """Adversarial prompt injection: at some visits of a training prompt a harder variant with the same answer takes its place.
+    `megatron_dapo/data/injection.py` has the templates. It changes what the policy is trained on: watch held-out accuracy, and with
+    wrong_hint the use of hints that are right."""
+
+    templates: tuple[InjectionTemplate, ...] = ()
+    """Any of distractor (an irrelevant statement), wrong_hint (a confident wrong answer; for answers that are whole numbers),
+    noise (capitals and spaces). Empty: off."""
+
+    rate: Fraction = 0.25
+    """Share of the visits that get a variant, once the ramp is over."""
+
+    ramp_prompts: NonNegativeInt = 0
+    """Visits over which the share grows linearly from 0. 0: the full share from the beginning."""
 
 
 class DataConfig(Section):
@@ -44,6 +61,9 @@ class DataConfig(Section):
 
     shuffle_seed: Seed = 0
     """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
+
+    injection: InjectionConfig = InjectionConfig()
+    """Harder variants of training prompts."""
 
     max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
@@ -129,6 +149,42 @@ class OverlongPunishmentConfig(Section):
     """Full punishment as a positive number."""
 
 
+class PerplexityPenaltyConfig(Section):
+    """Soft penalty of improbable responses: with n = -mean log-prob of a response's tokens under the policy that sampled it, 0 up to
+    n = start, falling linearly to -factor at n = end. It does not bound length, as a mean takes length out: keep the hard
+    limit and overlong_filter. It rewards low entropy, against clip-higher: watch `actor/entropy`."""
+
+    enabled: bool = False
+    """Add the penalty to the reward."""
+
+    start: PositiveFloat = 1.0
+    """Nats a token up to which nothing is taken off. For example the 95 % quantile of correct responses at the first step,
+    `quality/nll_correct_p95`."""
+
+    end: PositiveFloat = 1.5
+    """Nats a token from which the penalty is full, e.g. the first step's `quality/nll_correct_p995`."""
+
+    low_start: NonNegativeFloat = 0.0
+    """Nats a token below which it grows again, to be full at low_end: loops have a very low perplexity. 0: off."""
+
+    low_end: NonNegativeFloat = 0.0
+    """Nats a token at which the penalty of loops is full."""
+
+    factor: PositiveFloat = 1.0
+    """Full penalty as a positive number."""
+
+
+class FormatRewardConfig(Section):
+    """Reward of a response's form, added to that of its answer. Accuracy, which groups are filtered by, stays the answer's alone."""
+
+    reward: NonNegativeFloat = 0.0
+    """Added where the form holds, e.g. 0.5. 0: off."""
+
+    markers: tuple[str, ...] = ()
+    """Texts that have to occur in this order, each once, e.g. ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]. Empty: the
+    form holds where the verifier finds an answer in a response that ended by itself."""
+
+
 class RewardConfig(Section):
     """The verifier, the processes it runs in, and what is added to its word."""
 
@@ -171,6 +227,12 @@ class RewardConfig(Section):
 
     overlong_punishment: OverlongPunishmentConfig = OverlongPunishmentConfig()
     """Soft punishment of long responses, added to the reward."""
+
+    perplexity_penalty: PerplexityPenaltyConfig = PerplexityPenaltyConfig()
+    """Soft penalty of improbable responses, added to the reward."""
+
+    format: FormatRewardConfig = FormatRewardConfig()
+    """Reward of the response's form, added to the reward."""
 
     overlong_filter: bool = False
     """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the

@@ -394,7 +394,12 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
         "rollout": {"filter_groups": False},
         "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},
         # Returns are those of whole responses, and there are no advantages.
-        "algorithm": {"name": "vapo", "kl_loss_coefficient": 0.0, "kl_reward_coefficient": 0.0},
+        "algorithm": {
+            "name": "vapo",
+            "kl_loss_coefficient": 0.0,
+            "kl_reward_coefficient": 0.0,
+            "gkl": config.algorithm.gkl.model_copy(update={"coefficient": 0.0}),
+        },
         "advantage_estimation": {
             "lambda_rule": "fixed",
             "policy_lambda": 1.0,

@@ -155,6 +155,7 @@ def _schedule_rules(path: str, steps: str, where: str) -> tuple[Rule, Rule]:
 
 
 _PUNISHMENT = "reward.overlong_punishment"
+_PERPLEXITY = "reward.perplexity_penalty"
 _FULL_VOCABULARY = "the trainer's log-probs are over the whole vocabulary"
 
 RULES = (
@@ -219,6 +220,21 @@ RULES = (
         'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.loss.name = "gspo_token"',
         where='algorithm.off_policy.correction != "none" and algorithm.loss.name == "gspo"',
         reason="gspo takes one weight a sequence",
+    ),
+    Rule(
+        "algorithm.gkl.weighted_mse + algorithm.gkl.cross_entropy > 0",
+        "set algorithm.gkl.weighted_mse = 1.0 and algorithm.gkl.cross_entropy = 1.0, or algorithm.gkl.coefficient = 0.0",
+        where="algorithm.gkl.coefficient > 0",
+    ),
+    Rule(
+        f"{_PERPLEXITY}.end > {_PERPLEXITY}.start",
+        f"set {_PERPLEXITY}.end above {{{_PERPLEXITY}.start}}",
+        where=f"{_PERPLEXITY}.enabled",
+    ),
+    Rule(
+        f"{_PERPLEXITY}.low_end < {_PERPLEXITY}.low_start <= {_PERPLEXITY}.start",
+        f"set {_PERPLEXITY}.low_start = 0.0 (off), or low_end below it and it at most {{{_PERPLEXITY}.start}}",
+        where=f"{_PERPLEXITY}.enabled and {_PERPLEXITY}.low_start > 0",
     ),
     Rule(
         f"{_PUNISHMENT}.max_length > {_PUNISHMENT}.cache_length",

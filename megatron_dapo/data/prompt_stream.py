@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_dapo.data.injection import Injection
+
 STATE_VERSION = 1
 
 
@@ -22,9 +24,16 @@ class PromptStream:
         prompt_ids: of the data set, unique, in its order.
         seed: of the shuffles.
         max_epochs: number of epochs; None: endless.
+        injection: of variants in the place of some prompts; None: none.
     """
 
-    def __init__(self, prompt_ids: Sequence[str], seed: int, max_epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        prompt_ids: Sequence[str],
+        seed: int,
+        max_epochs: int | None = None,
+        injection: Injection | None = None,
+    ) -> None:
         self._prompt_ids = tuple(prompt_ids)
         self._known = frozenset(self._prompt_ids)
         if not self._prompt_ids:
@@ -36,6 +45,9 @@ class PromptStream:
             )
         if max_epochs is not None and max_epochs < 1:
             raise ValueError(f"max_epochs must be at least 1 or None, got {max_epochs}")
+        self._injection = injection
+        if injection is not None:
+            self._known |= {name for names in injection.variants.values() for name in names}
         self._seed = seed
         self._max_epochs = max_epochs
         self._fingerprint = fingerprint(self._prompt_ids)
@@ -65,8 +77,10 @@ class PromptStream:
             self._epoch += 1
             self._position = 0
             self._order = self._shuffled(self._epoch)
+        visit = self.num_drawn
         self._position += 1
-        return self._prompt_ids[self._order[self._position - 1]]
+        prompt_id = self._prompt_ids[self._order[self._position - 1]]
+        return prompt_id if self._injection is None else self._injection.chosen(prompt_id, visit)
 
     def requeue(self, prompt_id: str) -> None:
         """Return a prompt that was drawn and not trained."""

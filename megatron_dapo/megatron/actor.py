@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
@@ -24,6 +25,7 @@ from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.ops.divergence import Divergence, vocab_parallel_divergence
 from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -39,6 +41,7 @@ class TokenOutputs:
 
     logprobs: torch.Tensor  # [P_local]
     entropy: torch.Tensor  # [P_local]
+    head: HeadInput | None = None  # in training, where the settings keep it
 
 
 # (context-sliced micro-batch, its outputs, its index) -> (scalar loss, scalar sums by name)
@@ -53,6 +56,49 @@ class HeadSettings:
     temperature: float = 1.0
     chunk_tokens: int | None = None  # tokens whose logits are in memory at a time; None: chosen by size
     implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for its rule
+    keeps_input: bool = False  # give the loss what the head saw, for a divergence from another model
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """A model's hidden states of the positions that predict response tokens, and its output weight."""
+
+    hidden: torch.Tensor  # [R_local, h]
+    weight: torch.Tensor  # [rows, h]
+    positions: torch.Tensor | None  # [R_local] of P_local; None: all
+    num_tokens: int  # P_local
+    settings: HeadSettings
+    group: dist.ProcessGroup | None  # of the tensor-parallel ranks
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [P_local] with `values` [R_local] at the positions and 0 at all others."""
+        if self.positions is None:
+            return values
+        return values.new_zeros(self.num_tokens).index_copy(0, self.positions, values)
+
+    def divergence_from(self, reference: HeadInput, gamma: float, weigh_by: str) -> Divergence:
+        """Compute both terms [P_local] of the generalized KL towards `reference`, of the same micro-batch."""
+        found = vocab_parallel_divergence(
+            self.hidden,
+            self.weight,
+            reference.hidden,
+            reference.weight,
+            vocab_size=self.settings.vocab_size,
+            gamma=gamma,
+            weigh_by=weigh_by,
+            temperature=self.settings.temperature,
+            group=self.group,
+            chunk_tokens=self.settings.chunk_tokens,
+        )
+        return Divergence(self.spread(found.weighted_mse), self.spread(found.cross_entropy))
+
+
+def head_input(chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings) -> HeadInput:
+    """Take what the head sees of the last chunk's hidden states [1, P_local, h]."""
+    group, positions = chunk.pg_collection.tp, micro_batch.response_positions
+    rows = hidden[0] if positions is None else hidden[0].index_select(0, positions)
+    tensor_group = group if group.size() > 1 else None
+    return HeadInput(rows, output_weight(chunk), positions, micro_batch.num_tokens, settings, tensor_group)
 
 
 def token_outputs(
@@ -62,25 +108,19 @@ def token_outputs(
 
     The head sees the positions that predict response tokens alone; outputs are 0 at all others.
     """
-    group, positions = chunk.pg_collection.tp, micro_batch.response_positions
-    rows, targets = hidden[0], micro_batch.targets
-    if positions is not None:
-        rows, targets = rows.index_select(0, positions), targets.index_select(0, positions)
+    head = head_input(chunk, hidden, micro_batch, settings)
+    targets = micro_batch.targets
     logprobs, entropy = vocab_parallel_logprobs(
-        rows,
-        output_weight(chunk),
-        targets,
+        head.hidden,
+        head.weight,
+        targets if head.positions is None else targets.index_select(0, head.positions),
         temperature=settings.temperature,
         vocab_size=settings.vocab_size,
-        group=group if group.size() > 1 else None,
+        group=head.group,
         implementation=settings.implementation,
         chunk_tokens=settings.chunk_tokens,
     )
-    if positions is not None:
-        logprobs, entropy = (
-            part.new_zeros(micro_batch.num_tokens).index_copy(0, positions, part) for part in (logprobs, entropy)
-        )
-    return TokenOutputs(logprobs, entropy)
+    return TokenOutputs(head.spread(logprobs), head.spread(entropy), head if settings.keeps_input else None)
 
 
 def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
@@ -91,10 +131,11 @@ def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
 
 @dataclass(frozen=True)
 class ActorSettings(TrainingSettings):
-    """Settings of the policy; for the last two fields see `HeadSettings`."""
+    """Settings of the policy; for its own fields see `HeadSettings`."""
 
     chunk_tokens: int | None = None
     head_implementation: str = AUTO
+    keeps_head_input: bool = False  # in training
 
 
 class MegatronActor(TrainedModel):
@@ -153,16 +194,23 @@ class MegatronActor(TrainedModel):
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float, learning_rate: float
     ) -> StepResult:
         """Make one optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
-        return self._step(micro_batches, self._outputs(temperature), loss_fn, learning_rate)
+        return self._step(micro_batches, self._outputs(temperature, is_training=True), loss_fn, learning_rate)
 
     def accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
     ) -> dict[str, float]:
         """Compute a train_step's gradients without the step and return its summed metrics; see `gradients`."""
-        return self._accumulate(micro_batches, self._outputs(temperature), loss_fn, reduce_fully=True)
+        read = self._outputs(temperature, is_training=True)
+        return self._accumulate(micro_batches, read, loss_fn, reduce_fully=True)
 
-    def _outputs(self, temperature: float) -> ReadOutput[TokenOutputs]:
-        return partial(token_outputs, settings=self._head(temperature))
+    def forward_head_inputs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[HeadInput | None]:
+        """Compute what the head sees of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
+        return self._forward(micro_batches, partial(head_input, settings=self._head(temperature)))
+
+    def _outputs(self, temperature: float, is_training: bool = False) -> ReadOutput[TokenOutputs]:
+        # Without gradients nothing reads it, and hidden states of a whole batch would stay in memory.
+        keeps_input = is_training and self.settings.keeps_head_input
+        return partial(token_outputs, settings=replace(self._head(temperature), keeps_input=keeps_input))
 
     def _head(self, temperature: float) -> HeadSettings:
         chunk_tokens, requested = self.settings.chunk_tokens, self.settings.head_implementation

@@ -17,7 +17,7 @@ a constant in d drops out of the variance. Over a tensor-parallel group: one all
 
 from __future__ import annotations
 
-# For the generalized KL in the loss (GKL, arXiv 2503.08038), with both of its terms in the metrics; no recipe has it yet.
+# The generalized KL of the loss (algorithm.gkl, arXiv 2503.08038).
 from dataclasses import dataclass
 from typing import Any
 

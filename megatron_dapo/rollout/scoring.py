@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
 
 VERIFIER_PART = "verifier"
-OVERLONG_PART = "overlong"
+RewardAddend = Callable[[Completion, str, Score], float]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ def measured_here(token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
 
 @dataclass(frozen=True)
 class SampleScorer:
-    """Decodes responses, has them verified, and adds the length penalty.
+    """Decodes responses, has them verified, and adds what the reward has beside the verifier's word.
 
     Args:
         scorer: the verifier, usually a pool of processes.
         decode: response token ids -> text (special tokens left out).
-        overlong_penalty: response length in tokens -> addend to the reward (0 or negative), or None. It never changes
+        addends: name of a part of the reward -> its value for a finished response, its text and its score. They never change
             the accuracy, which is what groups are filtered by.
         measure: token ids by sample id -> their repetition. Usually in the verifier's processes, beside generation, where
             it delays no train step.
@@ -45,7 +45,7 @@ class SampleScorer:
 
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
-    overlong_penalty: Callable[[int], float] | None = None
+    addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     measure: Callable[[Mapping[str, np.ndarray]], Mapping[str, Repetition]] = measured_here
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
@@ -82,8 +82,7 @@ class SampleScorer:
                 "return accuracy 0 where is_truncated is set"
             )
         parts = {VERIFIER_PART: score.reward}
-        if self.overlong_penalty is not None:
-            parts[OVERLONG_PART] = self.overlong_penalty(sample.completion.num_tokens)
+        parts |= {name: addend(sample.completion, text, score) for name, addend in self.addends.items()}
         return ScoredSample(sample.sample_id, sample.completion, text, score, parts, repetition=repetition)
 
 

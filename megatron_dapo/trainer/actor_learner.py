@@ -44,7 +44,7 @@ from megatron_dapo.trainer.updater import (
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
-    from megatron_dapo.megatron.actor import MegatronActor, TokenOutputs
+    from megatron_dapo.megatron.actor import HeadInput, MegatronActor, TokenOutputs
     from megatron_dapo.megatron.trained_model import StepResult
 
 logger = logging.getLogger(__name__)
@@ -285,6 +285,11 @@ class PolicyLearner:
         if first:
             reference = self._reference_logprobs(mini_batch)
             mini_batch.behavior = [None] * len(mini_batch.micro_batches)
+        # Of one optimizer step at a time: hidden states of a whole rollout batch would not fit.
+        gkl, temperature = self._config.algorithm.gkl, self._config.rollout.temperature
+        reference_heads: list[HeadInput | None] = []
+        if gkl.coefficient and self.reference is not None:
+            reference_heads = self.reference.forward_head_inputs(mini_batch.micro_batches, temperature)
 
         def loss_fn(
             micro_batch: MicroBatch, outputs: TokenOutputs, index: int
@@ -297,9 +302,15 @@ class PolicyLearner:
                 mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])
             behavior = mini_batch.behavior[index]
             assert behavior is not None, "a loss is computed only where log-probs are"
-            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior)
+            divergence = None
+            if reference_heads:
+                head, reference_head = outputs.head, reference_heads[index]
+                assert head is not None and reference_head is not None, "the actor's settings keep the head's input"
+                terms = head.divergence_from(reference_head, gkl.gamma, gkl.weigh_by)
+                divergence = terms.weighted_mse, terms.cross_entropy
+            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence)
 
-        return self._updater.step(mini_batch, loss_fn, train_step, temperature=self._config.rollout.temperature)
+        return self._updater.step(mini_batch, loss_fn, train_step, temperature=temperature)
 
     def _metrics(
         self,
@@ -354,6 +365,8 @@ class PolicyLearner:
 # Metric -> the sum whose mean over trained tokens it is.
 _TOKEN_MEANS = {
     "actor/entropy": "entropy_sum",
+    "actor/gkl_weighted_mse": "gkl_weighted_mse_sum",
+    "actor/gkl_cross_entropy": "gkl_cross_entropy_sum",
     "actor/ratio_mean": "ratio_sum",
     "actor/approx_kl_k1": "approx_kl_k1_sum",
     "actor/approx_kl_k3": "approx_kl_k3_sum",

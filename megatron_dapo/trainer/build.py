@@ -54,9 +54,8 @@ def build_learner(
     With `stop_rule` only the critic learns (value pretraining).
     """
     algorithm = config.algorithm
-    needs_reference = max(algorithm.kl_loss_coefficient, algorithm.kl_reward_coefficient) > 0
     # The reference is never trained, so Megatron allocates no optimizer state for it.
-    reference = _load_policy(config, topology) if needs_reference and actor is not None else None
+    reference = _load_policy(config, topology) if algorithm.needs_reference and actor is not None else None
     local: dict[str, TrainedModel] = {}
     if actor is not None:
         local[POLICY] = actor
@@ -97,6 +96,7 @@ def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
+        keeps_head_input=config.algorithm.gkl.coefficient > 0,
         seed=config.run.seed,
         offload=config.model.offload,
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),

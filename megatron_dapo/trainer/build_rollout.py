@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
+from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
 from megatron_dapo.config.rollout_schema import RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
+from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate, StopTokens, check_special_tokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
@@ -33,12 +34,12 @@ from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
-from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.trainer.build_engines import Engines
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import Phases, RunPaths
-from megatron_dapo.types import Prompt, SamplingParams
+from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import blamed_on, printable
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ def build_rollout_context(
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     dataset = load_train_dataset(config, inputs, pool)
     # Its own seed: two runs with different run.seed can see the prompts in one order.
-    stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None)
+    injection, injected = prompt_injection(config, dataset, inputs)
+    stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection)
 
     sampling = SamplingParams(
         config.rollout.temperature,
@@ -87,8 +89,8 @@ def build_rollout_context(
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
     )
-    sample_scorer = SampleScorer(scorer, inputs.decode, _overlong_penalty(config), scorer.measure_repetition)
-    collector_inputs = CollectorInputs(stream, dataset.by_id, engine, sample_scorer, on_progress)
+    sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer.measure_repetition)
+    collector_inputs = CollectorInputs(stream, {**dataset.by_id, **injected}, engine, sample_scorer, on_progress)
     collector: Collector = (
         WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
         if config.algorithm.name == "tppo"
@@ -96,6 +98,27 @@ def build_rollout_context(
     )
     evaluation = _evaluation_task(config, inputs, pool, files)
     return RolloutContext(inputs, scorer, collector, stream, tuple(dataset.prompts), evaluation)
+
+
+def prompt_injection(
+    config: Config, dataset: PromptDataset, inputs: ModelInputs
+) -> tuple[Injection | None, dict[str, Prompt]]:
+    """Return the choice of harder variants of prompts, and these by id; None and none without templates."""
+    section = config.data.injection
+    if not section.templates:
+        return None, {}
+    template = PromptTemplate(inputs.tokenizer, config.data.template)
+    injection, by_id = injection_of(
+        dataset.prompts,
+        section.templates,
+        section.rate,
+        section.ramp_prompts,
+        config.data.shuffle_seed,
+        template,
+        config.data.max_prompt_tokens,
+    )
+    logger.info("adversarial injection: %d variants of %d prompts", len(by_id), len(dataset))
+    return injection, by_id
 
 
 def _scorer(config: Config, files: Files) -> Any:
@@ -112,13 +135,41 @@ def _scorer(config: Config, files: Files) -> Any:
     return ShadowedPool(primary, open_verifier_pool(config.reward, config.reward.shadow_verifier), write)
 
 
-def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
-    settings = config.reward.overlong_punishment
-    if not settings.enabled:
-        return None
-    return lambda length: float(
-        soft_overlong_penalty(torch.tensor([length]), settings.max_length, settings.cache_length, settings.factor)[0]
-    )
+def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
+    """Return the parts of a response's reward beside the verifier's, by name."""
+    length, perplexity, form = reward.overlong_punishment, reward.perplexity_penalty, reward.format
+
+    def overlong(completion: Completion, text: str, score: Score) -> float:
+        tokens = torch.tensor([completion.num_tokens])
+        return float(soft_overlong_penalty(tokens, length.max_length, length.cache_length, length.factor)[0])
+
+    def improbable(completion: Completion, text: str, score: Score) -> float:
+        # Of the policy that sampled it: they come with the response, and no gradient flows through a reward.
+        nll = -torch.from_numpy(completion.logprobs).double().mean()[None] if completion.num_tokens else torch.zeros(1)
+        bounds = perplexity.start, perplexity.end, perplexity.factor, perplexity.low_start, perplexity.low_end
+        return float(soft_perplexity_penalty(nll, *bounds)[0])
+
+    def formed(completion: Completion, text: str, score: Score) -> float:
+        has_answer = score.extracted is not None and not completion.is_truncated
+        return form.reward * (in_order(text, form.markers) if form.markers else has_answer)
+
+    switches = {
+        "overlong": (length.enabled, overlong),
+        "perplexity": (perplexity.enabled, improbable),
+        "format": (form.reward > 0, formed),
+    }
+    return {name: addend for name, (is_on, addend) in switches.items() if is_on}
+
+
+def in_order(text: str, markers: Sequence[str]) -> bool:
+    """Return True if every marker occurs once in `text`, one behind the other."""
+    place = 0
+    for marker in markers:
+        found = text.find(marker, place)
+        if found < 0 or text.count(marker) != 1:
+            return False
+        place = found + len(marker)
+    return True
 
 
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: Files) -> EvaluationTask | None:

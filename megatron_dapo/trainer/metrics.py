@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 
 from megatron_dapo.config.schema import Config, QualityConfig
+from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
@@ -98,6 +99,15 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
         "rollout/truncated_share": mean([sample.completion.is_truncated for sample in _finished(samples)]),
         "rollout/duplicate_share": duplicates / max(1, len(samples)),
+        "rollout/injected_share": mean([TEMPLATE in group.prompt.extra for group in groups]),
+        "rollout/injected_accuracy": mean(
+            [
+                one.score.accuracy
+                for group in groups
+                if TEMPLATE in group.prompt.extra
+                for one in _finished(group.samples)
+            ]
+        ),
     }
 
 
@@ -126,12 +136,15 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ratios = [sample.repetition.zlib_ratio for sample in samples]
     num_tokens = max(1, sum(sample.completion.num_tokens for sample in samples))
     in_loops = sum(sample.repetition.loop_period * sample.repetition.loop_repeats for sample in samples)
+    nll = [-float(sample.completion.logprobs.mean()) for sample in kinds["correct_"] if sample.completion.num_tokens]
     probability = sum(float(np.exp(sample.completion.logprobs).sum(dtype=np.float64)) for sample in samples)
     return {
         **metrics,
         "quality/tail_loop_share": mean([sample.repetition.loop_repeats > 0 for sample in samples]),
         "quality/tail_loop_truncated_share": mean([sample.repetition.loop_repeats > 0 for sample in truncated]),
         "quality/tail_loop_token_share": in_loops / num_tokens,
+        "quality/nll_correct_p95": _percentile(nll, 95),
+        "quality/nll_correct_p995": _percentile(nll, 99.5),
         "quality/compression_mean": mean(ratios),
         "quality/compression_p01": _percentile(ratios, 1),
         "quality/probability_mean": probability / num_tokens,
@@ -187,7 +200,10 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
         "reward/std": _std(rewards),
         "reward/group_std_mean": mean([_std([one.reward for one in _finished(group.samples)]) for group in groups]),
         "reward/verifier_mean": mean([sample.reward_parts.get("verifier", 0.0) for sample in samples]),
-        "reward/overlong_mean": mean([sample.reward_parts.get("overlong", 0.0) for sample in samples]),
+        **{
+            f"reward/{part}_mean": mean([sample.reward_parts.get(part, 0.0) for sample in samples])
+            for part in ("overlong", "perplexity", "format")
+        },
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
         "reward/disagreement_share": disagreement_share,
     }

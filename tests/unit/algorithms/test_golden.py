@@ -21,7 +21,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import (
     prospective_lengths,
     raw_lambda,
 )
-from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
+from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
 from megatron_dapo.algorithms.off_policy import (
     OffPolicyInputs,
     importance_weights,
@@ -50,13 +50,12 @@ from megatron_dapo.rewards.repetition import ngram_repetition, tail_loop
 
 # Whoever builds one of these moves it to SECTIONS (or to the tests of its own package).
 LATER = {
-    "kl.*": "KL against a reference with its logits (DKL, GKL)",
+    "kl.*": "the generalized KL, asserted in tests/unit/ops/test_divergence.py",
     "seeds.budget": "dynamic sample budget",
     "seeds.stopping_bias": "dynamic sample budget",
     "seeds.filter_upper_bound_0_of_n": "prompt filter model",
     "seeds.rejection_sampling": "rejection-sampled fine-tuning data",
-    "seeds.soft_ppl": "soft perplexity penalty",
-    "seeds.adversarial_injection": "adversarial prompts",
+    "seeds.adversarial_injection": "variants sampled in the step that found their prompt solved; data.injection chooses by visit",
     "systems.*": "fault detection and resharding, tested in their own packages",
 }
 
@@ -529,6 +528,18 @@ def check_ucb_priority(section) -> None:
     assert_equal(ucb_priority([-1.0] * 160, 160, 100), section["mean-1_n160_step100"])
 
 
+def check_soft_perplexity(section):
+    nll = tensor(section["nll"])
+    assert_equal(nll.exp(), section["ppl"])
+    assert_equal(soft_perplexity_penalty(nll, 1.0, 1.5), section["one_sided a=1.0,b=1.5"])
+    banded = soft_perplexity_penalty(nll, 1.0, 1.5, low_start=0.2, low_end=0.05)
+    assert_equal(banded, section["band a=1,b=1.5,c=.2,d=.05"])
+    one = section["from_logp"]
+    mean = -tensor(one["logp"]).mean()
+    assert_equal(mean, one["nll_mean"])
+    assert_equal(soft_perplexity_penalty(mean, 1.0, 1.5), one["penalty"])
+
+
 SECTIONS: dict[str, Callable] = {
     "gae.gae_5tok_terminal_reward": check_gae,
     "gae.reward_decay": check_reward_decay,
@@ -549,6 +560,7 @@ SECTIONS: dict[str, Callable] = {
     "loss.gspo": check_gspo,
     "seeds.repetition": check_repetition,
     "seeds.ucb_priority": check_ucb_priority,
+    "seeds.soft_ppl": check_soft_perplexity,
 }
 
 

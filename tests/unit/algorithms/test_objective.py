@@ -9,7 +9,12 @@ import torch
 
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.config import load_config
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig, OffPolicyConfig, PpoClipLossConfig
+from megatron_dapo.config.algorithm_schema import (
+    AlgorithmConfig,
+    GeneralizedKlConfig,
+    OffPolicyConfig,
+    PpoClipLossConfig,
+)
 from megatron_dapo.types import MicroBatch
 
 
@@ -93,3 +98,18 @@ def test_a_recipes_loss_has_its_papers_bounds(micro_batch, loss, clipped):
     batch = replace(micro_batch, advantages=torch.ones(7))
     _, metrics = objective(batch, old + math.log(1.01), torch.zeros(7), BehaviorTerms(old))
     assert float(metrics["clip_high_sum"] / metrics["num_tokens"]) == clipped
+
+
+def test_the_generalized_kl_adds_both_terms_with_the_policy_loss_weights(micro_batch):
+    generator = torch.Generator().manual_seed(3)
+    old, new, mse, cross = (torch.rand(7, generator=generator) for _ in range(4))
+    mse[0] = float("nan")  # masked
+    section = GeneralizedKlConfig(coefficient=0.01, weighted_mse=2.0, cross_entropy=0.5)
+    with_gkl = PolicyObjective(AlgorithmConfig(gkl=section))
+    loss, metrics = with_gkl(micro_batch, -new, new, BehaviorTerms(-old), (mse, cross))
+    plain, _ = PolicyObjective(AlgorithmConfig())(micro_batch, -new, new, BehaviorTerms(-old))
+    trained = micro_batch.loss_mask > 0
+    expected = plain + 0.25 * 0.01 * (2.0 * mse[trained] + 0.5 * cross[trained]).sum()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(metrics["gkl_weighted_mse_sum"]) == pytest.approx(float(mse[trained].sum()))
+    assert float(metrics["gkl_cross_entropy_sum"]) == pytest.approx(float(cross[trained].sum()))

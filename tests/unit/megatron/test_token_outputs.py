@@ -21,7 +21,7 @@ def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def outputs(chunk: SimpleNamespace, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)) * 0.1
-    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=None)
+    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=None, num_tokens=9)
     found = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, name))
     return found.logprobs, found.entropy
 
@@ -60,3 +60,28 @@ def test_it_is_named_with_its_reason_before_anything_runs(chunk) -> None:
     assert implementation(chunk, HeadSettings(100, implementation="te_fp8")).reason.endswith("emulated in fp32")
     with pytest.raises(ValueError, match="no implementation 'fp8'"):
         implementation(chunk, HeadSettings(100, implementation="fp8"))
+
+
+@pytest.mark.parametrize("positions", [None, [2, 3, 8]])
+def test_the_loss_gets_the_divergence_from_a_reference(chunk, monkeypatch: pytest.MonkeyPatch, positions) -> None:
+    """Against log-softmax of all logits in fp64, at the response positions alone, with the gradient in the actor's states."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, other = (torch.randn(1, 9, 128, generator=generator).mul(0.1) for _ in range(2))
+    hidden.requires_grad_()
+    index = None if positions is None else torch.tensor(positions)
+    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=index, num_tokens=9)
+    kept = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, keeps_input=True)).head
+    assert token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4)).head is None
+    reference = actor.head_input(chunk, other, micro_batch, HeadSettings(100, 0.8, 4))
+    found = kept.divergence_from(reference, 0.5, "reference")
+    weight = actor.output_weight(chunk)[:100].double()
+    wide = hidden.detach().double().requires_grad_()
+    log_s, log_p = ((states[0].double() @ weight.T / 0.8).log_softmax(1) for states in (wide, other))
+    q, d = (log_p / 2).softmax(1), log_p - log_s
+    mse, cross = 0.5 * ((q * d.square()).sum(1) - (q * d).sum(1).square()), -(log_p.exp() * log_s).sum(1)
+    mask = torch.ones(9) if index is None else torch.zeros(9).index_fill(0, index, 1.0)
+    torch.testing.assert_close(found.weighted_mse.double(), mse * mask, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.cross_entropy.double(), cross * mask, rtol=1e-5, atol=1e-6)
+    (found.weighted_mse + 2 * found.cross_entropy).sum().backward()
+    ((mse + 2 * cross) * mask).sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)

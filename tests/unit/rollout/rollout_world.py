@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
-from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
 
 RIGHT, WRONG = 1, 2
@@ -146,7 +146,7 @@ class World:
     max_epochs: int | None = 1
     jitter: int = 0
     abort_rate: float = 0.0
-    overlong_penalty: Callable[[int], float] | None = None
+    addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     on_progress: Callable[[CollectProgress], None] | None = None
     version: int = 0
 
@@ -161,7 +161,7 @@ class World:
             stream=self.stream,
             prompts={prompt.prompt_id: prompt for prompt in prompts},
             engine=self.engine,
-            scorer=SampleScorer(FakeVerifier(), decode, self.overlong_penalty),
+            scorer=SampleScorer(FakeVerifier(), decode, self.addends),
             on_progress=self.on_progress,
         )
         self.collector = GroupCollector(inputs, self.settings, self.sampling, seed=SEED)

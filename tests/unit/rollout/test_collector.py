@@ -333,7 +333,7 @@ def test_rounds_count_the_groups_started_and_schedules_have_their_own_counter(ma
 
 def test_a_length_penalty_changes_rewards_but_never_the_filter(make_world: Callable) -> None:
     plain = make_world(MIXED * 10)
-    shaped = make_world(MIXED * 10, overlong_penalty=lambda length: -length / 10)
+    shaped = make_world(MIXED * 10, addends={"overlong": lambda completion, text, score: -completion.num_tokens / 10})
     expected, actual = plain.collector.collect(6), shaped.collector.collect(6)
     assert ids(expected) == ids(actual)
     for group in actual.groups:

@@ -39,7 +39,9 @@ def decode(tokens) -> str:
 
 def test_rewards_are_the_sum_of_named_parts() -> None:
     verifier = Recorder()
-    scorer = SampleScorer(verifier, decode, lambda length: -0.5 if length > 2 else 0.0)
+    scorer = SampleScorer(
+        verifier, decode, {"overlong": lambda completion, text, score: -0.5 if completion.num_tokens > 2 else 0.0}
+    )
     scored = scorer.score([sample("a", (5, 7)), sample("b", (5, 6, 7)), sample("c", (5,))])
     assert verifier.items == [("a", "57", "7", False), ("b", "567", "7", False), ("c", "5", "7", False)]
     assert scored["a"].reward_parts == {"verifier": 2.0, "overlong": 0.0}
@@ -66,7 +68,9 @@ def test_a_missing_score_is_an_error() -> None:
 
 def test_a_response_that_continues_is_not_scored() -> None:
     verifier = Recorder()
-    scored = SampleScorer(verifier, decode, lambda length: -1.0).unfinished(sample("a", (5, 6, 7), "abort"), 2)
+    scored = SampleScorer(verifier, decode, {"overlong": lambda completion, text, score: -1.0}).unfinished(
+        sample("a", (5, 6, 7), "abort"), 2
+    )
     assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0
     assert scored.window == Window(2, False) and scored.text == "567" and verifier.items == []
 

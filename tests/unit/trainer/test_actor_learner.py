@@ -143,3 +143,43 @@ def test_a_mini_batch_without_a_trained_token_makes_no_step(caplog: pytest.LogCa
     nothing = [replace(one, loss_mask=torch.zeros(4)) for one in make_samples(2)]
     result = make_learner(FakeActor(), epochs=1).learn(nothing, train_step=0, mismatch_gate=0.1)
     assert result.num_optimizer_steps == 0 and result.metrics["actor/trained_tokens"] == 0
+
+
+class DivergentHead:
+    """What the head saw; its divergence from the reference is the reference's number of calls at every token."""
+
+    def __init__(self, num_tokens: int, number: float = 0.0) -> None:
+        self.num_tokens, self.number = num_tokens, number
+
+    def divergence_from(self, reference: DivergentHead, gamma: float, weigh_by: str) -> SimpleNamespace:
+        assert (gamma, weigh_by, reference.num_tokens) == (0.25, "actor", self.num_tokens)
+        return SimpleNamespace(
+            weighted_mse=torch.full((self.num_tokens,), reference.number), cross_entropy=torch.ones(self.num_tokens)
+        )
+
+
+class GklActor(FakeActor):
+    def _outputs(self, num_tokens: int) -> Outputs:
+        found = super()._outputs(num_tokens)
+        found.head = DivergentHead(num_tokens)
+        return found
+
+    def forward_head_inputs(self, micro_batches, temperature):
+        self.calls.append("heads")
+        number = float(self.calls.count("heads"))
+        return [DivergentHead(one.num_tokens, number) for one in micro_batches]
+
+
+def test_the_reference_runs_before_each_step_where_the_generalized_kl_has_a_coefficient() -> None:
+    actor, reference = GklActor(), GklActor()
+    gkl = {"coefficient": 0.1, "gamma": 0.25, "weigh_by": "actor"}
+    config = make_config(training={"mini_batch_prompts": 2, "epochs": 2}, algorithm={"gkl": gkl})
+    phases = Phases()
+    learner = PolicyLearner(
+        actor, reference, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases)
+    )
+    metrics = learner.learn(make_samples(4), train_step=1).metrics
+    assert reference.calls.count("heads") == 4 and actor.calls.count("heads") == 0  # two mini-batches, two passes
+    assert metrics["actor/gkl_weighted_mse"] == pytest.approx(2.5)  # the mean of 1, 2, 3 and 4
+    assert metrics["actor/gkl_cross_entropy"] == pytest.approx(1.0)
+    assert make_learner(FakeActor(), 1).learn(make_samples(2), 1).metrics["actor/gkl_weighted_mse"] == 0.0

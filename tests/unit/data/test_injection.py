@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from megatron_dapo.data.injection import TEMPLATE, TEMPLATES, Injection, injection_of, variants
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.data.template import PromptTemplate
+from megatron_dapo.types import Prompt
+
+TEXT = "Tom has 81 stamps. Tom sells 2. How many stamps does Tom have? Answer: $Answer"
+
+
+def prompt(name: str = "a", answer: str = "79", role: str = "user") -> Prompt:
+    messages = ({"role": "system", "content": "Be brief."}, {"role": role, "content": TEXT})
+    return Prompt(name, messages, (1,), answer, extra={"index": 3})
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+PLAIN = PromptTemplate(Letters(), "plain")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_variant_changes_the_users_turn_and_keeps_answer_and_problem(template: str) -> None:
+    [one] = variants([prompt()], [template], PLAIN, 500, seed=0)["a"]
+    assert one.prompt_id == f"a~{template}" and one.answer == "79"
+    assert one.messages[0] == prompt().messages[0] and one.messages[1]["role"] == "user"
+    text = one.messages[1]["content"]
+    assert text != TEXT and one.token_ids == PLAIN.render(one.messages)
+    # Every word of the problem is there, in its order, numbers unchanged.
+    assert " ".join(text.lower().split()).endswith(" ".join(TEXT.lower().split()))
+    assert one.extra == {"index": 3, TEMPLATE: template}
+
+
+def test_a_hint_is_never_right_and_needs_a_whole_number() -> None:
+    for seed in range(200):
+        [one] = variants([prompt(answer="-7")], ["wrong_hint"], PLAIN, 500, seed)["a"]
+        hint = re.match(r"A colleague is sure that the answer is (-?\d+)\.", one.messages[-1]["content"])
+        assert int(hint[1]) != -7
+    assert variants([prompt(answer="1/2"), prompt("b", answer="x")], ["wrong_hint"], PLAIN, 500, 0) == {}
+
+
+def test_long_variants_and_prompts_without_a_users_turn_are_left_out() -> None:
+    assert variants([prompt()], ["distractor"], PLAIN, len(TEXT), 0) == {}
+    assert variants([prompt(role="assistant")], list(TEMPLATES), PLAIN, 500, 0) == {}
+    with pytest.raises(
+        ValueError, match="unknown injection template 'hint': choose among distractor, wrong_hint, noise"
+    ):
+        variants([prompt()], ["hint"], PLAIN, 500, 0)
+
+
+def test_equal_seeds_give_equal_variants_whatever_the_other_prompts_are() -> None:
+    alone = variants([prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"]
+    assert variants([prompt("a"), prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"] == alone
+    assert variants([prompt("b")], list(TEMPLATES), PLAIN, 500, 8)["b"] != alone
+
+
+def test_the_share_of_variants_follows_rate_and_ramp() -> None:
+    injection = Injection({"a": ("a~x", "a~y")}, rate=0.25, ramp_prompts=1000, seed=1)
+    chosen = [injection.chosen("a", visit) for visit in range(5000)]
+    shares = [
+        sum(name != "a" for name in chosen[start:end]) / (end - start)
+        for start, end in ((0, 500), (500, 1000), (1000, 5000))
+    ]
+    assert shares == pytest.approx([0.0625, 0.1875, 0.25], abs=0.035)
+    assert chosen.count("a~x") == pytest.approx(chosen.count("a~y"), rel=0.2)
+    assert {injection.chosen("b", visit) for visit in range(100)} == {"b"}
+
+
+def test_a_resumed_stream_chooses_the_same_variants_and_takes_them_back() -> None:
+    prompts = [prompt(name) for name in "abcdefgh"]
+    injection, by_id = injection_of(prompts, list(TEMPLATES), 0.5, 0, 3, PLAIN, 500)
+
+    def stream() -> PromptStream:
+        return PromptStream([one.prompt_id for one in prompts], 3, injection=injection)
+
+    whole, first = stream(), stream()
+    expected = [whole.next() for _ in range(40)]
+    assert 8 < sum("~" in name for name in expected) < 32
+    assert {name for name in expected if "~" in name} <= by_id.keys()
+    assert [name.split("~")[0] for name in expected] == [
+        plain.next() for plain in [PromptStream([one.prompt_id for one in prompts], 3)] for _ in range(40)
+    ]
+    seen = [first.next() for _ in range(13)]
+    injected = next(name for name in seen if "~" in name)
+    first.requeue(injected)
+    second = stream()
+    second.load_state_dict(first.state_dict())
+    assert [second.next() for _ in range(28)] == [injected, *expected[13:]]
+
+
+def test_templates_are_those_of_the_configuration() -> None:
+    from typing import get_args
+
+    from megatron_dapo.config.rollout_schema import InjectionTemplate
+
+    assert set(get_args(InjectionTemplate)) == set(TEMPLATES)
+    assert TEMPLATES["noise"]("", "1", random.Random(0)) == ""
