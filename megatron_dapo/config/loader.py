@@ -67,6 +67,17 @@ def config_from_dict(tree: Mapping[str, Any], directory: str | Path = ".") -> Co
     return _build(_flatten(tree, origin="dict", directory=Path(directory)), source="configuration").config
 
 
+def overrides_of(tree: Mapping[str, Any], directory: str | Path = ".") -> tuple[str, ...]:
+    """Return nested plain values as overrides "a.b=value"; relative inputs are from `directory`. Unknown keys are left
+    to `load_config`, which names them."""
+    flat = _flatten(tree, origin="", directory=Path(directory))
+    values = {
+        path: _absolute_inputs(path, value) if path in leaf_fields() else value.value for path, value in flat.items()
+    }
+    # JSON writes scalars and lists as TOML does.
+    return tuple(f"{path}={json.dumps(value, default=_refuse)}" for path, value in values.items())
+
+
 def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
     """Write every value with its origin as JSON; `read_resolved` gives back an equal LoadedConfig."""
     document = {"config": loaded.config.model_dump(mode="json"), "origins": dict(loaded.origins)}
@@ -94,7 +105,7 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
         loop = " -> ".join(str(path) for path in (*chain, resolved))
         problem = Violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")
         raise ConfigError([problem], str(recipe))
-    tree = _read_toml(recipe)
+    tree = read_toml(recipe)
     # Flattened before merging, so that a child changes one key of a table and a list is replaced as a whole.
     base = tree.pop("base", None)
     own = _flatten(tree, origin=str(recipe), directory=recipe.parent)
@@ -116,7 +127,8 @@ def _layered(lower: dict[str, _Value], upper: dict[str, _Value]) -> dict[str, _V
     return {**lower, **upper}
 
 
-def _read_toml(recipe: Path) -> dict[str, Any]:
+def read_toml(recipe: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError for one that is missing or broken."""
     try:
         return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -295,14 +307,19 @@ def _name_unions(tree: dict[str, Any]) -> None:
 
 
 def _absolute_inputs(path: str, value: _Value) -> Any:
-    field = leaf_fields()[path]
-    # pydantic takes the mark off a single path's annotation, and leaves it on the items of a list.
-    items = [getattr(item, "__metadata__", ()) for item in typing.get_args(field.annotation)]
-    if not any(isinstance(mark, RelativeToRecipe) for marks in (field.metadata, *items) for mark in marks):
+    if not is_input(path):
         return value.value
     if isinstance(value.value, list | tuple):
         return [_absolute(item, value.directory) for item in value.value]
     return _absolute(value.value, value.directory)
+
+
+def is_input(path: str) -> bool:
+    """Return True if the field `path` holds files that a run reads, relative to its recipe."""
+    field = leaf_fields()[path]
+    # pydantic takes the mark off a single path's annotation, and leaves it on the items of a list.
+    items = [getattr(item, "__metadata__", ()) for item in typing.get_args(field.annotation)]
+    return any(isinstance(mark, RelativeToRecipe) for marks in (field.metadata, *items) for mark in marks)
 
 
 def _absolute(value: Any, directory: Path) -> Any:

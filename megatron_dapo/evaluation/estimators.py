@@ -139,6 +139,45 @@ def bootstrap_mean(
     return Estimate(float(data.mean()), low, high)
 
 
+def student_mean(values: Sequence[float], *, confidence: float = 0.95) -> Estimate:
+    """Return the mean of a few independent values, such as one a seed, and Student's interval of it.
+
+    A bootstrap of three values would cover far less than its name says. One value has no interval: low = high = value.
+    """
+    if not values or not 0.0 < confidence < 1.0:
+        raise ValueError(
+            f"Student's interval: {len(values)} values, confidence {confidence}; want one or more, in (0, 1)"
+        )
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Estimate(mean, mean, mean)
+    degrees = len(values) - 1
+    variance = math.fsum((value - mean) ** 2 for value in values) / degrees
+    reach = student_quantile(degrees, confidence) * math.sqrt(variance / len(values))
+    return Estimate(mean, mean - reach, mean + reach)
+
+
+def student_quantile(degrees: int, confidence: float) -> float:
+    """Return t with P(|T| <= t) = confidence, for Student's T with whole degrees of freedom (Abramowitz and Stegun, 26.7.3
+    and 26.7.4)."""
+    low, high = 0.0, math.pi / 2
+    while high - low > 1e-15:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_share(degrees, middle) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def _student_share(degrees: int, angle: float) -> float:
+    """Return P(|T| <= t) at tan(angle) = t / sqrt(degrees)."""
+    odd, cosine = degrees % 2, math.cos(angle)
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return (angle + total) * 2 / math.pi if odd else total
+
+
 def estimate_metrics(records: Sequence[ProblemRecord], *, seed: int = 0) -> dict[str, Estimate]:
     """Return every metric of `problem_values` as a mean over problems with its interval."""
     return {name: bootstrap_mean(values, seed=seed) for name, values in problem_values(records).items()}

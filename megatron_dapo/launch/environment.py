@@ -173,6 +173,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def visible_devices(count: int) -> tuple[str, ...]:
+    """Return the names of this process's `count` GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
 def batch_job() -> str:
     """Return the number of the Slurm job, the same when it is requeued; "" outside one."""
     return os.environ.get("SLURM_JOB_ID", "")

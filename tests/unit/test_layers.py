@@ -20,7 +20,7 @@ LAYERS = {
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
-    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "demo", "cli"), 5),
+    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "ablation", "demo", "cli"), 5),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
 SIDEWAYS = {
@@ -40,6 +40,7 @@ HEAVY = {
     "typer": {"cli"},
     "tensorboard": {"telemetry"},
     "gradio": {"demo"},
+    "matplotlib": {"ablation"},
     "pickle": {"bridge"},  # SGLang's stock endpoint takes nothing else; nothing is ever unpickled, see below
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")

@@ -12,7 +12,10 @@ from megatron_dapo.config import ArchitectureFacts, load_config, validate
 from megatron_dapo.config.schema import leaf_fields
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+TOML_FILES = sorted((ROOT / "examples").rglob("*.toml"))
+RECIPES = [
+    path for path in TOML_FILES if "[[variants]]" not in path.read_text(encoding="utf-8")
+]  # the others are grids
 QWEN_32B = ArchitectureFacts(
     num_layers=64,
     num_attention_heads=40,

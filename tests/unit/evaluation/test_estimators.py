@@ -17,6 +17,8 @@ from megatron_dapo.evaluation.estimators import (
     problem_values,
     reported_ks,
     response_rates,
+    student_mean,
+    student_quantile,
 )
 
 
@@ -148,3 +150,25 @@ def test_a_ragged_record_is_refused():
         record("a", [1, 0], extracted=["42"])
     with pytest.raises(ValueError, match="at least one problem"):
         problem_values([])
+
+
+# Table of the t distribution, two-sided.
+@pytest.mark.parametrize(
+    ("degrees", "confidence", "expected"),
+    [(1, 0.95, 12.7062), (2, 0.95, 4.30265), (3, 0.95, 3.18245), (10, 0.99, 3.16927), (31, 0.9, 1.69552)],
+)
+def test_quantiles_of_student_are_those_of_the_table(degrees, confidence, expected):
+    assert student_quantile(degrees, confidence) == pytest.approx(expected, rel=2e-6)
+
+
+def test_the_interval_of_a_few_normal_values_covers_the_mean_as_often_as_it_says():
+    draws = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    intervals = [student_mean(values) for values in draws]
+    covered = sum(each.low <= 0 <= each.high for each in intervals) / len(intervals)
+    assert covered == pytest.approx(0.95, abs=0.012)
+
+
+def test_one_value_has_no_interval():
+    assert student_mean([0.25]) == Estimate(0.25, 0.25, 0.25)
+    with pytest.raises(ValueError, match="0 values"):
+        student_mean([])

@@ -58,7 +58,7 @@ def pins(path: Path) -> dict[str, str]:
 
 def test_metadata(metadata: dict[str, Any]) -> None:
     assert metadata["name"] == "megatron-dapo" and metadata["version"] == megatron_dapo.__version__
-    assert set(metadata["extras_require"]) == {"gpu", "sglang", "quantize", "dev"}
+    assert set(metadata["extras_require"]) == {"gpu", "sglang", "quantize", "plots", "dev"}
     assert {"megatron_dapo", "megatron_dapo.config", "megatron_dapo.cli"} <= set(metadata["packages"])
     assert not [name for name in metadata["packages"] if name.startswith("tests")]
 

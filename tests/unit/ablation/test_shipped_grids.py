@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.ablation.grid import read_grid
+from megatron_dapo.ablation.runs import plan_runs
+from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
+from megatron_dapo.config import load_config
+
+DIRECTORY = Path(__file__).resolve().parents[3] / "examples" / "grids"
+GRIDS = sorted(path for path in DIRECTORY.glob("*.toml") if "[[variants]]" in path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_every_variant_may_run_and_is_compared_by_one_protocol(path: Path) -> None:
+    grid = read_grid(path)
+    assert grid.output_dir == Path("runs/ablations") / path.stem and len(grid.seeds) >= 3 and grid.question
+    runs = plan_runs(grid, ONE_NODE_OF_CPUS, "abc")
+    configs = [load_config(run.variant.recipe, run.overrides).config for run in runs]
+    protocols = {
+        (c.evaluation.model_copy(update={"interval": 0}), c.evaluation_response_tokens, c.data.eval_paths)
+        for c in configs
+    }
+    assert len(protocols) == 1
+    # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing.
+    assert {c.rollout.prompts_per_step * c.rollout.group_size for c in configs} == {128}
+    assert {c.rollout.prompts_per_step // c.training.mini_batch_prompts for c in configs} == {4}
+
+
+def test_the_grid_of_dapos_table_ends_with_dapo() -> None:
+    first, *_, last = read_grid(DIRECTORY / "dapo_table1.toml").variants
+    grpo, whole = (load_config(variant.recipe, variant.overrides).config for variant in (first, last))
+    assert whole.model_dump() == load_config(DIRECTORY / "short.toml").config.model_dump()
+    assert not grpo.rollout.filter_groups and not grpo.reward.overlong_punishment.enabled
+    assert (grpo.algorithm.loss.clip_ratio_high, grpo.algorithm.loss.aggregation) == (0.2, "sample_mean")
