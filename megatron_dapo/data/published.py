@@ -225,7 +225,7 @@ def download(name: str, revision: str = "main") -> list[Path]:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{name}: {published.repository} ({', '.join(published.files)}) cannot be taken from the Hub: {reason}; fetch it "
-            f"elsewhere and name it: megatron-dapo data prepare {name} FILE"
+            f"on another machine and name it: megatron-dapo data prepare {name} FILE"
         ) from error
 
 

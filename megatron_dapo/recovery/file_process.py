@@ -101,7 +101,7 @@ class FileProcess(Files):
         return FileEntry(**entry)
 
     def close(self) -> None:
-        """End the process, once it has done what it was asked for, or soon."""
+        """End the process, once it has answered all requests, or soon."""
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
         try:

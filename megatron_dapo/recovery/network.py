@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dapo.recovery.evidence import interfaces_up, neighbors
 
 _DATAGRAM = 60_000
-_PORT = 33434  # of UDP, where nobody listens: traceroute's first
+_PORT = 33434  # of UDP, without a listener: traceroute's first
 _NUM_ASKED = 4
 _SILENT_S = 3.5  # of another node, until third machines are asked
 _ASK_S = 1.0  # between two questions then
@@ -134,7 +134,7 @@ def _resolved(leader: tuple[str, int]) -> tuple:
 class OwnLink:
     """The link of this node: lost if an interface has no carrier, or if no machine answers any more.
 
-    A question is a datagram to a port where nobody listens. The kernel of the machine there says so by ICMP, which arrives
+    A question is a datagram to a port without a listener. The kernel of the machine there says so by ICMP, which arrives
     as ECONNREFUSED on a connected socket; it needs no privilege. Those asked are on the local network of the run's nodes.
     """
 

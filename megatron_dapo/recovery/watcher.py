@@ -473,7 +473,7 @@ class Watcher:
     def _silence(self, now: float) -> dict[str, Any]:
         """Return how long the ranks of this node have been silent, and what each does where that matters."""
         living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
-        # The end of a rank is a move: those that waited for it have had no time to go on.
+        # The end of a rank is a move: those that waited for it have had no time to continue.
         idle = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
         is_bounded = any(rank.waiting(now)[0] == "bounded" for rank in living)
         details = []
