@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass
 class SittingResult:
-    """What a sitting did."""
+    """Outcome of a sitting."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # a line each
