@@ -28,7 +28,7 @@ VERDICT_S = 60.0
 SLURM_S = 120.0
 HOLD_S = 20.0  # of a fault that the run must survive, where it can be taken out
 _TYPICAL_S = {"generate": 1.0, "score": 0.7, "train": 0.4, "weight_sync": 0.05, "checkpoint": 0.05, "evaluate": 2.0}
-NUM_REPLAYS = 2  # of the last steps, whose checkpoints are kept
+NUM_REPLAYS = 2  # of the last steps; of each the checkpoint before it is kept, and one may be newer
 _WRITING = frozenset({"record", "checkpoint"})
 MAX_SUBMITTED = 3  # jobs for one fault: the one before it may have ended its own
 _VISITS = 8  # of a phase, before a fault comes at its begin
@@ -63,7 +63,7 @@ class Campaign:
         name = f"run{self._num_runs}"
         shutil.rmtree(self.disk / "out", ignore_errors=True)
         run = ClusterRun(
-            self.cluster, self.environment, self.directory / name, self.disk, configuration, self.engine_python, keep=3
+            self.cluster, self.environment, self.directory / name, self.disk, configuration, self.engine_python, keep=4
         )
         injector = Injector(self.cluster, self.disk)
         # The number of results so far is part of the seed: a repeated cell draws other moments.

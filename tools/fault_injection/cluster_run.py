@@ -67,7 +67,7 @@ servers_per_node = 1
 weight_sync_bucket_mb = 8
 max_running_requests = 64
 """
-_COLOCATED = f'engine = "sglang"\n{SERVERS}placement = "colocated"\nweight_sync_transport = "shared_memory"\n'
+_COLOCATED = f'engine = "sglang"\n{SERVERS}placement = "colocated"\nweight_sync_transport = "shared_memory"\nmax_restarts = 100\n'
 # What generates. In `servers_job` servers end with the trainer, so that every restart is one of the whole job.
 CONFIGURATIONS = {
     "embedded": 'engine = "embedded"',
