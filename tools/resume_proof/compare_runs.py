@@ -88,10 +88,11 @@ def _raw_tensors(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def _record_differences(first: Path, second: Path, until: float = float("inf")) -> Iterator[str]:
-    if first.is_file() != second.is_file():
+    ours, theirs = ([each for each in _lines(path) if each["train_step"] <= until] for path in (first, second))
+    # A run that has not come to its first evaluation has no file of them.
+    if first.is_file() != second.is_file() and (ours or theirs):
         yield f"{first.name}: in one run only"
         return
-    ours, theirs = ([each for each in _lines(path) if each["train_step"] <= until] for path in (first, second))
     steps = [[record["train_step"] for record in records] for records in (ours, theirs)]
     if steps[0] != steps[1]:
         yield f"{first.name}: records of steps {steps[0]} and {steps[1]}"
