@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,9 @@ def run_page(run: Path, base: str, trained: str, packages: Path, port: int) -> i
         }
         if port:
             environment["GRADIO_SERVER_PORT"] = str(port)
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # else the page would outlive this process
         process = subprocess.Popen([sys.executable, str(program)], cwd=directory, env=environment)
         try:
             return process.wait()
