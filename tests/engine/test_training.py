@@ -143,7 +143,7 @@ def check_nothing_is_left(run: Run) -> None:
 
 def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run]) -> None:
     """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
-    run = train("rollout.max_staleness=0")
+    run = train(*ON_POLICY)
     run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
     run.kill_engine()
     restarted, pause = "engine_0.1.log", "POST /pause_generation"
@@ -192,7 +192,7 @@ def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path)
     """Generation requests go to the router alone and reach both servers; both get every version."""
     if not is_installed(engine_python):
         pytest.skip(f"sglang_router is not installed for {engine_python} (make test-engine does that)")
-    run = train("sglang.router=true", "sglang.servers_per_node=2", "rollout.max_staleness=0")
+    run = train("sglang.router=true", "sglang.servers_per_node=2", *ON_POLICY)
     summary = run.finish()
     assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
     check_samples(run)
@@ -228,6 +228,7 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
     assert rows[1]["rollout/staleness_mean"] > 0
 
 
+ON_POLICY = ("rollout.oversample=1.0", "rollout.max_staleness=0")
 P2P = ('sglang.placement="disaggregated"', 'sglang.weight_sync_transport="p2p"')
 
 
@@ -243,7 +244,7 @@ def test_the_server_outlives_a_killed_trainer_rank_which_is_started_again(
     train: Callable[..., Run], moment: str, settings: tuple[str, ...]
 ) -> None:
     """kill -9 of rank 1 while the server generates, or waits for that rank's share of the weights."""
-    run = train("rollout.max_staleness=0", "checkpoint.interval=1", *settings, restarts=2)
+    run = train(*ON_POLICY, "checkpoint.interval=1", *settings, restarts=2)
     run.wait_until("the first step", lambda: len(run.rows("metrics.jsonl")) >= 1)
     [server] = run.servers()
     [supervisor] = server.parents()[:1]
