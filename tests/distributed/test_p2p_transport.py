@@ -247,7 +247,7 @@ def test_a_lost_engine_rank_ends_the_sync_to_the_other_rank(monkeypatch) -> None
     broken(monkeypatch, "send", 1, 2, lambda group: time.sleep(1.5))
     start = time.monotonic()
     reports = update_all(syncs, 1, world.weights(1))
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 15  # not the deadline of a transfer
     assert not any(report.is_complete for report in reports) and "member 2" in reports[0].failures[0]
     close_all(syncs)
 
