@@ -146,7 +146,7 @@ def test_a_mini_batch_without_a_trained_token_makes_no_step(caplog: pytest.LogCa
 
 
 class DivergentHead:
-    """What the head saw; its divergence from the reference is the reference's number of calls at every token."""
+    """Record of what the head saw; its divergence from the reference is the reference's number of calls at every token."""
 
     def __init__(self, num_tokens: int, number: float = 0.0) -> None:
         self.num_tokens, self.number = num_tokens, number
