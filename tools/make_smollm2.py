@@ -10,6 +10,7 @@ transformers reads the GGUF file, with the packages of requirements/smollm2-cpu-
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import importlib.util
 import json
@@ -56,7 +57,13 @@ def find_package() -> Path:
 
 def dequantize(file: Path, output: Path, dtype: torch.dtype) -> str:
     """Write model, tokenizer and chat template of a GGUF file as a Hugging Face directory; return where they are from."""
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    # transformers 5.23 and newer does not write a model that came from a GGUF file.
+    config = copy.deepcopy(read.config)
+    for name in ("quantization_config", "_name_or_path"):
+        config.__dict__.pop(name, None)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(read.state_dict())
     # A name of the file's making, which is no field of a Llama config.
     del model.config._model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -1,6 +1,7 @@
-"""Causal attention over packed sequences with torch's scaled_dot_product_attention, rotary embedding included.
+"""Causal attention over packed sequences with torch's own kernels, rotary embedding included.
 
-Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow when there are many short ones, so
+Tokens arrive packed, [P, heads, head_dim]. On a GPU one call of torch's flash attention takes all sequences
+(`flash_attention`). Elsewhere one kernel call a sequence is slow when there are many short ones, so
 sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
 Causality alone keeps real queries from the padding on the right, so no mask is needed, except where a window hides the
 start of a sequence.
@@ -12,6 +13,8 @@ ranks, and a mask hides the keys in a query's future.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +30,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 # much as this amount of padding.
 SLACK_TOKENS = 32
 SLACK_FRACTION = 0.25
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_CAPABILITY = (8, 0)
+MAX_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -256,8 +263,38 @@ def angles_of(angles: torch.Tensor, config: Any, is_local: bool) -> torch.Tensor
     return angles.unflatten(-1, (2, 2, -1))[..., int(is_local), :].flatten(-2)
 
 
+def has_flash_attention(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return True if torch's flash attention over packed sequences (torch 2.10) can compute this on the current device."""
+    return dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM and _has_flash_kernels()
+
+
+@functools.cache
+def _has_flash_kernels() -> bool:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        return False
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attend within each sequence (FlashAttention-2, arXiv:2307.08691): query [P, heads, head_dim], key and value [P, groups,
+    head_dim] -> [P, heads * head_dim]. Its backward pass repeats bit for bit where torch's deterministic algorithms are on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=seen)
+    return out.flatten(1)
+
+
 class PackedAttention(torch.nn.Module):
-    """Core attention of our own layers: packed sequences only, grouped queries, no dropout."""
+    """Core attention: packed sequences only, grouped queries, no dropout."""
 
     def __init__(
         self,
@@ -283,6 +320,8 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Map query [P, heads, head_dim], key and value [P, groups, head_dim] to [P, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedSequences), "attention needs packed sequences"
+        if self.context_group is None and query.is_cuda and has_flash_attention(query.dtype, query.size(-1)):
+            return flash_attention(query, key, value, packed_seq_params, self.window, self.scale)
         plan = packed_seq_params.attention_plan(self.window)
         if self.context_group is not None:
             # One collective for both.

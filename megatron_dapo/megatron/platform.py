@@ -171,18 +171,21 @@ class _Stream:
         """Do nothing."""
 
 
-def dispatcher_streams() -> tuple[Replacement, ...]:
-    """The stream on which the all-to-all dispatcher of tokens copies counts to the host is one that does nothing.
+def streams() -> tuple[Replacement, ...]:
+    """Streams of the token dispatcher and of the gradient buffers do nothing.
 
-    transformer/moe/token_dispatcher.py:445 makes it; :871-874, :895, :899 use it.
+    transformer/moe/token_dispatcher.py:445 makes one to copy counts to the host; :871-874, :895, :899 use it.
+    distributed/param_and_grad_buffer.py waits for the current one before it reduces (0.19.2: :632, 0.16.1 only where
+    communication overlaps).
     """
-    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     stream = _Stream()
     cuda = Overlay(
         torch.cuda,
         {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext()},
     )
-    return (Replacement(module, "torch", Overlay(torch, {"cuda": cuda})),)
+    names = ("transformer.moe.token_dispatcher", "distributed.param_and_grad_buffer")
+    overlay = Overlay(torch, {"cuda": cuda})
+    return tuple(Replacement(importlib.import_module(f"megatron.core.{name}"), "torch", overlay) for name in names)
 
 
 def dispatcher_counts() -> tuple[Replacement, ...]:
@@ -240,7 +243,7 @@ PATCHES = MappingProxyType(
         "moves_to_cuda": moves_to_cuda,
         "random_states": random_states,
         "quiet_fork": quiet_fork,
-        "dispatcher_streams": dispatcher_streams,
+        "streams": streams,
         "dispatcher_counts": dispatcher_counts,
         "uneven_collectives": uneven_collectives,
     }

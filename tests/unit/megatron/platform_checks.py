@@ -121,7 +121,7 @@ BEHAVIORS: dict[str, Callable[[], None]] = {
     "moves_to_cuda": tied_output_weight,
     "random_states": recompute_with_dropout,
     "quiet_fork": quiet,
-    "dispatcher_streams": dispatch,
+    "streams": dispatch,
     "dispatcher_counts": exchange_tokens,
 }
 
