@@ -3,16 +3,19 @@
     python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none] [--profile]
 
 The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 main params), on random weights made on the
-device; packed sequences whose lengths have a long tail; the token-mean policy gradient. A step is all its micro-batches
-forward and backward, the sum over ranks, clipping and AdamW. Medians over rounds; the device has finished when the clock
-stops. Sides run one after the other, each on a model of its own from the same seed:
+device; packed sequences whose lengths have a long tail, drawn anew for each step as in training, where no two micro-batches
+are alike; the token-mean policy gradient. A step is all its micro-batches forward and backward, the sum over ranks,
+clipping and AdamW. Medians over rounds; the device has finished when the clock stops. Sides run one after the other, each
+on a model of its own from the same seed:
 
     bf16                 everything in bf16
     fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
     fp8_param            the same with weights kept as FP8 alone, beside their main params
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
+    bf16_flash           bf16 with torch's flash attention instead of Transformer Engine's
+    bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
 
-    tokens_per_second    real tokens of the step (no padding) / its seconds
+    tokens_per_second    real tokens of a step (no padding) / its seconds
     mfu                  FLOPs the mathematics needs / seconds / the device's dense bf16 peak, for FP8 sides too:
                          6 N T + 6 L D sum(s^2), with N the weights that multiply (layers and output matrix), T real
                          tokens, L layers, D query heads x their size, s the length of each sequence (causal attention
@@ -28,6 +31,8 @@ device; its figures mean nothing.
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +41,7 @@ from typing import Any
 import program
 import torch
 import torch.distributed as dist
-from program import Benchmark, Missing, Row, Rows, bf16_peak, machine_name, median_s, rounds_of
+from program import Benchmark, Missing, Row, Rows, bf16_peak, finish, machine_name, rounds_of
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -101,6 +106,8 @@ class Side:
 
     precision: PrecisionConfig
     head: str = "auto"
+    attention: str = "auto"
+    repeats_lengths: bool = False
 
 
 SIDES: Mapping[str, Side] = {
@@ -108,6 +115,8 @@ SIDES: Mapping[str, Side] = {
     "fp8_blockwise": Side(PrecisionConfig(recipe="fp8_blockwise")),
     "fp8_param": Side(PrecisionConfig(recipe="fp8_blockwise", fp8_param=True)),
     "fp8_blockwise_head": Side(PrecisionConfig(recipe="fp8_blockwise"), "te_fp8"),
+    "bf16_flash": Side(PrecisionConfig(recipe="bf16"), attention="flash"),
+    "bf16_repeated": Side(PrecisionConfig(recipe="bf16"), repeats_lengths=True),
 }
 
 
@@ -125,9 +134,9 @@ def architecture_of(model: str) -> ModelArchitecture:
     return ModelArchitecture.from_config({**QWEN, **MODELS[model]})
 
 
-def draw_lengths(work: Work) -> list[int]:
+def draw_lengths(work: Work, step: int = 0) -> list[int]:
     """Most responses are short and a few reach the limit: log-normal, median a sixth of it, cut at it."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED + step)
     lengths: list[int] = []
     while sum(lengths) < work.step_tokens:
         drawn = torch.randn((), generator=generator).exp().item() * work.max_length / 6
@@ -185,7 +194,9 @@ def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayou
 def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[MegatronActor, ParallelLayout]:
     layout = ParallelLayout(1, token_multiple=token_multiple(side.precision.recipe))
     settings = ActorSettings(
-        model=ModelSettings("bfloat16", recompute, side.precision), head_implementation=side.head, seed=SEED
+        model=ModelSettings("bfloat16", recompute, side.precision, side.attention),
+        head_implementation=side.head,
+        seed=SEED,
     )
     return MegatronActor(architecture, layout, settings, fill_randomly), layout
 
@@ -203,33 +214,46 @@ def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
 
 def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Namespace) -> Row:
     work, device = work_of(arguments), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lengths = draw_lengths(work)
     try:
         actor, layout = build(side, architecture, arguments.recompute)
-    except (ValueError, ImportError) as error:  # a precision or head that cannot run here
+    except (ValueError, ImportError) as error:  # a precision, head or attention that cannot run here
         raise Missing(str(error)) from None
-    samples = make_samples(lengths, architecture.vocab_size)
     limits = MicroBatchLimits(max_tokens=work.micro_batch_tokens)
-    micro_batches = build_micro_batches(samples, token_mean(samples), layout, 0, limits)
     losses: list[float] = []
 
-    def train() -> None:
+    def micro_batches_of(lengths: Sequence[int]) -> list[MicroBatch]:
+        samples = make_samples(lengths, architecture.vocab_size)
+        return build_micro_batches(samples, token_mean(samples), layout, 0, limits)
+
+    def train(micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the seconds of a step."""
+        finish(device)
+        started = time.perf_counter()
         result = actor.train_step(micro_batches, policy_gradient, 1.0, LEARNING_RATE)
+        finish(device)
         losses.append(result.metrics["nll"])
         if not result.applied:
             raise ValueError(f"the gradients of step {len(losses)} were not finite")
+        return time.perf_counter() - started
+
+    def next_lengths() -> list[int]:
+        return draw_lengths(work, 0 if side.repeats_lengths else len(losses))
 
     for _ in range(arguments.warm_up):
-        train()
+        train(micro_batches_of(next_lengths()))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the peak of steady steps, not that of building the model
-    seconds = median_s(train, device, rounds_of(arguments))
+    rows: list[tuple[float, int, float]] = []  # seconds, tokens and flops of each step
+    for _ in rounds_of(arguments):
+        lengths = next_lengths()
+        rows.append((train(micro_batches_of(lengths)), sum(lengths), flops_of(architecture, lengths)))
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    tflops = flops_of(architecture, lengths) / seconds / 1e12
+    tflops = statistics.median(flops / seconds for seconds, _, flops in rows) / 1e12
     peak = bf16_peak(machine_name(device))
+    micro_batches = micro_batches_of(lengths)
     return {
-        "step_ms": 1e3 * seconds,
-        "tokens_per_second": sum(lengths) / seconds,
+        "step_ms": 1e3 * statistics.median(seconds for seconds, _, _ in rows),
+        "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens, _ in rows),
         "tflops": tflops,
         "mfu": tflops * 1e12 / peak if peak else None,
         "padded_tokens": sum(micro_batch.token_ids.numel() for micro_batch in micro_batches),
@@ -238,17 +262,17 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "first_nll": losses[0],
         "last_nll": losses[-1],
         "peak_gb": peak_bytes / 1e9 if peak_bytes else None,
-        **(profiled(train, device) if arguments.profile else {}),
+        **(profiled(lambda: train(micro_batches), device) if arguments.profile else {}),
     }
 
 
-def profiled(train: Callable[[], None], device: torch.device) -> Row:
+def profiled(train: Callable[[], float], device: torch.device) -> Row:
     """Milliseconds of the kernels of one step; on a CPU, of torch's operators."""
     on_device = device.type == "cuda"
     # The CPU's events of a step on a device are many, and take longer to sum up than a case may last.
     activities = [ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU]
     with profile(activities=activities) as found:
-        seconds = median_s(train, device, iter(range(1)))
+        seconds = train()
     name = "self_device_time_total" if on_device else "self_cpu_time_total"
     # With a device, an operator's own entry repeats the time of the kernels it started.
     events = [event for event in found.key_averages() if not on_device or event.device_type.name == "CUDA"]

@@ -16,6 +16,7 @@ from megatron_dapo.config.section import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+AttentionImplementation = Literal["auto", "flash"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "te_fp8"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -49,6 +50,11 @@ class ModelConfig(Section):
     """What computes log-probs and entropy. auto: triton for a 16-bit model on compute capability 8.0 or more, else
     chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. te_fp8: FP8
     products, an approximation."""
+
+    attention_implementation: AttentionImplementation = "auto"
+    """What computes attention. auto: Transformer Engine's kernels within its layers, else torch's. flash: torch's flash
+    attention within either, for a 16-bit model on compute capability 8.0 or more, with torch 2.10 and without context
+    parallelism; it needs no plan for each new shape of a micro-batch."""
 
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is

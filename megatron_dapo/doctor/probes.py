@@ -151,7 +151,10 @@ def _own_cases() -> Iterator[tuple[str, Any, Any]]:
 
     from megatron_dapo.megatron.attention import PackedAttention, PackedSequences
 
-    module = PackedAttention(SimpleNamespace(context_parallel_size=1, window_size=None, window_attn_skip_freq=None), 1)
+    config = SimpleNamespace(
+        context_parallel_size=1, window_size=None, window_attn_skip_freq=None, attention_implementation="auto"
+    )
+    module = PackedAttention(config, 1)
 
     def attend(query: Any, key: Any, value: Any, bounds: Any) -> Any:
         packed = PackedSequences(cu_seqlens_q=bounds)

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences with torch's own kernels, rotary embedding included.
 
-Tokens arrive packed, [P, heads, head_dim]. On a GPU one call of torch's flash attention takes all sequences
-(`flash_attention`). Elsewhere one kernel call a sequence is slow when there are many short ones, so
+Tokens arrive packed, [P, heads, head_dim]. One call of torch's flash attention takes all sequences (`flash_attention`), on a
+GPU and on request. One call of `scaled_dot_product_attention` a sequence is slow when there are many short ones, so
 sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
 Causality alone keeps real queries from the padding on the right, so no mask is needed, except where a window hides the
 start of a sequence.
@@ -13,7 +13,6 @@ ranks, and a mask hides the keys in a query's future.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -263,16 +262,25 @@ def angles_of(angles: torch.Tensor, config: Any, is_local: bool) -> torch.Tensor
     return angles.unflatten(-1, (2, 2, -1))[..., int(is_local), :].flatten(-2)
 
 
-def has_flash_attention(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if torch's flash attention over packed sequences (torch 2.10) can compute this on the current device."""
-    return dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM and _has_flash_kernels()
-
-
-@functools.cache
-def _has_flash_kernels() -> bool:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FLASH_CAPABILITY:
-        return False
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+def check_flash_attention(dtype: torch.dtype, head_dim: int, context_size: int) -> None:
+    """ValueError with the obstacle where torch's flash attention over packed sequences cannot compute this here."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        obstacle = f"torch is {torch.__version__}, and packed sequences need 2.10"
+    elif not torch.cuda.is_available():
+        obstacle = "there is no CUDA device"
+    elif torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        obstacle = (
+            f"the device has compute capability {torch.cuda.get_device_capability()}, it needs {FLASH_CAPABILITY}"
+        )
+    elif dtype not in FLASH_DTYPES:
+        obstacle = f"the model is in {dtype}, it needs bfloat16 or float16"
+    elif head_dim % 8 or head_dim > MAX_FLASH_HEAD_DIM:
+        obstacle = f"heads have {head_dim} dimensions, it needs a multiple of 8 up to {MAX_FLASH_HEAD_DIM}"
+    elif context_size > 1:
+        obstacle = f"parallel.cp_size is {context_size}, it needs 1"
+    else:
+        return
+    raise ValueError(f'model.attention_implementation = "flash" cannot run: {obstacle}; set "auto"')
 
 
 def flash_attention(
@@ -308,6 +316,7 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.window = own_window(config, layer_number)
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.is_flash = config.attention_implementation == "flash"
 
     def forward(
         self,
@@ -320,7 +329,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Map query [P, heads, head_dim], key and value [P, groups, head_dim] to [P, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedSequences), "attention needs packed sequences"
-        if self.context_group is None and query.is_cuda and has_flash_attention(query.dtype, query.size(-1)):
+        if self.is_flash:
             return flash_attention(query, key, value, packed_seq_params, self.window, self.scale)
         plan = packed_seq_params.attention_plan(self.window)
         if self.context_group is not None:

@@ -58,7 +58,11 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
         Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
         *_precision(config),
         Implementation("mlp", _names(*_mlp_modules(layer)), why),
-        Implementation("attention", _names(layer.submodules.self_attention, attention.core_attention), why),
+        Implementation(
+            "attention",
+            _names(layer.submodules.self_attention, attention.core_attention),
+            why if config.attention_implementation == "auto" else "requested: torch's flash attention",
+        ),
         Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
         Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
         Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),

@@ -23,12 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dapo.megatron.attention import (
-    LocalGlobalSelfAttention,
-    PackedAttention,
-    PackedSelfAttention,
-    has_flash_attention,
-)
+from megatron_dapo.megatron.attention import LocalGlobalSelfAttention, PackedAttention, PackedSelfAttention
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter, experts_spec
 from megatron_dapo.megatron.layers import (
     Fp8ExpertColumnParallelLinear,
@@ -99,7 +94,7 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     logger.info("layers: Transformer Engine")
-    dense = _attend_without_plans(config, get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm))
+    dense = _choose_attention(config, get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm))
     if config.sandwich_norms:
         return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
@@ -109,18 +104,14 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     sparse = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
-    sparse = _attend_without_plans(config, route_softmax_first(sparse))
+    sparse = _choose_attention(config, route_softmax_first(sparse))
     specs = [sparse if has_experts(config, layer) else dense for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def _attend_without_plans(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Put torch's flash attention in the place of Transformer Engine's attention, where it can compute the layer.
-
-    Transformer Engine gives packed sequences to cuDNN, which plans for each new number of tokens, of sequences and longest
-    sequence: seconds for each micro-batch, since no two are alike.
-    """
-    if config.context_parallel_size == 1 and has_flash_attention(config.params_dtype, config.kv_channels):
+def _choose_attention(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
+    """Put torch's flash attention in the place of Transformer Engine's, on request."""
+    if config.attention_implementation == "flash":
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
 

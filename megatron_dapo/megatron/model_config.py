@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.megatron.attention import check_flash_attention
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
@@ -36,6 +37,7 @@ class ModelSettings:
     dtype: str = "float32"  # of weights and activations, a name of DTYPES
     recompute: str = "none"  # of activations, a name of RECOMPUTE
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    attention: str = "auto"  # an `AttentionImplementation`
 
     def __post_init__(self) -> None:
         for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
@@ -50,6 +52,7 @@ class GPTConfig(TransformerConfig):
     it are set with CUDA alone."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    attention_implementation: str = "auto"  # as in `ModelConfig`
     sandwich_norms: bool = False  # a norm also after attention and after the MLP, before the residual is added
 
     @property
@@ -79,8 +82,11 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     cuda = torch.cuda.is_available()
     linear_backend(settings.precision, settings.dtype)
     _check_shapes(architecture, layout, settings.precision)
+    if settings.attention == "flash":
+        check_flash_attention(dtype, architecture.head_dim, layout.context)
     return GPTConfig(
         precision=settings.precision,
+        attention_implementation=settings.attention,
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),

@@ -145,7 +145,8 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
 
 def _model_settings(config: Config) -> ModelSettings:
     """Return the number formats and recomputation of every trained model of the run."""
-    return ModelSettings(config.model.dtype, config.model.recompute_granularity, config.precision)
+    model = config.model
+    return ModelSettings(model.dtype, model.recompute_granularity, config.precision, model.attention_implementation)
 
 
 def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, has_flash_attention
+from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, check_flash_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,10 @@ def exact(query, key, value, window: int | None) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(9, 3, 64), (4, 2, 128), (2, 1, 256)])
 def test_outputs_and_gradients_are_those_of_all_pairs(device: str, heads, groups, head_dim, window) -> None:
-    if not has_flash_attention(torch.bfloat16, head_dim):
-        pytest.skip("torch has no flash attention over packed sequences for this device")
+    try:
+        check_flash_attention(torch.bfloat16, head_dim, 1)
+    except ValueError as error:
+        pytest.skip(str(error))
     generator = torch.Generator().manual_seed(3)
     shapes = [(sum(LENGTHS), count, head_dim) for count in (heads, groups, groups, heads)]
     drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -47,7 +49,9 @@ def test_outputs_and_gradients_are_those_of_all_pairs(device: str, heads, groups
         max_seqlen_kv=max(LENGTHS),
     )
     size = None if window is None else (window - 1, 0)
-    config = SimpleNamespace(context_parallel_size=1, window_size=size, window_attn_skip_freq=None)
+    config = SimpleNamespace(
+        context_parallel_size=1, window_size=size, window_attn_skip_freq=[1], attention_implementation="flash"
+    )
     outputs = PackedAttention(config, 1)(*mine, packed_seq_params=packed)
     wanted = exact(*right, window)
     outputs.backward(drawn[3].flatten(1).to(device))

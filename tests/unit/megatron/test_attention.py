@@ -12,6 +12,7 @@ from megatron_dapo.megatron.attention import (
     _Rotate,
     _Unpad,
     batch_sequences,
+    check_flash_attention,
     plan_attention,
 )
 from megatron_dapo.megatron.context import context_token_index
@@ -49,9 +50,11 @@ def written_out(
     return torch.cat(rows)
 
 
-def own_attention(window: int | None = None) -> PackedAttention:
+def own_attention(window: int | None = None, implementation: str = "auto") -> PackedAttention:
     size = None if window is None else (window - 1, 0)
-    config = SimpleNamespace(context_parallel_size=1, window_size=size, window_attn_skip_freq=[1])
+    config = SimpleNamespace(
+        context_parallel_size=1, window_size=size, window_attn_skip_freq=[1], attention_implementation=implementation
+    )
     return PackedAttention(config, layer_number=1)
 
 
@@ -68,6 +71,49 @@ def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int
     torch.testing.assert_close(got, want)
     for gradient, expected in zip(gradients, want_gradients, strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_one_call_of_flash_attention_takes_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    varlen, calls, lengths = pytest.importorskip("torch.nn.attention.varlen"), [], (5, 17, 1, 30)
+
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+        calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, scale))
+        before, after = window_size
+        assert after == 0, "a token sees none after it"
+        out = written_out(query, key, value, lengths, None if before < 0 else before + 1)
+        return out.unflatten(1, (HEADS, HEAD_DIM))
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    query, key, value = tokens(sum(lengths), seed=1)
+    packed = PackedSequences(cu_seqlens_q=cumulative(lengths), max_seqlen_q=30)
+    got = own_attention(window, "flash")(query, key, value, packed_seq_params=packed)
+    torch.testing.assert_close(got, written_out(query, key, value, lengths, window))
+    bounds = [0, 5, 22, 23, 53]
+    assert calls == [(bounds, bounds, 30, 30, None)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "context_size", "obstacle"),
+    [
+        (None, torch.bfloat16, 128, 1, "there is no CUDA device"),
+        ((7, 5), torch.bfloat16, 128, 1, "compute capability"),
+        ((9, 0), torch.float32, 128, 1, "torch.float32"),
+        ((9, 0), torch.bfloat16, 260, 1, "260 dimensions"),
+        ((9, 0), torch.bfloat16, 128, 2, "cp_size is 2"),
+    ],
+)
+def test_flash_attention_that_cannot_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability, dtype, head_dim, context_size, obstacle
+) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(ValueError, match=f'"flash" cannot run: .*{obstacle}'):
+        check_flash_attention(dtype, head_dim, context_size)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_flash_attention(torch.bfloat16, 128, 1)
 
 
 @pytest.mark.parametrize("window", [None, 11])

@@ -42,9 +42,10 @@ def test_our_own_layers_plan_a_micro_batch_once(plans: list[Any]) -> None:
     layout = ParallelLayout(1)
     batch = make_micro_batch([torch.arange(1, 9), torch.arange(1, 5)], layout, total_targets=10, seed=1)
     [item] = schedule.prepare([batch], layout, rank=0)
-    layer = attention.PackedAttention(
-        SimpleNamespace(context_parallel_size=1, window_size=None, window_attn_skip_freq=None), 1
+    config = SimpleNamespace(
+        context_parallel_size=1, window_size=None, window_attn_skip_freq=None, attention_implementation="auto"
     )
+    layer = attention.PackedAttention(config, 1)
     query = torch.randn(batch.num_tokens, 2, 8)
     for _ in range(3):
         layer(query, query, query, packed_seq_params=item.packed)
