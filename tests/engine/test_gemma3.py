@@ -1,8 +1,10 @@
-"""Gemma 3 and real SGLang servers: every version of the weights arrives, with and without a vision tower beside the
-language model."""
+"""Gemma 3 and real SGLang servers: every version of the weights arrives, with and without a vision tower beside the language
+model, and a DAPO run trains the policy that was sampled from."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from sglang_runs import finish
 from sync_simulation import World, run_ranks
 from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -21,6 +25,8 @@ from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.reshard.layout import VISION_TENSORS
+from tools.prove_resume import QUICKSTART, write_recipe
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
@@ -102,3 +108,25 @@ def test_every_version_arrives(
         reports = run_ranks(4, partial(update, version=version, scale=scale), 280)
         assert all(report.is_complete for report in reports), reports
         assert served_gap(client, directory, scale) < 1e-5
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("has_vision", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
+    """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
+    base, model = QUICKSTART / "base_model", tmp_path / "model"
+    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
+    # Untrained weights solve nothing, so that groups without contrast are trained as well.
+    save_model(model, has_vision, vocab_size=vocab_size, eos_token_id=2, pad_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, model / name)
+    run = tmp_path / "run"
+    settings = ("rollout.filter_groups=false", "rollout.oversample=1.0", "rollout.max_staleness=0", "run.total_steps=3")
+    finish(write_recipe(tmp_path), run, engine_python, f'model.path="{model}"', *settings, "sglang.parity_interval=1")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
+    assert len(gaps) == 3 and max(gaps) < 1e-4, gaps
+    before, after = (load_file(path / "model.safetensors") for path in (model, run / "huggingface"))
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and any("layers.0.mlp" in name for name in before.keys() - same)
+    assert same >= {name for name in before if name.startswith(VISION_TENSORS)}
