@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from sync_simulation import World
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -36,6 +38,11 @@ FAMILIES = {
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 6, "sliding_window_pattern": 2},
     ),
 }
 
