@@ -30,7 +30,7 @@ PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 VERSIONS = iter(range(1, 1000))
 BUCKET_BYTES = 64 << 10
 # Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. The
-# trainer's tensor parallel size 4 cuts every block of a projection. Qwen2's attention has scales of a cache.
+# trainer's tensor parallel size 4 cuts every block of a projection. The attention of Qwen2 and Gemma 3 has scales of a cache.
 CASES = {
     "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
     "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
@@ -104,9 +104,8 @@ def test_the_server_describes_its_quantized_parameters(setup):
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
     assert read_parameters(plain, described).quantized == expected_parameters(plain).quantized
-    assert any(name.endswith("k_scale") for name in described[0]) == (
-        setup.world.source.architecture.model_type == "qwen2"
-    )
+    has_cache_scales = setup.world.source.architecture.model_type in ("qwen2", "gemma3_text")
+    assert any(name.endswith("k_scale") for name in described[0]) == has_cache_scales
     for specs, rank in zip(described, range(size), strict=True):
         assert specs == setup.world.layout.local_specs(rank)
 
