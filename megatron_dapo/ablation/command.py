@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.ablation.report import write_report
+from megatron_dapo.ablation.run_queue import Limits, RunQueue, Tell
 from megatron_dapo.ablation.runs import RESULTS, Run, code_commit, matching, plan_runs, read_records
-from megatron_dapo.ablation.sittings import Limits, Sitting, Tell
 from megatron_dapo.cli.plan import Machines
 from megatron_dapo.launch.environment import visible_devices
 from megatron_dapo.launch.lifetime import DirectoryLock
@@ -48,10 +48,10 @@ def ablate(
         for run in left:
             tell(f"{run.label}: {' '.join(run.overrides)}")
         return 0
-    sitting = Sitting(grid, commit, directory / RESULTS, limits, devices, tell)
+    queue = RunQueue(grid, commit, directory / RESULTS, limits, devices, tell)
     lock = DirectoryLock(grid.output_dir)
     try:
-        result = sitting.make(left)
+        result = queue.make(left)
     finally:
         lock.release()
     found = matching(read_records(directory / RESULTS), runs, counted)

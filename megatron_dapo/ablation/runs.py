@@ -1,7 +1,7 @@
 """Runs of a grid: their effective settings and keys, their directories, and the record that a finished one leaves.
 
 A record is one line of results.jsonl. Its key is (commit, settings): the settings are every value of the configuration and
-the contents of its input files, without names and output directories, so that records of several machines and sittings
+the contents of its input files, without names and output directories, so that records of several machines and calls
 meet in one file, and a run whose recipe, data or code has changed is another run.
 """
 

@@ -1,4 +1,4 @@
-"""The commands `train` and `pretrain-value` as a sitting sees them: steps on record, a checkpoint at SIGTERM, resume, results.
+"""The commands `train` and `pretrain-value` as the queue of runs sees them: steps on record, a checkpoint at SIGTERM, resume, results.
 
 A step takes run.wait_timeout_seconds. A learning rate of 666 fails, and so does a start in a directory that another holds.
 """

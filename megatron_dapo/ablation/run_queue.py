@@ -1,10 +1,10 @@
-"""Runs of a grid as subprocesses of the shipped commands, some side by side, until all are on record or the sitting ends.
+"""Runs of a grid as subprocesses of the shipped commands, some side by side, until all are on record or a limit is reached.
 
     pretrain-value --output-dir CRITIC      once for all runs that share it
     train --output-dir RUN                  continues from its newest checkpoint
     record_of(RUN) -> results.jsonl
 
-Whatever is killed, the next sitting continues: a run on record is skipped, one that ended without a record is read, and one
+Whatever is killed, the next call continues: a run on record is skipped, one that ended without a record is read, and one
 that did not end is resumed by `train` itself.
 """
 
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]  # of one line for the user
 
 @dataclass(frozen=True)
 class Limits:
-    """Ends of a sitting. A run that is under way then is stopped with a checkpoint."""
+    """Limits of one call. A run that is under way then is stopped with a checkpoint."""
 
     jobs: int = 1  # runs side by side
     seconds: float = float("inf")
@@ -44,8 +44,8 @@ class Limits:
 
 
 @dataclass
-class SittingResult:
-    """Outcome of a sitting."""
+class QueueResult:
+    """Outcome of one call."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # a line each
@@ -61,8 +61,8 @@ class _Job:
     is_pretraining: bool
 
 
-class Sitting:
-    """One call of `megatron-dapo ablate`."""
+class RunQueue:
+    """The runs that one call of `megatron-dapo ablate` makes."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class Sitting:
         self._devices, self._tell, self._command = tuple(devices), tell, tuple(command)
         self._waiting: list[Run] = []
         self._jobs: list[_Job] = []
-        self._done = SittingResult()
+        self._done = QueueResult()
         self._stop_at: float | None = None  # on the monotonic clock, once runs were told to stop
 
-    def make(self, runs: Sequence[Run]) -> SittingResult:
-        """Make `runs` in their order, as far as the limits allow. SIGINT and SIGTERM end the sitting; a second one kills."""
+    def make(self, runs: Sequence[Run]) -> QueueResult:
+        """Make `runs` in their order, as far as the limits allow. SIGINT and SIGTERM end the call; a second one kills."""
         self._waiting = list(runs)
         begun = time.monotonic()
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -147,7 +147,7 @@ class Sitting:
     def _finish(self, job: _Job) -> None:
         code = job.process.returncode
         if code and self._stop_at is not None:
-            return  # it was told to stop, and the next sitting continues it
+            return  # it was told to stop, and the next call continues it
         try:
             if code:
                 raise ValueError(f"exit code {code}: {_last_line(job.log)} (see {job.log})")

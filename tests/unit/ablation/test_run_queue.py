@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.ablation.command import ablate
+from megatron_dapo.ablation.run_queue import Limits, RunQueue, run_environment
 from megatron_dapo.ablation.runs import RESULTS, append_record, matching, read_records
-from megatron_dapo.ablation.sittings import Limits, Sitting, run_environment
 from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
 from tests.unit.ablation.conftest import COMMAND, GRID, planned
 
@@ -28,14 +28,14 @@ def make(path: Path, limits: Limits = ONE_AT_A_TIME, commit: str = "abc"):
     results = grid.output_dir / RESULTS
     on_record = {record["settings"] for record in matching(read_records(results), runs, commit)}
     left = [run for run in runs if run.settings not in on_record]
-    return Sitting(grid, commit, results, limits, tell=print, command=COMMAND).make(left), runs
+    return RunQueue(grid, commit, results, limits, tell=print, command=COMMAND).make(left), runs
 
 
 def starts(run) -> list[str]:
     return (run.directory / "starts.txt").read_text().split("\n")[:-1]
 
 
-def test_a_sitting_ends_at_its_limit_and_the_next_one_makes_the_rest(write_grid: WriteGrid) -> None:
+def test_a_call_ends_at_its_limit_and_the_next_one_makes_the_rest(write_grid: WriteGrid) -> None:
     path = write_grid(GRID.replace("set.run.total_steps = 4", FAST))
     first, runs = make(path, Limits(max_runs=1))
     assert [(record["variant"], record["seed"]) for record in first.records] == [("GRPO", 1)]
@@ -109,11 +109,13 @@ def test_a_critic_that_fails_fails_once_for_all_its_runs(write_grid: WriteGrid) 
     assert len(result.failures) == 2 and not result.records
 
 
-def test_a_killed_sitting_leaves_no_run_behind_and_the_next_one_continues(write_grid: WriteGrid) -> None:
+def test_a_killed_call_leaves_no_run_behind_and_the_next_one_continues(write_grid: WriteGrid) -> None:
     path = write_grid(
         GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.2\nset.run.total_steps = 20")
     )
-    program = f"from tests.unit.ablation.test_sittings import make; from pathlib import Path; make(Path({str(path)!r}))"
+    program = (
+        f"from tests.unit.ablation.test_run_queue import make; from pathlib import Path; make(Path({str(path)!r}))"
+    )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     _, runs = planned(path)
     metrics = runs[0].directory / "metrics.jsonl"
@@ -135,7 +137,7 @@ def test_a_signal_stops_runs_in_an_orderly_way(write_grid: WriteGrid) -> None:
         GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.2\nset.run.total_steps = 40")
     )
     program = (
-        "from tests.unit.ablation.test_sittings import make; from pathlib import Path\n"
+        "from tests.unit.ablation.test_run_queue import make; from pathlib import Path\n"
         f"result, _ = make(Path({str(path)!r})); assert result.was_stopped and not result.failures"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
