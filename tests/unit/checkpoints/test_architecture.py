@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from megatron_dapo.checkpoints.architecture import Gemma3, ModelArchitecture, RopeScaling
-from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B
+from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B, GEMMA3_270M
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -284,12 +284,14 @@ def test_unsupported_features_are_named(fields, message):
         ModelArchitecture.from_config(_with(**fields))
 
 
-@pytest.mark.parametrize(("config", "num_parameters"), [(GEMMA3_1B, 999_885_952), (GEMMA3_4B, 3_880_263_168)])
+@pytest.mark.parametrize(
+    ("config", "num_parameters"), [(GEMMA3_270M, 268_098_176), (GEMMA3_1B, 999_885_952), (GEMMA3_4B, 3_880_263_168)]
+)
 def test_published_gemma_3(config, num_parameters):
     """The sizes that the 4B model's config leaves out are transformers' defaults; transformers 5 writes them out."""
     architecture = ModelArchitecture.from_config(config)
     assert architecture.num_parameters == num_parameters
-    config_class = Gemma3TextConfig if config is GEMMA3_1B else Gemma3Config
+    config_class = Gemma3Config if config is GEMMA3_4B else Gemma3TextConfig
     for use_diff in (True, False):
         written = json.loads(config_class(**config).to_json_string(use_diff=use_diff))
         assert ModelArchitecture.from_config(written) == architecture

@@ -96,6 +96,15 @@ GEMMA3_1B: Mapping[str, Any] = {
     "use_cache": True,
     "vocab_size": 262144,
 }
+GEMMA3_270M: Mapping[str, Any] = {
+    **{name: value for name, value in GEMMA3_1B.items() if name != "sliding_window_pattern"},
+    "_sliding_window_pattern": 6,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": [f"{'full' if layer % 6 == 5 else 'sliding'}_attention" for layer in range(18)],
+    "num_hidden_layers": 18,
+    "use_bidirectional_attention": False,
+}
 GEMMA3_4B: Mapping[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255999,

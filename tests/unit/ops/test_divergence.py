@@ -81,6 +81,15 @@ def test_golden_values() -> None:
     )
 
 
+@torch.no_grad()
+def test_golden_values_of_a_wider_vocabulary() -> None:
+    case = GOLDEN["topk"]
+    models = [one_hot_model(case[f"{name}_logits"]) for name in ("student", "teacher")]
+    found = vocab_parallel_divergence(*models[0], *models[1], vocab_size=6, gamma=1.0, weigh_by="reference")
+    assert float(found.weighted_mse[0]) == pytest.approx(case["wmse_full"], rel=1e-9)
+    assert float(found.cross_entropy[0]) == pytest.approx(case["sce_full"], rel=1e-9)
+
+
 def test_cross_entropy_has_the_gradient_of_the_forward_kl() -> None:
     leaf, found = golden()
     found.cross_entropy[0].backward()
@@ -104,6 +113,8 @@ def test_weighted_mse_under_the_actor_s_weights_has_the_gradient_of_the_reverse_
     log_p = torch.log_softmax(torch.tensor(GOLDEN["teacher_logits"][0], dtype=torch.float64), 0)
     (log_s.exp() * (log_s - log_p)).sum().backward()
     torch.testing.assert_close(leaf.grad[:, 0], other.grad[:, 0], rtol=1e-12, atol=1e-12)
+    right = torch.tensor(GOLDEN["rl_reverse_kl_is_wmse_only"]["grad_reverse_KL"], dtype=torch.float64)
+    torch.testing.assert_close(leaf.grad[:, 0], right, rtol=0, atol=1e-8)
 
 
 def test_a_model_from_itself_has_no_divergence_and_no_gradient() -> None:
