@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-FilterDecision = Literal["kept", "all_wrong", "all_right"]
+from megatron_dapo.types import FilterDecision
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,28 @@ from megatron_dapo.config.section import (
 
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
-InjectionTemplate = Literal["distractor", "wrong_hint", "noise"]  # of data.injection.TEMPLATES
+InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
 OnExhausted = Literal["train_partial", "stop", "error"]
 
 
 class InjectionConfig(Section):
-    """Adversarial prompt injection: at some visits of a training prompt a harder variant with the same answer takes its place.
-    `megatron_dapo/data/injection.py` has the templates. It changes what the policy is trained on: watch held-out accuracy, and with
-    wrong_hint the use of hints that are right."""
+    """Adversarial prompt injection: variants of training prompts with the same answer, see `megatron_dapo/data/injection.py`. It
+    changes what the policy is trained on: watch held-out accuracy, and with wrong_hint the use of hints that are right."""
 
     templates: tuple[InjectionTemplate, ...] = ()
-    """Any of distractor (an irrelevant statement), wrong_hint (a confident wrong answer; for answers that are whole numbers),
-    noise (capitals and spaces). Empty: off."""
+    """Harder: distractor (an irrelevant statement), wrong_hint (a confident wrong answer; for answers that are whole numbers),
+    noise (capitals and spaces). Easier: answer_range (ten numbers that hold the answer, a whole number). Empty: off."""
+
+    when: Literal["filtered", "visit"] = "filtered"
+    """filtered: after a group that dynamic sampling dropped the next step samples a harder variant of its prompt if all were right,
+    an easier one if all were wrong; templates whose groups are kept are chosen more often. visit: in the place of the prompt
+    itself, whatever its pass rate."""
 
     rate: Fraction = 0.25
-    """Share of the visits that get a variant, once the ramp is over."""
+    """filtered: largest share of a batch's groups that are of variants. visit: share of the visits that get one."""
 
     ramp_prompts: NonNegativeInt = 0
-    """Visits over which the share grows linearly from 0. 0: the full share from the beginning."""
+    """Visits over which that share grows linearly from 0. 0: the full share from the beginning."""
 
 
 class DataConfig(Section):
@@ -63,7 +67,7 @@ class DataConfig(Section):
     """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
 
     injection: InjectionConfig = InjectionConfig()
-    """Harder variants of training prompts."""
+    """Harder and easier variants of training prompts."""
 
     max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""

@@ -188,6 +188,25 @@ RULES = (
         reason="a batch that no group passes into would be collected for ever",
     ),
     Rule(
+        "rollout.filter_groups",
+        'set rollout.filter_groups = true, or data.injection.when = "visit"',
+        path="data.injection.when",
+        where='data.injection.templates and data.injection.when == "filtered"',
+        reason="variants take the place of groups that are filtered",
+    ),
+    Rule(
+        "data.injection.rate * rollout.prompts_per_step >= 1",
+        "set data.injection.rate = {ceil(100 / rollout.prompts_per_step) / 100}, or data.injection.templates = []",
+        where='data.injection.templates and data.injection.when == "filtered"',
+        reason="else no group of a batch may be of a variant",
+    ),
+    Rule(
+        '"answer_range" not in data.injection.templates',
+        'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
+        where='data.injection.when == "visit"',
+        reason="it is for prompts that were not solved",
+    ),
+    Rule(
         "rollout.top_p == 1 or rollout.allow_biased_sampling",
         "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",
         reason=_FULL_VOCABULARY,

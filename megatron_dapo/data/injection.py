@@ -1,4 +1,7 @@
-"""Adversarial prompt injection: harder variants of the training prompts, whose gold answer is known because it is unchanged.
+"""Adversarial prompt injection: harder and easier variants of the training prompts, whose gold answer is known because it is unchanged.
+
+Where dynamic sampling dropped a group, a variant of its prompt comes next: a harder one if all responses were right, an easier one
+if all were wrong. Or a harder variant takes the place of the prompt itself, at some visits.
 
 A template changes the text of the last user turn alone; system prompt and chat template stay as they are. A variant is a prompt
 of its own, with an id of its own ("<id>~wrong_hint"), so that its responses form groups of their own and are never compared
@@ -7,16 +10,20 @@ with those to the original. Evaluation sees original prompts only.
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
+from megatron_dapo.config.rollout_schema import InjectionConfig
 from megatron_dapo.data.template import PromptTemplate
-from megatron_dapo.types import Prompt
+from megatron_dapo.types import FilterDecision, Prompt
 
 SEPARATOR = "~"  # between the id of a prompt and the name of a template
 TEMPLATE = "injection"  # key of Prompt.extra that names a variant's template
+_FADING = 0.98  # of what is known of the templates, with each group of a variant: the policy changes, and none is given up for good
 
 _ASIDES = (
     "Note that the shop next door is closed on Sundays.",
@@ -33,9 +40,10 @@ def distractor(text: str, answer: str, rng: random.Random) -> str | None:
 
 def wrong_hint(text: str, answer: str, rng: random.Random) -> str | None:
     """Put a confident and wrong answer before the problem; None where the gold answer is no whole number."""
-    if not re.fullmatch(r"-?\d{1,15}", answer.strip()):
+    number = _whole_number(answer)
+    if number is None:
         return None
-    wrong = int(answer) + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10))
+    wrong = number + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10))
     return f"A colleague is sure that the answer is {wrong}.\n\n{text}"
 
 
@@ -49,11 +57,22 @@ def noise(text: str, answer: str, rng: random.Random) -> str | None:
     return "".join(part * (1 + (rng.random() < 0.1)) if part == " " else changed(part) for part in parts)
 
 
-TEMPLATES = {
-    "distractor": distractor,
-    "wrong_hint": wrong_hint,
-    "noise": noise,
-}
+def answer_range(text: str, answer: str, rng: random.Random) -> str | None:
+    """Put ten numbers in a row before the problem that hold its answer; None where the gold answer is no whole number."""
+    number = _whole_number(answer)
+    if number is None:
+        return None
+    first = number - rng.randrange(10)
+    return f"The answer is one of the numbers from {first} to {first + 9}.\n\n{text}"
+
+
+def _whole_number(answer: str) -> int | None:
+    return int(answer) if re.fullmatch(r"-?\d{1,15}", answer.strip()) else None
+
+
+HARDER = {"distractor": distractor, "wrong_hint": wrong_hint, "noise": noise}
+EASIER = {"answer_range": answer_range}
+TEMPLATES = {**HARDER, **EASIER}
 
 
 def variants(
@@ -95,40 +114,103 @@ def _variant(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> 
     )
 
 
-@dataclass(frozen=True)
 class Injection:
-    """Choice of a variant at each visit of a prompt.
+    """Choice of variants, see `data.injection` in the configuration.
 
-    The share of visits that get one grows linearly from 0 to `rate` over the first `ramp_prompts` visits. The choice depends on
-    the seed and the number of the visit alone, so that a resumed run chooses alike.
+    Every choice depends on the seed, the visits so far and the state alone, so that a resumed run chooses alike.
+
+    Args:
+        variants: prompt id -> template -> id of its variant.
+        at_visits: a variant takes the place of the prompt at some visits; otherwise that of a group that was filtered.
+        rate: share of the visits, or of a batch's `batch_groups` groups, once the ramp is over.
+        ramp_prompts: visits over which the rate grows linearly from 0.
+        seed: of the choices.
+        batch_groups: number of groups in a batch.
     """
 
-    variants: Mapping[str, Sequence[str]]  # prompt id -> ids of its variants
-    rate: float
-    ramp_prompts: int
-    seed: int
+    def __init__(
+        self,
+        variants: Mapping[str, Mapping[str, str]],
+        at_visits: bool,
+        rate: float,
+        ramp_prompts: int,
+        seed: int,
+        batch_groups: int,
+    ) -> None:
+        self._variants = variants
+        self._template_of = {name: template for own in variants.values() for template, name in own.items()}
+        self._at_visits = at_visits
+        self._rate = rate
+        self._ramp_prompts = ramp_prompts
+        self._seed = seed
+        self._batch_groups = batch_groups
+        self._num_replaced = 0  # groups that a variant took the place of
+        self._outcomes: dict[str, list[float]] = {}  # template -> groups kept and groups filtered, faded
 
-    def chosen(self, prompt_id: str, visit: int) -> str:
+    @property
+    def variant_ids(self) -> Set[str]:
+        """Ids of all variants."""
+        return self._template_of.keys()
+
+    def at_visit(self, prompt_id: str, visit: int) -> str:
         """Return the id to generate from at visit number `visit` of the run, from 0: the prompt's own or a variant's."""
-        own = self.variants.get(prompt_id, ())
-        rng = random.Random(f"{self.seed}/{visit}/injection")
-        ramp = min(1.0, visit / self.ramp_prompts) if self.ramp_prompts else 1.0
-        if not own or rng.random() >= self.rate * ramp:
+        own = self._variants.get(prompt_id, {})
+        rng = random.Random(f"{self._seed}/{visit}/injection")
+        if not own or not self._at_visits or rng.random() >= self._rate_at(visit):
             return prompt_id
-        return rng.choice(list(own))
+        return rng.choice(list(own.values()))
+
+    def in_place_of(self, prompt_id: str, decision: FilterDecision, num_held: int, visit: int) -> str | None:
+        """Learn from the filter's decision on a group; return the id of the variant to sample in its place, None for none.
+
+        Args:
+            prompt_id: of the group.
+            decision: of dynamic sampling, see `FilterDecision`.
+            num_held: variants that wait for their responses or for their batch; never more than a batch may have.
+            visit: number of visits so far.
+        """
+        if template := self._template_of.get(prompt_id):
+            self._outcomes.setdefault(template, [0.0, 0.0])
+            self._outcomes = {name: [_FADING * count for count in two] for name, two in self._outcomes.items()}
+            self._outcomes[template][0 if decision == "kept" else 1] += 1
+        wanted = {"all_right": HARDER, "all_wrong": EASIER}.get(decision, {})
+        own = {template: name for template, name in self._variants.get(prompt_id, {}).items() if template in wanted}
+        has_room = num_held < math.floor(self._rate_at(visit) * self._batch_groups)
+        if not own or self._at_visits or not has_room:
+            return None
+        self._num_replaced += 1
+        # Thompson sampling: a template is chosen as often as it is likely to be the one whose groups are kept.
+        rng = random.Random(f"{self._seed}/{self._num_replaced}/template")
+        share = {}
+        for template in sorted(own):
+            kept, filtered = self._outcomes.get(template, (0.0, 0.0))
+            share[template] = rng.betavariate(1 + kept, 1 + filtered)
+        return own[max(share, key=share.__getitem__)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-serializable state."""
+        return {"num_replaced": self._num_replaced, "outcomes": {name: [*two] for name, two in self._outcomes.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._num_replaced = state["num_replaced"]
+        self._outcomes = {name: [*two] for name, two in state["outcomes"].items()}
+
+    def _rate_at(self, visit: int) -> float:
+        return self._rate * (min(1.0, visit / self._ramp_prompts) if self._ramp_prompts else 1.0)
 
 
 def injection_of(
     prompts: Sequence[Prompt],
-    templates: Sequence[str],
-    rate: float,
-    ramp_prompts: int,
-    seed: int,
+    config: InjectionConfig,
     template: PromptTemplate,
     max_prompt_tokens: int,
+    seed: int,
+    batch_groups: int,
 ) -> tuple[Injection, dict[str, Prompt]]:
     """Return the choice among the variants of `prompts`, and the variants by id; see `variants` and `Injection`."""
-    by_parent = variants(prompts, templates, template, max_prompt_tokens, seed)
-    ids = {parent: tuple(one.prompt_id for one in own) for parent, own in by_parent.items()}
+    by_parent = variants(prompts, config.templates, template, max_prompt_tokens, seed)
+    ids = {parent: {one.extra[TEMPLATE]: one.prompt_id for one in own} for parent, own in by_parent.items()}
     by_id = {one.prompt_id: one for own in by_parent.values() for one in own}
-    return Injection(ids, rate, ramp_prompts, seed), by_id
+    at_visits = config.when == "visit"
+    return Injection(ids, at_visits, config.rate, config.ramp_prompts, seed, batch_groups), by_id

@@ -1,7 +1,8 @@
 """The order of prompts: endless shuffled epochs with an exact state.
 
 Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. A prompt that was
-drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts.
+drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts, as does the variant of a prompt
+whose group was filtered.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dapo.data.injection import Injection
+from megatron_dapo.data.injection import SEPARATOR, Injection
+from megatron_dapo.types import FilterDecision
 
 STATE_VERSION = 1
 
@@ -24,7 +26,7 @@ class PromptStream:
         prompt_ids: of the data set, unique, in its order.
         seed: of the shuffles.
         max_epochs: number of epochs; None: endless.
-        injection: of variants in the place of some prompts; None: none.
+        injection: of variants of prompts; None: none.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class PromptStream:
             raise ValueError(f"max_epochs must be at least 1 or None, got {max_epochs}")
         self._injection = injection
         if injection is not None:
-            self._known |= {name for names in injection.variants.values() for name in names}
+            self._known |= injection.variant_ids
         self._seed = seed
         self._max_epochs = max_epochs
         self._fingerprint = fingerprint(self._prompt_ids)
@@ -80,13 +82,25 @@ class PromptStream:
         visit = self.num_drawn
         self._position += 1
         prompt_id = self._prompt_ids[self._order[self._position - 1]]
-        return prompt_id if self._injection is None else self._injection.chosen(prompt_id, visit)
+        return prompt_id if self._injection is None else self._injection.at_visit(prompt_id, visit)
 
     def requeue(self, prompt_id: str) -> None:
         """Return a prompt that was drawn and not trained."""
         if prompt_id not in self._known:
             raise ValueError(f"prompt {prompt_id!r} is not of this data set ({len(self._prompt_ids)} prompts)")
         self._requeued.append(prompt_id)
+
+    def judged(self, prompt_id: str, decision: FilterDecision, num_held: int) -> None:
+        """Learn how the filter decided on a prompt's group; its variant comes next where the injection has one.
+
+        `num_held` is the number of variants drawn that still may be trained.
+        """
+        if self._injection is None:
+            return
+        num_waiting = sum(name in self._injection.variant_ids for name in self._requeued)
+        variant = self._injection.in_place_of(prompt_id, decision, num_held + num_waiting, self.num_drawn)
+        if variant is not None:
+            self._requeued.append(variant)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state; its size does not depend on the data set."""
@@ -98,6 +112,7 @@ class PromptStream:
             "epoch": self._epoch,
             "position": self._position,
             "requeued": list(self._requeued),
+            **({} if self._injection is None else {"injection": self._injection.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,6 +122,8 @@ class PromptStream:
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._order = self._shuffled(self._epoch)
+        if self._injection is not None and "injection" in state:
+            self._injection.load_state_dict(state["injection"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != STATE_VERSION:
@@ -122,6 +139,11 @@ class PromptStream:
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's prompt stream has seed {state['seed']}, the configuration {self._seed}")
         unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
+        if unknown and all(name.partition(SEPARATOR)[0] in self._known for name in unknown):
+            raise ValueError(
+                f"the checkpoint's prompt stream holds {len(unknown)} variants of prompts, such as {unknown[0]!r}, that this run "
+                "does not have: resume with the data.injection.templates of the checkpoint"
+            )
         is_in_range = 0 <= state["position"] <= len(self._prompt_ids) and state["epoch"] >= 0
         if unknown or not is_in_range:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -25,6 +25,9 @@ class ReplayBuffer:
         self._groups: list[Group] = []
         # Since the run began; saved, so that a resumed run's state equals that of an uninterrupted one.
         self._num_put = self._num_taken = self._num_evicted = 0
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -9,7 +9,8 @@ A group's place in the order of starts decides when it is trained, never how fas
 every group started before its last one is decided. So responses that are trained are as long as those that are sampled.
 With oversample = 1 the batch is a function of the prompt stream, the seeds and the weights alone: the first groups, in
 order of their start, that pass the filter. Each group is started when one is missing and none in flight may still
-supply it: a rejected group costs one replacement, not a round.
+supply it: a rejected group costs one replacement, not a round. With data.injection the next collection starts with
+variants of prompts that this one rejected.
 
 With oversample > 1 later groups are generated while the batch waits for its longest response. They belong to the next
 batches: no more are started than these can train within max_staleness, by the share of groups that passed the filter
@@ -27,6 +28,7 @@ from typing import Any
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import Collector, CollectorInputs, GroupCounters, PromptAccounting, sample_seed
@@ -41,7 +43,7 @@ from megatron_dapo.rollout.open_group import (
 )
 from megatron_dapo.rollout.scoring import score_groups
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
+from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class GroupCollector(Collector):
         self._training_version = 0  # of the batch being collected
         self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()
+        # Group, prompt and decision of the groups of this collection; the stream is told at its end.
+        self._judged: list[tuple[str, str, FilterDecision]] = []
 
     # Collecting
 
@@ -258,6 +262,7 @@ class GroupCollector(Collector):
             accuracies = [sample.score.accuracy for sample in group.samples]
             decision = KEPT if self._filter is None else self._filter.decide(accuracies)
             self._builder.add_scored(group, decision)
+            self._judged.append((group.group_id, group.prompt.prompt_id, decision))
             self._counters.num_recent_decided += 1
             self._counters.num_recent_kept += decision == KEPT
             if decision == KEPT:
@@ -265,6 +270,14 @@ class GroupCollector(Collector):
                 self._num_started_at_last_kept = self._builder.num_started
             else:
                 self._counters.num_filtered += 1
+
+    def _tell_stream(self) -> None:
+        """Report the filter's decisions in order of the groups' start, so that variants do not depend on who was fast."""
+        held = (*self._unfinished.values(), *self._buffer)
+        num_variants = sum(TEMPLATE in group.prompt.extra for group in held)
+        for _, prompt_id, decision in sorted(self._judged):
+            self._stream.judged(prompt_id, decision, num_variants)
+        self._judged.clear()
 
     # Holding and queueing again
 
@@ -318,6 +331,7 @@ class GroupCollector(Collector):
         groups = sorted(taken, key=lambda group: group.group_id)
         # What is left can be trained by the next batch at the earliest.
         self._keep_for(self._training_version + 1)
+        self._tell_stream()
         num_carried_over = sum(int(group.group_id) < first_number for group in groups)
         statistics = self._statistics(num_carried_over)
         return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))
@@ -396,6 +410,7 @@ class GroupCollector(Collector):
             "buffer": self._buffer.state_dict(put_back=groups),
             "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
             "counters": self._counters_without(untrained),
+            "judged": [list(entry) for entry in self._judged],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,6 +428,7 @@ class GroupCollector(Collector):
         self._stream.load_state_dict(state["stream"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
+        self._judged = [tuple(entry) for entry in state.get("judged", ())]
         for prompt_id in state["in_flight_prompts"] if version == 1 else ():
             self._stream.requeue(prompt_id)
             self._counters.num_queued_again += 1

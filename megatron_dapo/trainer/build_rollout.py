@@ -103,19 +103,18 @@ def build_rollout_context(
 def prompt_injection(
     config: Config, dataset: PromptDataset, inputs: ModelInputs
 ) -> tuple[Injection | None, dict[str, Prompt]]:
-    """Return the choice of harder variants of prompts, and these by id; None and none without templates."""
+    """Return the choice of variants of prompts, and these by id; None and none without templates."""
     section = config.data.injection
     if not section.templates:
         return None, {}
     template = PromptTemplate(inputs.tokenizer, config.data.template)
     injection, by_id = injection_of(
         dataset.prompts,
-        section.templates,
-        section.rate,
-        section.ramp_prompts,
-        config.data.shuffle_seed,
+        section,
         template,
         config.data.max_prompt_tokens,
+        config.data.shuffle_seed,
+        config.rollout.prompts_per_step,
     )
     logger.info("adversarial injection: %d variants of %d prompts", len(by_id), len(dataset))
     return injection, by_id

@@ -55,7 +55,7 @@ LATER = {
     "seeds.stopping_bias": "dynamic sample budget",
     "seeds.filter_upper_bound_0_of_n": "prompt filter model",
     "seeds.rejection_sampling": "rejection-sampled fine-tuning data",
-    "seeds.adversarial_injection": "variants sampled in the step that found their prompt solved; data.injection chooses by visit",
+    "seeds.adversarial_injection": "variants of filtered prompts, asserted in tests/unit/rollout/test_injected_groups.py",
     "systems.*": "fault detection and resharding, tested in their own packages",
 }
 

@@ -177,7 +177,7 @@ OPERATIONAL = """
 SWITCHED_OFF = """
     rollout.allow_biased_sampling reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
     algorithm.loss.aggregation_length optimizer.min_learning_rate critic.optimizer.min_learning_rate
-    data.injection.rate data.injection.ramp_prompts reward.format.markers reward.perplexity_penalty.start
+    data.injection.when data.injection.rate data.injection.ramp_prompts reward.format.markers reward.perplexity_penalty.start
     reward.perplexity_penalty.end reward.perplexity_penalty.low_start reward.perplexity_penalty.low_end
     reward.perplexity_penalty.factor algorithm.gkl.gamma algorithm.gkl.weigh_by algorithm.gkl.weighted_mse
     algorithm.gkl.cross_entropy

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from megatron_dapo.data.injection import TEMPLATE, TEMPLATES, Injection, injection_of, variants
+from megatron_dapo.config.rollout_schema import InjectionConfig
+from megatron_dapo.data.injection import HARDER, TEMPLATE, TEMPLATES, Injection, injection_of, variants
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.types import Prompt
@@ -47,15 +48,25 @@ def test_a_hint_is_never_right_and_needs_a_whole_number() -> None:
         [one] = variants([prompt(answer="-7")], ["wrong_hint"], PLAIN, 500, seed)["a"]
         hint = re.match(r"A colleague is sure that the answer is (-?\d+)\.", one.messages[-1]["content"])
         assert int(hint[1]) != -7
-    assert variants([prompt(answer="1/2"), prompt("b", answer="x")], ["wrong_hint"], PLAIN, 500, 0) == {}
+    for template in ("wrong_hint", "answer_range"):
+        assert variants([prompt(answer="1/2"), prompt("b", answer="x")], [template], PLAIN, 500, 0) == {}
+
+
+def test_a_range_holds_the_answer_at_every_place() -> None:
+    places = set()
+    for seed in range(200):
+        [one] = variants([prompt(answer="-7")], ["answer_range"], PLAIN, 500, seed)["a"]
+        found = re.match(r"The answer is one of the numbers from (-?\d+) to (-?\d+)\.", one.messages[-1]["content"])
+        assert int(found[2]) - int(found[1]) == 9
+        places.add(-7 - int(found[1]))
+    assert places == set(range(10))
 
 
 def test_long_variants_and_prompts_without_a_users_turn_are_left_out() -> None:
     assert variants([prompt()], ["distractor"], PLAIN, len(TEXT), 0) == {}
     assert variants([prompt(role="assistant")], list(TEMPLATES), PLAIN, 500, 0) == {}
-    with pytest.raises(
-        ValueError, match="unknown injection template 'hint': choose among distractor, wrong_hint, noise"
-    ):
+    known = "distractor, wrong_hint, noise, answer_range"
+    with pytest.raises(ValueError, match=f"unknown injection template 'hint': choose among {known}"):
         variants([prompt()], ["hint"], PLAIN, 500, 0)
 
 
@@ -66,20 +77,22 @@ def test_equal_seeds_give_equal_variants_whatever_the_other_prompts_are() -> Non
 
 
 def test_the_share_of_variants_follows_rate_and_ramp() -> None:
-    injection = Injection({"a": ("a~x", "a~y")}, rate=0.25, ramp_prompts=1000, seed=1)
-    chosen = [injection.chosen("a", visit) for visit in range(5000)]
+    ids = {"a": {"x": "a~x", "y": "a~y"}}
+    injection = Injection(ids, at_visits=True, rate=0.25, ramp_prompts=1000, seed=1, batch_groups=8)
+    chosen = [injection.at_visit("a", visit) for visit in range(5000)]
     shares = [
         sum(name != "a" for name in chosen[start:end]) / (end - start)
         for start, end in ((0, 500), (500, 1000), (1000, 5000))
     ]
     assert shares == pytest.approx([0.0625, 0.1875, 0.25], abs=0.035)
     assert chosen.count("a~x") == pytest.approx(chosen.count("a~y"), rel=0.2)
-    assert {injection.chosen("b", visit) for visit in range(100)} == {"b"}
+    assert {injection.at_visit("b", visit) for visit in range(100)} == {"b"}
 
 
 def test_a_resumed_stream_chooses_the_same_variants_and_takes_them_back() -> None:
     prompts = [prompt(name) for name in "abcdefgh"]
-    injection, by_id = injection_of(prompts, list(TEMPLATES), 0.5, 0, 3, PLAIN, 500)
+    config = InjectionConfig(templates=tuple(HARDER), when="visit", rate=0.5)
+    injection, by_id = injection_of(prompts, config, PLAIN, 500, 3, 8)
 
     def stream() -> PromptStream:
         return PromptStream([one.prompt_id for one in prompts], 3, injection=injection)
@@ -97,6 +110,11 @@ def test_a_resumed_stream_chooses_the_same_variants_and_takes_them_back() -> Non
     second = stream()
     second.load_state_dict(first.state_dict())
     assert [second.next() for _ in range(28)] == [injected, *expected[13:]]
+    without = PromptStream([one.prompt_id for one in prompts], 3)
+    with pytest.raises(
+        ValueError, match="holds 1 variants of prompts, such as .*resume with the data.injection.templates"
+    ):
+        without.load_state_dict(first.state_dict())
 
 
 def test_templates_are_those_of_the_configuration() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.data.injection import Injection
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.buffer import ReplayBuffer
@@ -149,6 +150,8 @@ class World:
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     on_progress: Callable[[CollectProgress], None] | None = None
     version: int = 0
+    injection: Callable[[], Injection] | None = None  # made anew by every process
+    variants: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         prompts = [
@@ -156,10 +159,11 @@ class World:
             for i, rate in enumerate(self.pass_rates)
         ]
         self.engine = FakeEngine(self.jitter, self.abort_rate, self.version)
-        self.stream = PromptStream([prompt.prompt_id for prompt in prompts], seed=7, max_epochs=self.max_epochs)
+        injection = None if self.injection is None else self.injection()
+        self.stream = PromptStream([prompt.prompt_id for prompt in prompts], 7, self.max_epochs, injection)
         inputs = CollectorInputs(
             stream=self.stream,
-            prompts={prompt.prompt_id: prompt for prompt in prompts},
+            prompts={prompt.prompt_id: prompt for prompt in (*prompts, *self.variants)},
             engine=self.engine,
             scorer=SampleScorer(FakeVerifier(), decode, self.addends),
             on_progress=self.on_progress,
