@@ -11,6 +11,7 @@ difference times a pseudo-random factor vanishes modulo 2^64. The inner sum is o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -31,11 +32,11 @@ def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> i
         values, bounds, shape = values.view(1), Slice((0,), (1,)), (1,)
     start, size = bounds.offset[-1], bounds.shape[-1]
     elements = _WORD_BYTES // values.dtype.itemsize
-    rows = _odd(_row_numbers(bounds, shape, values.device), _ROW_SEED)
+    rows = _row_factors(bounds, shape, values.device)
     if start % elements or size % elements:
         dots = _element_dots(values, start, elements)
     else:
-        columns = _odd(torch.arange(start // elements, (start + size) // elements, device=values.device), _COLUMN_SEED)
+        columns = _column_factors(start // elements, (start + size) // elements, values.device)
         dots = _word_dots(_words(values, elements), columns)
     return int((dots * rows).sum())  # int64 wraps: sums and products are modulo 2^64
 
@@ -83,6 +84,17 @@ def _element_dots(values: torch.Tensor, start: int, elements: int) -> torch.Tens
     rows = max(1, _CHUNK_WORDS // bits.shape[1])
     # The mask undoes the sign extension, which would reach into the bits of the word's other elements.
     return torch.cat([((b.to(torch.int64) & mask) * factors).sum(1) for b in bits.split(rows)])
+
+
+# A model's layers have the same few shapes. On a GPU their factors take some thirty small kernels to make, and five to use.
+@lru_cache(maxsize=64)
+def _row_factors(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
+    return _odd(_row_numbers(bounds, shape, device), _ROW_SEED)
+
+
+@lru_cache(maxsize=64)
+def _column_factors(start: int, end: int, device: torch.device) -> torch.Tensor:
+    return _odd(torch.arange(start, end, device=device), _COLUMN_SEED)
 
 
 def _row_numbers(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
