@@ -14,6 +14,7 @@ ranks, and a mask hides the keys in a query's future.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -297,7 +298,9 @@ def flash_attention(
 
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     seen = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=seen)
+    # torch 2.10 and 2.11 take groups of queries without being told.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=seen, **grouped)
     return out.flatten(1)
 
 

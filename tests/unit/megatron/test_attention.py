@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_dapo.megatron.attention import (
     PackedAttention,
@@ -77,7 +78,7 @@ def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int
 def test_one_call_of_flash_attention_takes_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     varlen, calls, lengths = pytest.importorskip("torch.nn.attention.varlen"), [], (5, 17, 1, 30)
 
-    def attend(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
         calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, scale))
         before, after = window_size
         assert after == 0, "a token sees none after it"
@@ -91,6 +92,18 @@ def test_one_call_of_flash_attention_takes_all_sequences(monkeypatch: pytest.Mon
     torch.testing.assert_close(got, written_out(query, key, value, lengths, window))
     bounds = [0, 5, 22, 23, 53]
     assert calls == [(bounds, bounds, 30, 30, None)]
+
+
+def test_torchs_flash_attention_takes_the_call() -> None:
+    """Shapes alone: tensors that are on no device."""
+    pytest.importorskip("torch.nn.attention.varlen")
+    with FakeTensorMode():
+        shapes = ((53, HEADS, 64), (53, GROUPS, 64), (53, GROUPS, 64))
+        query, key, value = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        bounds = torch.empty(5, device="cuda", dtype=torch.int32)
+        packed = PackedSequences(cu_seqlens_q=bounds, max_seqlen_q=30)
+        got = own_attention(8, "flash")(query, key, value, packed_seq_params=packed)
+    assert got.shape == (53, HEADS * 64) and got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
