@@ -116,16 +116,27 @@ def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, 
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     base, model = QUICKSTART / "base_model", tmp_path / "model"
     vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
-    # Untrained weights solve nothing, so that groups without contrast are trained as well.
+    # Untrained weights solve nothing: what differs within a group is how improbable responses were.
     save_model(model, has_vision, vocab_size=vocab_size, eos_token_id=2, pad_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(base / name, model / name)
     run = tmp_path / "run"
-    settings = ("rollout.filter_groups=false", "rollout.oversample=1.0", "rollout.max_staleness=0", "run.total_steps=3")
-    finish(write_recipe(tmp_path), run, engine_python, f'model.path="{model}"', *settings, "sglang.parity_interval=1")
+    settings = (
+        f'model.path="{model}"',
+        "rollout.filter_groups=false",
+        "rollout.oversample=1.0",
+        "rollout.max_staleness=0",
+        "reward.perplexity_penalty.enabled=true",
+        "reward.perplexity_penalty.start=0.01",
+        "reward.perplexity_penalty.end=20.0",
+        "run.total_steps=3",
+        "sglang.parity_interval=1",
+    )
+    finish(write_recipe(tmp_path), run, engine_python, *settings)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
     assert len(gaps) == 3 and max(gaps) < 1e-4, gaps
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
     before, after = (load_file(path / "model.safetensors") for path in (model, run / "huggingface"))
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and any("layers.0.mlp" in name for name in before.keys() - same)
