@@ -116,7 +116,9 @@ def inject(parsed: argparse.Namespace, plan: list[tuple[str, str]], work: Path, 
     """Start a cluster in `work`, put the plan's faults into its runs, and take everything down."""
     end = time.monotonic() + parsed.seconds
     with small_disk(work / "disk.img", work / "disk") as disk:
-        with virtual_cluster(work / "cluster", ClusterSettings(num_nodes=parsed.nodes, **SETTINGS)) as cluster:
+        # No fault of a soak is waited for, and a busy machine answers Slurm late: Slurm's own timeout.
+        settings = SETTINGS | {"slurmd_timeout_s": 300} if parsed.soak else SETTINGS
+        with virtual_cluster(work / "cluster", ClusterSettings(num_nodes=parsed.nodes, **settings)) as cluster:
             campaign = Campaign(
                 cluster=cluster,
                 environment=job_environment(),

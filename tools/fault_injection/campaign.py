@@ -198,6 +198,8 @@ class Campaign:
             "train_steps": run.completed_steps(),
             "false_alarms": len(lines) + (not lines and state not in ("RUNNING", "COMPLETING")),
             "lines": lines,
+            "state": state,
+            "log": "" if state == "RUNNING" else run.log()[-2000:],
             "load_max": max(loads),
         }
         self.append(record)
