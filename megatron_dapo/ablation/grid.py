@@ -58,6 +58,11 @@ class VariantTable(Section):
     """Pretrain the critic first (`megatron-dapo pretrain-value`) and train from it. Variants whose pretraining has the same
     settings share one critic a seed."""
 
+    program: str = ""
+    """Python program, from the grid's directory, that trains in the place of `megatron-dapo train`: another library's trainer. It
+    is called as `train` is, with RECIPE --set a.b=c... --output-dir DIR, keeps to the recipe's values and leaves the same
+    metrics, evaluations and summary. "": none."""
+
 
 class GridTable(Section):
     """A grid file."""
@@ -96,6 +101,7 @@ class Variant:
     overrides: tuple[str, ...]  # as of --set, without a seed and an output directory
     written: Mapping[str, Any]  # the variant's own overrides as the grid has them, dotted
     pretrains_value: bool = False
+    program: Path | None = None  # that trains in the place of `megatron-dapo train`
 
     @property
     def directory(self) -> str:
@@ -122,9 +128,9 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     Raises ConfigError with an entry for each unknown key, wrong type and variant that does not fit the others.
     """
     table = _checked(read_toml(path), path)
-    if problems := list(_problems(table)):
-        raise ConfigError(problems, str(path))
     name, beside = table.name or path.stem, path.parent
+    if problems := list(_problems(table, beside)):
+        raise ConfigError(problems, str(path))
     shared = overrides_of(table.set, beside)
     built: dict[str, Variant] = {}
     own: dict[str, tuple[str, ...]] = {}
@@ -140,6 +146,7 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
             overrides=(*shared, *own[each.name], *overrides),
             written=_dotted(each.set),
             pretrains_value=each.pretrain_value,
+            program=(beside / each.program).resolve() if each.program else None,
         )
     output = Path(table.output_dir or f"runs/ablations/{name}")
     baseline = table.baseline or table.variants[0].name
@@ -166,7 +173,7 @@ def _violation(entry: Mapping[str, Any]) -> Violation:
     return Violation(where, rule, "change it", {where: entry.get("input")})
 
 
-def _problems(table: GridTable) -> Iterator[Violation]:
+def _problems(table: GridTable, beside: Path) -> Iterator[Violation]:
     names = [each.name for each in table.variants]
     if not names:
         yield Violation("variants", "at least one variant", "add a table [[variants]]")
@@ -184,6 +191,10 @@ def _problems(table: GridTable) -> Iterator[Violation]:
         if each.after and each.after not in names[:index]:
             fix = f"write one of {', '.join(names[:index])}" if index else "remove it"
             yield Violation(f"{where}.after", "an earlier variant", fix, {"after": each.after})
+        if each.program and not (beside / each.program).is_file():
+            yield Violation(f"{where}.program", "a file", "correct the path", {"program": str(beside / each.program)})
+        if each.program and each.pretrain_value:
+            yield Violation(f"{where}.program", "no pretrain_value beside it", "remove one of the two")
     if table.baseline and table.baseline not in (*names, BEFORE_TRAINING):
         fix = f"write one of {', '.join((*names, BEFORE_TRAINING))}"
         yield Violation("baseline", "one of the variants", fix, {"baseline": table.baseline})

@@ -46,7 +46,8 @@ METHOD = (
     "95 % interval of one mean a seed (new trainings, these problems); over problems: bootstrap over problems of the means "
     "over seeds (other problems, these trainings). An effect is shown where the interval over seeds leaves 0 out; intervals "
     "are not corrected for the number of variants. Accuracy while training: of all sampled responses, mean over train "
-    "steps. Entropy (nats), response tokens and repetition: last quarter of the train steps."
+    "steps. Entropy (nats), response tokens and repetition: last quarter of the train steps. Train time: without evaluations, "
+    "checkpoints and start; behind a plus sign, the pretraining of the critic before it."
 )
 
 
@@ -135,7 +136,7 @@ def _row(name: str, runs: Mapping[int, Record], baseline: Mapping[int, Record], 
         _signed(student_mean(learning)) if learning and not is_baseline else "",
         *(_over_runs(records, each, _LAST_SHARE) if trains else "" for each in _LATE),
         f"{sum(sum(record['generated_tokens']) for record in records) / len(records) / 1e3:,.0f} k" if trains else "",
-        f"{sum(record['train_seconds'] for record in records) / len(records):.0f} s" if trains else "",
+        _seconds(records) if trains else "",
     )
 
 
@@ -151,6 +152,13 @@ def _mean(record: Record, curve: str, last_share: float) -> float:
 
 def _over_runs(records: Sequence[Record], curve: str, last_share: float) -> str:
     return f"{sum(_mean(record, curve, last_share) for record in records) / len(records):.3g}"
+
+
+def _seconds(records: Sequence[Record]) -> str:
+    """Return the mean seconds of training, and those of critics' pretraining beside them."""
+    # Records of earlier commits do not have the second.
+    own, before = (sum(each.get(name, 0.0) for each in records) for name in ("train_seconds", "pretrain_seconds"))
+    return f"{own / len(records):.0f} s" + (f" + {before / len(records):.0f} s" if before else "")
 
 
 def _range(estimate: Estimate) -> str:

@@ -1,7 +1,7 @@
 """Runs of a grid as subprocesses of the shipped commands, some side by side, until all are on record or a limit is reached.
 
     pretrain-value --output-dir CRITIC      once for all runs that share it
-    train --output-dir RUN                  continues from its newest checkpoint
+    train --output-dir RUN                  continues from its newest checkpoint; or the variant's own program
     record_of(RUN) -> results.jsonl
 
 Whatever is killed, the next call continues: a run on record is skipped, one that ended without a record is read, and one
@@ -124,8 +124,9 @@ class RunQueue:
         overrides = [part for override in run.overrides for part in ("--set", override)]
         if run.critic_directory is not None and not pretrains:
             overrides += ["--set", f"critic.path={run.critic_directory / 'critic'}"]
-        verb = "pretrain-value" if pretrains else "train"
-        command = [*self._command, verb, str(run.variant.recipe), *overrides, "--output-dir", str(directory)]
+        verbs = [*self._command, "pretrain-value" if pretrains else "train"]
+        program = [sys.executable, str(run.variant.program)] if run.variant.program else verbs
+        command = [*program, str(run.variant.recipe), *overrides, "--output-dir", str(directory)]
         slot = min(set(range(self._limits.jobs)) - {job.slot for job in self._jobs})
         directory.mkdir(parents=True, exist_ok=True)
         log = directory / "ablate.log"

@@ -101,7 +101,8 @@ def _plan_run(grid: Grid, variant: Variant, seed: int, machines: Machines, commi
     if not config.data.eval_paths or not config.evaluation.at_end:
         rule, fix = "a held-out evaluation at the end", "set data.eval_paths and evaluation.at_end = true"
         raise ConfigError([Violation("data.eval_paths", rule, fix)], str(variant.recipe))
-    settings = settings_hash(config, {"pretrains_value": variant.pretrains_value})
+    program = {"program": variant.program.name} if variant.program else {}
+    settings = settings_hash(config, {"pretrains_value": variant.pretrains_value, **program})
     # Another commit's half-finished run is not continued.
     name = f"seed{seed}-{settings[:8]}-{commit[:8]}{'-changed' if commit.endswith(CHANGED) else ''}"
     critic = _critic_directory(grid, variant, overrides, machines, commit) if variant.pretrains_value else None
@@ -226,6 +227,7 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
         "stopped": summary.stopped,
         "train_steps": summary.train_steps,
         "train_seconds": round(summary.train_seconds, 1),
+        "pretrain_seconds": _pretrain_seconds(run),
         "layout": summary.layout,
         "threads": os.cpu_count(),
         "protocol": _protocol(results[last]),
@@ -241,6 +243,13 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
         "curves": {name: [_rounded(row[name]) for row in rows] for name in CURVES},
         "kl": _rounded(rows[-1]["actor/kl_loss"]) if rows else None,
     }
+
+
+def _pretrain_seconds(run: Run) -> float:
+    """Return the seconds of training that the run's critic took before it; 0 without one."""
+    if run.critic_directory is None:
+        return 0.0
+    return round(read_summary(RunPaths(run.critic_directory).summary).train_seconds, 1)
 
 
 def _read(file: Path) -> EvaluationResult:

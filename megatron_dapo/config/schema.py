@@ -71,6 +71,11 @@ class RunConfig(Section):
     """Generation steps (times the collector was called) after which the run ends even if fewer train steps
     were made. 0: no limit. Set it when the data may be too easy or too hard to fill batches."""
 
+    max_train_seconds: NonNegativeFloat = 0.0
+    """Seconds of training, over all attempts and without evaluations and checkpoints, after which the run ends with the train
+    step that reaches them. 0: no limit. Gives runs to be compared the same time; a learning-rate schedule is still laid
+    over total_steps."""
+
     wait_timeout_seconds: PositiveFloat = 1800.0
     """Seconds without progress (no response finished, no verdict, no byte written, no collective completed) after which
     stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it when
@@ -390,6 +395,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
             "output_dir": directory,
             "total_steps": config.value_pretraining.max_steps,
             "max_generation_steps": 0,
+            "max_train_seconds": 0.0,
         },
         "rollout": {"filter_groups": False},
         "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},

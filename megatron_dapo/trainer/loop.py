@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TIME_USED_UP = "training seconds used up"  # run.max_train_seconds
 _MARGIN = 1.5  # time that a checkpoint is given, in those that the last one took
 
 
@@ -83,6 +84,7 @@ class TrainingLoop:
         self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
         self._save_seconds = 0.0  # of the newest one
+        self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step that is not served yet
 
     def run(self) -> str:
@@ -101,7 +103,9 @@ class TrainingLoop:
             return reason
         # Before the last evaluation, which takes long and can be repeated from the checkpoint.
         self._save()
-        if self._config.evaluation.at_end and reason in ("finished", "converged", "data exhausted"):
+        ends = ("finished", "converged", "data exhausted", TIME_USED_UP)
+        # Only the last of total_steps is known beforehand: another last step may have had its evaluation.
+        if self._config.evaluation.at_end and reason in ends and self._evaluated_step != self._progress.train_step:
             if not self._evaluate():
                 return STOPPED_BY_SIGNAL
         return reason
@@ -167,9 +171,11 @@ class TrainingLoop:
             return "converged"
         if run.max_generation_steps and progress.generation_step >= run.max_generation_steps:
             return "generation steps used up"
-        # A signal may reach only some ranks, and all must leave the loop at the same step.
-        stop = max_over({"stop": float(self._stop.requested)})["stop"]
-        return STOPPED_BY_SIGNAL if stop else ""
+        # A signal may reach only some ranks, each has a clock, and all must leave the loop at the same step.
+        seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds})
+        if seen["stop"]:
+            return STOPPED_BY_SIGNAL
+        return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
 
     def _generate(self) -> TrainBatch:
         """Return the next rollout batch: scored groups as train samples, the same on every rank."""
@@ -285,6 +291,8 @@ class TrainingLoop:
                 metrics["eval/avg_at_k_high"],
                 time.perf_counter() - start,
             )
+        if not is_cut:
+            self._evaluated_step = step
         return not is_cut
 
     def _save_in_time(self) -> None:

@@ -47,6 +47,7 @@ def test_inputs_are_from_the_directory_of_the_grid(write_grid: WriteGrid, tmp_pa
         (("+ clip-higher", "grpo"), "variants.2.name: expected a name of its own"),
         (('name = "GRPO"', 'nmae = "GRPO"'), "variants.1.nmae: expected a known key"),
         (("seeds =", 'baseline = "PPO"\nseeds ='), "baseline: expected one of the variants"),
+        (('after = "GRPO"', 'program = "trl.py"'), "variants.2.program: expected a file"),
         (("seeds =", "seeds = ["), "valid TOML"),
     ],
 )

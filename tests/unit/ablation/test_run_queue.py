@@ -99,6 +99,20 @@ def test_runs_that_share_a_critic_wait_for_its_pretraining(write_grid: WriteGrid
     assert len(critics) == 2
     assert all((each / "starts.txt").read_text().startswith("pretrain-value") for each in critics)
     assert all((each / "starts.txt").read_text().count("\n") == 1 for each in critics)
+    assert [record["pretrain_seconds"] for record in result.records] == [1.5] * 4
+
+
+def test_a_program_trains_in_the_place_of_train(write_grid: WriteGrid, tmp_path: Path) -> None:
+    other = f'import runpy, sys\nsys.argv.insert(1, "train")\nrunpy.run_path({COMMAND[1]!r}, run_name="__main__")\n'
+    (tmp_path / "other.py").write_text(f"open({str(tmp_path / 'called.txt')!r}, 'a').write('x')\n{other}")
+    plain = GRID.replace("set.run.total_steps = 4", FAST)
+    # The second variant has the settings of the first: another program makes another run of them.
+    text = plain.replace('after = "GRPO"\nset.algorithm.loss.clip_ratio_high = 0.3', 'after = "GRPO"\nprogram = "other.py"')
+    result, runs = make(write_grid(text))
+    assert len(result.records) == 4 and not result.failures
+    assert (tmp_path / "called.txt").read_text() == "xx"
+    assert len({run.settings for run in runs}) == 4
+    assert [run.settings for run in runs][::2] == [run.settings for run in planned(write_grid(plain))[1]][::2]
 
 
 def test_a_critic_that_fails_fails_once_for_all_its_runs(write_grid: WriteGrid) -> None:

@@ -32,7 +32,7 @@ class World:
         self.stop = SimpleNamespace(requested=False, seconds_left=float("inf"))
         self._fail_publish_at = fail_publish_at
         config = SimpleNamespace(
-            run=SimpleNamespace(total_steps=4, max_generation_steps=0),
+            run=SimpleNamespace(total_steps=4, max_generation_steps=0, max_train_seconds=0.0),
             mismatch=SimpleNamespace(trend_factor=2.0, trend_floor=1.0, alarm=1.0),
             evaluation=SimpleNamespace(at_start=False, at_end=False, interval=0),
             checkpoint=SimpleNamespace(interval=interval),
@@ -137,3 +137,18 @@ def test_a_stop_saves_if_there_is_time_for_what_the_last_checkpoint_took(seconds
     world.loop._save = slow_save
     world.stop.seconds_left = seconds_left
     assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == calls
+
+
+@pytest.mark.parametrize(("interval", "evaluated"), [(0, [2]), (2, [2]), (1, [1, 2])])
+def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: int, evaluated: list[int]) -> None:
+    world = World({})
+    world.loop._config.run.max_train_seconds = 5.0
+    world.loop._config.evaluation = SimpleNamespace(at_start=False, at_end=True, interval=interval)
+    # A step of three seconds, of which an evaluation took half of one.
+    times = {"step": 3.0, "evaluate": 0.5, "checkpoint": 0.0}
+    timer = SimpleNamespace(finish_step=lambda: times)
+    world.loop._phases = SimpleNamespace(phase=lambda name: nullcontext(), timer=timer)
+    seen: list[int] = []
+    world.loop._parts.evaluator = SimpleNamespace(evaluate=seen.append)
+    assert world.loop.run() == "training seconds used up"
+    assert seen == evaluated and world.calls == ["save 2"]
