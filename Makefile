@@ -5,6 +5,7 @@
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make ablate GRID=examples/grids/dapo_table1.toml [ARGS="--jobs 2 --seconds 3000"]   variants x seeds (docs/ablations.md)
+# make smollm2-gpu [ENGINE_PYTHON=...] [ARGS="--seconds 3000"]   SmolLM2 on one GPU: DAPO, GRPO, VAPO, T-PPO and TRL, three seeds
 # make test                                                    the test suite without TRL, virtual clusters and tests marked long
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
@@ -38,7 +39,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -93,6 +94,11 @@ quickstart-vapo quickstart-tppo: .venv
 
 ablate: .venv .venv-plots
 	$(HERE):.venv-plots .venv/bin/megatron-dapo ablate $(GRID) $(ARGS)
+
+# On a machine with a GPU, in the environment of PYTHON with TRL beside it; called again, it makes the runs that are left.
+smollm2-gpu:
+	test -d runs/models/smollm2 || $(HERE):.venv-smollm2 $(PYTHON) -m tools.make_smollm2 runs/models/smollm2
+	$(HERE):.venv-plots $(PYTHON) -m megatron_dapo.cli.main ablate examples/grids/smollm2_gpu.toml --set sglang.python=$(ENGINE_PYTHON) $(ARGS)
 
 # Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process
 # (tests/conftest.py), and what is collected first starts first.

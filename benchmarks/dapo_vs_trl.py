@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,15 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from peers.packages import installed_packages, peer_packages, with_packages
+from peers.trl_process import Settings, peer_specification, run_logged, run_trl
 from tiny import TINY_STEP
-from transformers import AutoTokenizer
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples" / "quickstart" / "quickstart.toml"
-PEER = Path(__file__).resolve().parent / "peers" / "trl_dapo.py"
 NUM_CORES = 2
 ROLLOUT_PHASES, TRAIN_PHASES = ("generate",), ("logprobs", "advantages", "train")
 QUICK_STEPS = 3
@@ -48,7 +46,6 @@ TINY_STEPS = 2  # a speed leaves the first one out
 TRL_MISSING = "make .venv-trl installs TRL"
 TINY_TRL = {"processes": 1, "rows_per_pass": 8}
 
-Settings = dict[str, Any]
 # What `--tune` times: processes x threads, rows of one forward and backward pass, and GRPOConfig's own settings.
 CANDIDATES: Mapping[str, Settings] = {
     "2 threads, 32 rows": {"processes": 1, "rows_per_pass": 32},
@@ -67,70 +64,7 @@ CANDIDATES: Mapping[str, Settings] = {
 FASTEST = "2 processes, 64 rows"
 
 
-def peer_specification(config: Config, directory: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
-    """Return the specification for `peers/trl_dapo.py`: the recipe's values, TRL's settings and the limits of the run."""
-    rollout, algorithm, optimizer, reward = config.rollout, config.algorithm, config.optimizer, config.reward
-    if optimizer.schedule != "constant" or reward.verifier != "dapo" or algorithm.loss.aggregation != "token_mean":
-        raise ValueError(
-            "the peer knows a constant learning rate, the dapo verifier and token_mean; the recipe differs"
-        )
-    overlong = reward.overlong_punishment
-    return {
-        "model": str(config.model.path),
-        "train_paths": [str(path) for path in config.data.train_paths],
-        "eval_paths": [str(path) for path in config.data.eval_paths],
-        "stop_ids": [AutoTokenizer.from_pretrained(str(config.model.path)).eos_token_id],
-        "prompts_per_step": rollout.prompts_per_step,
-        "group_size": rollout.group_size,
-        "max_response_tokens": rollout.max_response_tokens,
-        "temperature": rollout.temperature,
-        "optimizer_steps_per_batch": rollout.prompts_per_step // config.training.mini_batch_prompts,
-        "clip_ratio_low": algorithm.loss.clip_ratio_low,
-        "clip_ratio_high": algorithm.loss.clip_ratio_high,
-        "dual_clip": 0.0 if algorithm.loss.dual_clip == "off" else algorithm.loss.dual_clip,
-        "optimizer": {
-            "learning_rate": optimizer.learning_rate,
-            "warmup_steps": optimizer.warmup_steps,
-            "weight_decay": optimizer.weight_decay,
-            "betas": list(optimizer.betas),
-            "epsilon": optimizer.epsilon,
-            "clip_grad": optimizer.clip_grad,
-        },
-        "reward": {
-            "correct": reward.correct,
-            "incorrect": reward.incorrect,
-            "overlong": overlong.model_dump() if overlong.enabled else None,
-        },
-        "evaluation": {
-            "num_samples": config.evaluation.num_samples,
-            "temperature": config.evaluation.temperature,
-            "top_p": config.evaluation.top_p,
-            "top_k": config.evaluation.top_k,
-            "max_response_tokens": config.evaluation_response_tokens,
-        },
-        "seed": config.run.seed,
-        "threads": NUM_CORES // settings["processes"],
-        "settings": {name: value for name, value in settings.items() if name != "processes"},
-        "report_path": str(directory / "report.json"),
-        "output_dir": str(directory / "output"),
-        **limits,
-    }
-
-
 # ---- the two sides
-
-
-def run_trl(packages: Path, config: Config, directory: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
-    """Run TRL from `packages` and return its report. Raises RuntimeError with the end of its output if it fails."""
-    directory.mkdir(parents=True, exist_ok=True)
-    specification = directory / "specification.json"
-    specification.write_text(json.dumps(peer_specification(config, directory, settings, **limits)), encoding="utf-8")
-    processes = settings["processes"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    environment = {"OMP_NUM_THREADS": str(NUM_CORES // processes), "TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONPATH"] = with_packages(packages)
-    _run([sys.executable, "-W", "ignore", *launcher, str(PEER), str(specification)], environment, directory / "log.txt")
-    return json.loads((directory / "report.json").read_text(encoding="utf-8"))
 
 
 def run_ours(overrides: Sequence[str], recipe: Path, layout: str, directory: Path) -> dict[str, Any]:
@@ -139,7 +73,7 @@ def run_ours(overrides: Sequence[str], recipe: Path, layout: str, directory: Pat
     command += ["--output-dir", str(directory / "run"), "--layout", layout]
     command += [part for override in overrides for part in ("--set", override)]
     directory.mkdir(parents=True, exist_ok=True)
-    _run(command, {"PYTHONPATH": with_packages()}, directory / "log.txt")
+    run_logged(command, {"PYTHONPATH": with_packages()}, directory / "log.txt")
     steps = _read_lines(directory / "run" / "metrics.jsonl")
     evaluations = _read_lines(directory / "run" / "evaluations.jsonl")
     group_size = load_config(recipe, overrides).config.rollout.group_size
@@ -175,18 +109,6 @@ def ours_report(steps: Sequence[Settings], evaluations: Sequence[Settings], grou
     }
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    # Each side chooses its own number of threads: TRL through `threads`, ours one a process.
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    with open(log, "w", encoding="utf-8") as stream:
-        code = subprocess.run(
-            command, env={**inherited, **environment}, stdout=stream, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    if code:
-        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"{command[0]} ended with code {code}; its last output:\n{tail}")
-
-
 def _read_lines(path: Path) -> list[Settings]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -200,7 +122,9 @@ def tune(packages: Path, config: Config, directory: Path) -> dict[str, float | s
     for name, settings in CANDIDATES.items():
         limits = {"train_steps": TUNE_STEPS, "evaluation_interval": 0, "target": 2.0, "max_train_seconds": 90.0}
         try:
-            report = run_trl(packages, config, directory / name.replace(" ", "_").replace(",", ""), settings, **limits)
+            place = directory / name.replace(" ", "_").replace(",", "")
+            specification = peer_specification(config, place, settings, NUM_CORES, **limits)
+            report = run_trl(packages, specification, place, settings["processes"])
         except RuntimeError as error:
             speeds[name] = str(error).strip().splitlines()[-1][:300]
             continue
@@ -328,7 +252,10 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "target": arguments.target,
         "max_train_seconds": 400.0,
     }
-    theirs = run_trl(packages, config, directory / "trl", settings, **limits) if packages else None
+    theirs = None
+    if packages:
+        specification = peer_specification(config, directory / "trl", settings, NUM_CORES, **limits)
+        theirs = run_trl(packages, specification, directory / "trl", settings["processes"])
     overrides = [
         *arguments.overrides,
         f"run.total_steps={steps}",

@@ -1,17 +1,18 @@
-"""TRL's GRPOTrainer with the DAPO loss on the problem of `benchmarks/dapo_vs_trl.py`, in an environment of its own.
+"""TRL's GRPOTrainer with the DAPO loss on a recipe of ours, for `dapo_vs_trl.py` and `trl_recipe.py`, in an environment of its own.
 
     python trl_dapo.py SPEC.json         one process
     torchrun --nproc-per-node 2 trl_dapo.py SPEC.json
 
-The specification is `dapo_vs_trl.peer_specification`'s; the report is written to `report_path` after every evaluation
-and at the end. The clock runs while the trainer trains: it is stopped around held-out evaluations, and model loading
-comes before it.
+The specification is `trl_process.peer_specification`'s; the report is written to `report_path` after every evaluation
+and at the end, the model to `model_dir`, where one is given, in bfloat16 where it trained so. The clock runs while the trainer
+trains: it is stopped around held-out evaluations, and model loading comes before it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from trl.rewards import get_soft_overlong_punishment
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_dapo.rewards.dapo import score  # needs nothing but Python itself
+from megatron_dapo.rewards.repetition import ngram_repetition
 
 Specification = Mapping[str, Any]
 EVALUATION_ROWS = 256  # responses generated at a time in held-out evaluations
@@ -37,6 +39,24 @@ def read_rows(paths: Sequence[str]) -> list[dict[str, Any]]:
     """Prompt (messages) and gold answer of every row of JSONL files in the DAPO schema."""
     lines = [line for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
     return [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in map(json.loads, lines)]
+
+
+def train_rows(specification: Specification, tokenizer: Any) -> list[dict[str, Any]]:
+    """The training rows whose prompts are not too long; ours leaves out the same."""
+    rows, limit = read_rows(specification["train_paths"]), specification["max_prompt_tokens"]
+    prompts = [row["prompt"] for row in rows]
+    lengths = map(len, tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False))
+    return [row for row, length in zip(rows, lengths) if length <= limit]
+
+
+def write_model(specification: Specification, model: Any) -> None:
+    """A Hugging Face directory of the trained weights, with the tokenizer and other small files of the model it began with."""
+    target, source = Path(specification["model_dir"]), Path(specification["model"])
+    model.to(torch.bfloat16 if specification["save_bfloat16"] else torch.float32).save_pretrained(target)
+    for file in source.iterdir():
+        # The configuration too: what is evaluated differs from the model before training in its weights alone.
+        if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
+            shutil.copyfile(file, target / file.name)
 
 
 class Reward:
@@ -49,6 +69,7 @@ class Reward:
         self.seconds = 0.0
         self.useful_samples = 0  # of groups with right and wrong responses
         self.response_tokens = 0
+        self.batches: list[dict[str, float]] = []  # of this process's responses, but the accuracy of all
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], answer: Sequence[str], **unused: Any
@@ -58,12 +79,16 @@ class Reward:
             ids[-1] in self._stop_ids and score(completion[0]["content"], gold).outcome == "correct"
             for completion, ids, gold in zip(completions, completion_ids, answer)
         ]
-        self.response_tokens += sum(map(len, completion_ids))
+        tokens = sum(map(len, completion_ids))
+        self.response_tokens += tokens
+        repetition = sum(map(ngram_repetition, completion_ids)) / len(completion_ids)
+        self.batches.append({"response_tokens": tokens, "repetition": repetition})
         self.seconds += time.perf_counter() - start
         return [self._correct if hit else self._incorrect for hit in right]
 
     def count_useful(self, rewards: torch.Tensor, group_size: int) -> None:
         """`rewards` [samples] of whole groups."""
+        self.batches[-1]["accuracy"] = float((rewards == self._correct).float().mean())
         groups = rewards.view(-1, group_size)
         self.useful_samples += int((groups.max(1).values != groups.min(1).values).sum()) * group_size
 
@@ -79,6 +104,11 @@ class Clock(TrainerCallback):
         self._resumed = 0.0
         self.step_ends: list[float] = []
         self.evaluations: list[dict[str, float]] = []
+        self.entropies: list[float] = []  # of each batch
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **unused: Any) -> None:
+        if logs and "entropy" in logs:
+            self.entropies.append(logs["entropy"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **unused: Any) -> None:
         self._evaluate(0, model)
@@ -95,14 +125,15 @@ class Clock(TrainerCallback):
         ):
             accuracy = self._evaluate(train_step, model)
             control.should_training_stop |= accuracy >= self._specification["target"]
-        # Rank 0 decides for all: ranks that disagree would wait for each other forever.
-        control.should_training_stop |= self._too_long()
+        if not rest:
+            # Rank 0 decides for all: ranks that disagree would wait for each other forever.
+            control.should_training_stop |= self._too_long()
         self._resumed = time.perf_counter()
 
     def _too_long(self) -> bool:
         """The same answer on every process."""
-        over = torch.tensor([float(self._running > self._specification["max_train_seconds"])])
-        if dist.is_initialized():
+        over = torch.tensor([float(self._running >= self._specification["max_train_seconds"])])
+        if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(over, 0)
         return bool(over)
 
@@ -131,6 +162,10 @@ class Clock(TrainerCallback):
             "reward_seconds": self._reward.seconds,
             "useful_samples": self._reward.useful_samples,
             "evaluations": self.evaluations,
+            "batches": [
+                {**batch, "entropy": entropy, "response_tokens": batch["response_tokens"] * processes}
+                for batch, entropy in zip(self._reward.batches, [*self.entropies, *[None] * len(self._reward.batches)])
+            ],
         }
         if int(os.environ.get("RANK", "0")) == 0:
             Path(self._specification["report_path"]).write_text(json.dumps(report), encoding="utf-8")
@@ -174,15 +209,15 @@ class Evaluator:
             {"input_ids": prompts}, padding="max_length", max_length=width, padding_side="left", return_tensors="pt"
         )
         output = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
+            input_ids=batch["input_ids"].to(model.device),
+            attention_mask=batch["attention_mask"].to(model.device),
             do_sample=True,
             temperature=self._settings["temperature"],
             top_p=self._settings["top_p"],
             top_k=self._settings["top_k"],
             max_new_tokens=self._settings["max_response_tokens"],
         )
-        responses = output[:, width:]
+        responses = output[:, width:].cpu()
         ended = torch.isin(responses, torch.tensor(sorted(self._stop_ids))).any(1).tolist()
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         return sum(
@@ -229,8 +264,8 @@ def trainer_settings(specification: Specification) -> GRPOConfig:
     optimizer = specification["optimizer"]
     return GRPOConfig(
         output_dir=specification["output_dir"],
-        use_cpu=True,
-        bf16=False,
+        use_cpu=specification["device"] == "cpu",
+        bf16=specification["bf16"],
         fp16=False,
         seed=specification["seed"],
         loss_type="dapo",
@@ -256,7 +291,8 @@ def trainer_settings(specification: Specification) -> GRPOConfig:
         adam_epsilon=optimizer["epsilon"],
         max_grad_norm=optimizer["clip_grad"],
         gradient_checkpointing=False,
-        logging_strategy="no",
+        logging_strategy="steps",  # of the entropy, once a batch
+        logging_steps=specification["optimizer_steps_per_batch"],
         save_strategy="no",
         eval_strategy="no",
         report_to=[],
@@ -281,13 +317,15 @@ def main(specification_path: str) -> None:
         model=model,
         args=arguments,
         reward_funcs=functions,
-        train_dataset=Dataset.from_list(read_rows(specification["train_paths"])),
+        train_dataset=Dataset.from_list(train_rows(specification, tokenizer)),
         processing_class=tokenizer,
     )
     trainer.counter, trainer.specification = reward, specification
     clock = Clock(specification, Evaluator(specification, tokenizer), reward)
     trainer.add_callback(clock)
     trainer.train()
+    if specification.get("model_dir") and int(os.environ.get("RANK", "0")) == 0:
+        write_model(specification, trainer.accelerator.unwrap_model(trainer.model))
     clock.write(finished=True)
     if dist.is_initialized():
         dist.destroy_process_group()

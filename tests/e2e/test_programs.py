@@ -45,6 +45,7 @@ RUN_BY = {
     "benchmarks/scale_start.py": "test_scale_start",
     "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
     "benchmarks/train_step.py": "test_train_step",
+    "benchmarks/trl_recipe.py": "test_trl_recipe",
     "benchmarks/value_learning.py": "test_value_learning",
     "benchmarks/weight_sync.py": "test_weight_sync",
     "benchmarks/window_state.py": "test_window_state",
@@ -165,6 +166,20 @@ def test_dapo_vs_trl(repository: Path) -> None:
         return
     assert trl["finished"] and trl["train_steps"] == 2 and trl["trained_samples"] == 2 * 4 * 4
     assert result["samples_per_s_ratio"] > 0
+
+
+def test_trl_recipe(repository: Path, tmp_path: Path) -> None:
+    """A run of TRL leaves what a grid reads; without TRL it is refused by name."""
+    if not (repository / ".venv-trl").exists():
+        pytest.skip("TRL is not installed; make .venv-trl installs it")
+    found = run_json(repository, "benchmarks/trl_recipe.py", "--tiny", "--output-dir", tmp_path / "run")
+    assert (found["train_steps"], found["stopped"]) == (2, "finished") and found["train_seconds"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["train_step"] for row in rows] == [1, 2] and all(0 < row["actor/entropy"] < 10 for row in rows)
+    assert all(row["throughput/generated_tokens"] == 16 * row["rollout/response_tokens_mean"] > 16 for row in rows)
+    result = json.loads((tmp_path / "run/evaluations/step_000002.json").read_text())
+    assert len(result["problems"]) == 128 and result["metrics"]["avg@1"]["value"] == found["accuracy_after"]
+    assert result["protocol"]["engine"] == "embedded"
 
 
 def test_fp8_costs(repository: Path) -> None:

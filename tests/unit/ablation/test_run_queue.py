@@ -107,7 +107,9 @@ def test_a_program_trains_in_the_place_of_train(write_grid: WriteGrid, tmp_path:
     (tmp_path / "other.py").write_text(f"open({str(tmp_path / 'called.txt')!r}, 'a').write('x')\n{other}")
     plain = GRID.replace("set.run.total_steps = 4", FAST)
     # The second variant has the settings of the first: another program makes another run of them.
-    text = plain.replace('after = "GRPO"\nset.algorithm.loss.clip_ratio_high = 0.3', 'after = "GRPO"\nprogram = "other.py"')
+    text = plain.replace(
+        'after = "GRPO"\nset.algorithm.loss.clip_ratio_high = 0.3', 'after = "GRPO"\nprogram = "other.py"'
+    )
     result, runs = make(write_grid(text))
     assert len(result.records) == 4 and not result.failures
     assert (tmp_path / "called.txt").read_text() == "xx"
