@@ -40,15 +40,17 @@ SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_J
 export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
+# A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it for ever.
+step=(srun --overlap --immediate=300 --kill-on-bad-exit=1 --cpu-bind=none)
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
 # A step of its own: what a step has started ends with it. Without servers to keep it ends at once.
-srun --overlap --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none "${worker[@]}" --keep-servers </dev/null &
+"${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" "${worker[@]}" --keep-servers </dev/null &
 supervisors=$!
 trap 'kill "$supervisors" 2>/dev/null || true' EXIT
 while :; do
     began=$(date +%s)
-    if srun --overlap --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=none "${worker[@]}"; then
+    if "${step[@]}" --cpus-per-task="$cpus" "${worker[@]}"; then
         exit 0
     fi
     # The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
@@ -58,6 +60,10 @@ while :; do
         break
     fi
 done
+if [ "$code" != 0 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %D)" != "$SLURM_JOB_NUM_NODES" ]; then
+    echo "a node of this job is lost: it has $(squeue -h -j "$SLURM_JOB_ID" -o %D) of $SLURM_JOB_NUM_NODES; it starts again on others" >&2
+    code=75
+fi
 # A job that scancel or its time limit is ending is not requeued by what its tasks left behind.
 if [ "$code" = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID"

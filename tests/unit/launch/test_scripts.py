@@ -19,7 +19,7 @@ ARGUMENTS = {
 STUBS = {
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" || { echo node0; echo node1; }',
     "megatron-dapo": "true",
-    "squeue": '[ "${@: -1}" = %T ] && echo "$STATE" || echo 2026-11-22T10:00:00',
+    "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) echo "$NODES_LEFT";; *) echo 2026-11-22T10:00:00;; esac',
     # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
     "srun": """if [ "${@: -1}" = --keep-servers ]; then
     printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
@@ -40,6 +40,7 @@ def run_script(
     kept: int = 0,
     attempts: int = 99,
     state: str = "RUNNING",
+    nodes_left: int = 2,
 ) -> tuple[int, list[str]]:
     """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not."""
     (directory / "attempts").unlink(missing_ok=True)
@@ -58,6 +59,7 @@ def run_script(
         "KEPT": kept,
         "ATTEMPTS": attempts,
         "STATE": state,
+        "NODES_LEFT": nodes_left,
         "SLURM_JOB_NUM_NODES": 2,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
@@ -100,6 +102,13 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     """Its tasks end with 75, as at every stop."""
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, state="COMPLETING")
     assert code == 75 and "requeue 17" not in lines
+
+
+def test_a_job_that_lost_a_node_before_its_step_began_is_requeued(tmp_path: Path) -> None:
+    """No attempt is on record then, which alone would end the job."""
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left=1)
+    assert code == 75 and "requeue 17" in lines
+    assert "--immediate=300" in lines and "--immediate=300" in (tmp_path / "supervisors").read_text().split()
 
 
 def is_running(pid: int) -> bool:
