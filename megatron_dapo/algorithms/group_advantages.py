@@ -29,11 +29,20 @@ class EstimatedBatch:
     has_spread: bool = True  # the critic's targets differ, so that there is variance to explain
 
 
-def estimate_group_advantages(samples: Sequence[TrainSample], advantage: AdvantageConfig) -> EstimatedBatch:
+def equal_prompt_weights(group_index: torch.Tensor) -> torch.Tensor:
+    """Return mean size / size of each response's group, [S] float64: with it every group counts alike in a sum over responses."""
+    _, positions, sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
+    return (sizes.double().mean() / sizes)[positions]
+
+
+def estimate_group_advantages(
+    samples: Sequence[TrainSample], advantage: AdvantageConfig, *, equal_prompts: bool = False
+) -> EstimatedBatch:
     """Give every token of a response the advantage of its reward within its group (DAPO, arXiv 2503.14476, Eq 9).
 
     Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
-    older version) keeps the advantages it has. ValueError if a reward is not finite.
+    older version) keeps the advantages it has. ValueError if a reward is not finite. `equal_prompts`: groups of unequal
+    sizes count alike.
     """
     contexts = [sample.critic_context for sample in samples]
     rewards = [context.reward for context in contexts if context is not None]
@@ -48,9 +57,13 @@ def estimate_group_advantages(samples: Sequence[TrainSample], advantage: Advanta
                 response_lengths=torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64),
             ),
         )
+        values = advantages.values
+        if equal_prompts:
+            index = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
+            values = (values * equal_prompt_weights(index)).float()
         estimated = [
             replace(sample, advantages=value.expand(sample.num_response_tokens))
-            for sample, value in zip(samples, advantages.values, strict=True)
+            for sample, value in zip(samples, values, strict=True)
         ]
         metrics = {
             "advantage/mean": advantages.metrics["advantage_mean"],

@@ -81,6 +81,20 @@ CRITIC_RULES = (
         reason="a window is trained by the policy that sampled it",
     ),
     Rule(
+        "not rollout.budget.enabled",
+        "set rollout.budget.enabled = false",
+        path="rollout.budget.enabled",
+        where=_CRITIC,
+        reason="a critic's advantages know no groups to weight",
+    ),
+    Rule(
+        'rollout.prompt_order == "shuffled" and rollout.prompt_filter.name == "none"',
+        'set rollout.prompt_order = "shuffled" and rollout.prompt_filter.name = "none"',
+        path="rollout.prompt_order",
+        where=_WINDOWS,
+        reason="windows take prompts in the order of the stream, in groups of one size",
+    ),
+    Rule(
         "rollout.oversample == 1",
         "set rollout.oversample = 1.0",
         where=_WINDOWS,

@@ -21,6 +21,11 @@ from megatron_dapo.config.section import (
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
 InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
+DynamicSampling = Literal["hard", "soft"]
+ReplayOrder = Literal["oldest", "newest", "advantage", "staleness"]
+PromptOrder = Literal["shuffled", "priority"]
+PromptWeight = Literal["equal", "responses"]
+PromptFilterName = Literal["none", "bounds", "model"]
 OnExhausted = Literal["train_partial", "stop", "error"]
 
 
@@ -73,6 +78,38 @@ class DataConfig(Section):
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
 
 
+class BudgetConfig(Section):
+    """Responses for each prompt by its difficulty: more for hard ones, fewer for easy ones, as many in all."""
+
+    enabled: bool = False
+    """Give each prompt a group size of its own: as many responses as hold a right one with probability 0.95, by its pass
+    rate in earlier visits, fitted to prompts_per_step * group_size."""
+
+    min_size: Annotated[int, Bounds(ge=2)] = 4
+    """Smallest group."""
+
+    max_size: Annotated[int, Bounds(ge=2)] = 64
+    """Largest group."""
+
+    prompt_weight: PromptWeight = "equal"
+    """equal: every prompt counts alike in the loss, its advantages times mean size / size. responses: a prompt counts as
+    often as it has responses."""
+
+
+class PromptFilterConfig(Section):
+    """Prompts that are left out because their groups would not disagree."""
+
+    name: PromptFilterName = "none"
+    """none: every prompt is tried. bounds: left out if the 95 % bound of its pass rate is below margin or above 1 -
+    margin. model: left out if a model of its earlier visits gives its next group a chance below margin to disagree."""
+
+    margin: Annotated[float, Bounds(gt=0, lt=0.5)] = 0.05
+    """See name."""
+
+    audit_share: Annotated[float, Bounds(gt=0, le=1)] = 0.02
+    """Share of the prompts to be left out that are tried all the same. They say how often the filter is wrong."""
+
+
 class RolloutConfig(Section):
     """Sampling of responses, and the filter that groups pass before they are trained."""
 
@@ -117,6 +154,10 @@ class RolloutConfig(Section):
     filter_groups: bool = True
     """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
 
+    dynamic_sampling: DynamicSampling = "hard"
+    """hard: refill the batch until it has prompts_per_step groups that pass the filter. soft: start prompts_per_step groups
+    and train those that pass, however few (at least one): every step costs the same, and its batch varies."""
+
     accuracy_min: Fraction = 0.0
     """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a group that is kept."""
 
@@ -131,6 +172,21 @@ class RolloutConfig(Section):
     """Continue responses that are unfinished when a batch is full from where they are in the next generation step, each
     token with the version that sampled it. Off: the generation step ends when they have ended. Has an effect within
     max_staleness only."""
+
+    replay_order: ReplayOrder = "oldest"
+    """Which of the groups that wait are trained first. oldest: those started first, none is passed over. newest: those
+    started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but oldest
+    may leave groups until they are too old, and choose what is trained; oversample above 1 gives them a choice."""
+
+    prompt_order: PromptOrder = "shuffled"
+    """shuffled: epochs, each prompt once. priority: after the first epoch, prompts with mixed or few outcomes first (the
+    upper confidence bound of T-PPO's prompt pool)."""
+
+    budget: BudgetConfig = BudgetConfig()
+    """Group sizes by difficulty."""
+
+    prompt_filter: PromptFilterConfig = PromptFilterConfig()
+    """Prompts that are left out for a while."""
 
     slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""

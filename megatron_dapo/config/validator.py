@@ -222,6 +222,35 @@ RULES = (
         path="rollout.max_staleness",
     ),
     Rule(
+        "rollout.filter_groups and rollout.oversample == 1 and rollout.max_staleness == 0",
+        "set rollout.filter_groups = true, rollout.oversample = 1.0 and rollout.max_staleness = 0, or "
+        'rollout.dynamic_sampling = "hard"',
+        path="rollout.dynamic_sampling",
+        where='rollout.dynamic_sampling == "soft"',
+        reason="a batch is what passes of the prompts started for it",
+    ),
+    Rule(
+        "rollout.oversample > 1",
+        'set rollout.oversample = 2.0, or rollout.replay_order = "oldest"',
+        path="rollout.replay_order",
+        where='rollout.replay_order != "oldest"',
+        reason="else no group waits that another could be preferred to",
+    ),
+    Rule(
+        "rollout.budget.min_size <= rollout.group_size <= rollout.budget.max_size",
+        "set rollout.budget.min_size = {min(rollout.budget.min_size, rollout.group_size)} and "
+        "rollout.budget.max_size = {max(rollout.budget.max_size, rollout.group_size)}",
+        path="rollout.budget.min_size",
+        where="rollout.budget.enabled",
+        reason="group_size is the mean",
+    ),
+    Rule(
+        "data.max_epochs == 0",
+        "set data.max_epochs = 0",
+        where='rollout.prompt_order == "priority"',
+        reason="the first epoch is followed by prompts in order of their priority, without an end",
+    ),
+    Rule(
         "rollout.oversample == 1 or rollout.max_staleness > 0",
         'set rollout.oversample = 1.0, or rollout.max_staleness = 1 and algorithm.off_policy.correction = "tis"',
         path="rollout.oversample",

@@ -68,6 +68,11 @@ class PromptStream:
         """Fresh prompts drawn since the beginning; requeued ones are not counted again."""
         return self._epoch * len(self._prompt_ids) + self._position
 
+    @property
+    def num_requeued(self) -> int:
+        """Prompts that were returned and come before fresh ones."""
+        return len(self._requeued)
+
     def next(self) -> str | None:
         """Return the next prompt id, requeued ones first and in their order; None after `max_epochs`."""
         if self._requeued:

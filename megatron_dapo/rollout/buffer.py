@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.types import Group
 
 STATE_VERSION = 1
+
+
+def _spread(group: Group) -> float:
+    """Return the standard deviation of the group's rewards: its mean |advantage| before any scaling grows with it."""
+    return statistics.pstdev(sample.reward for sample in group.samples)
+
+
+# Order in which groups are taken. Ties go by the order of their start.
+ORDERS: Mapping[str, Callable[[Group], Any]] = {
+    "oldest": lambda group: group.group_id,
+    "newest": lambda group: -int(group.group_id),
+    "advantage": lambda group: (-_spread(group), group.group_id),
+    "staleness": lambda group: (-group.policy_version, group.group_id),
+}
 
 
 class ReplayBuffer:
@@ -18,10 +33,11 @@ class ReplayBuffer:
     is at most `max_staleness` versions behind that; 0 allows only groups of that version.
     """
 
-    def __init__(self, max_staleness: int = 0) -> None:
+    def __init__(self, max_staleness: int = 0, order: str = "oldest") -> None:
         if max_staleness < 0:
             raise ValueError(f"replay buffer: max_staleness = {max_staleness}, must be at least 0")
         self.max_staleness = max_staleness
+        self._order = ORDERS[order]
         self._groups: list[Group] = []
         # Since the run began; saved, so that a resumed run's state equals that of an uninterrupted one.
         self._num_put = self._num_taken = self._num_evicted = 0
@@ -50,8 +66,8 @@ class ReplayBuffer:
         return len(self._available(policy_version, before))
 
     def take(self, num_groups: int, policy_version: int, before: str | None = None) -> list[Group]:
-        """Remove and return at most `num_groups` fresh groups started before group `before`, in order of their start."""
-        taken = sorted(self._available(policy_version, before), key=lambda group: group.group_id)[:num_groups]
+        """Remove and return at most `num_groups` fresh groups started before group `before`, the first ones of its order."""
+        taken = sorted(self._available(policy_version, before), key=self._order)[:num_groups]
         self._remove(taken)
         self._num_taken += len(taken)
         return taken

@@ -41,6 +41,7 @@ from megatron_dapo.rollout.open_group import (
     open_group_to_json,
     settled,
 )
+from megatron_dapo.rollout.prompt_source import PromptSource
 from megatron_dapo.rollout.scoring import score_groups
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder
 from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, SamplingParams
@@ -74,7 +75,8 @@ class GroupCollector(Collector):
         self._sampling = sampling
         self._seed = seed
         self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
-        self._buffer = ReplayBuffer(config.max_staleness)
+        self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
+        self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
         self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
         self._training_version = 0  # of the batch being collected
@@ -92,6 +94,7 @@ class GroupCollector(Collector):
         self._num_started_at_last_kept = 0
         self._keep_for(self._training_version)
         first_number = self._counters.num_started
+        self._source.begin(self._training_version)
         self._counters.num_recent_decided *= _RECENT
         self._counters.num_recent_kept *= _RECENT
         exhausted = self._fill(num_groups)
@@ -128,12 +131,26 @@ class GroupCollector(Collector):
     def _fill(self, num_groups: int) -> Exhaustion:
         """Generate until the groups decided in order of their start hold `num_groups`; return the reason if they cannot."""
         exhausted: Exhaustion = ""
-        while self._num_available(self._first_open()) < num_groups:
+        while not self._is_complete(num_groups):
             exhausted = self._start_groups(num_groups)
             if not self._in_flight:
                 return exhausted
             self._receive_and_report(num_groups)
         return ""
+
+    def _is_complete(self, num_groups: int) -> bool:
+        if self._rollout.dynamic_sampling == "hard":
+            return self._num_available(self._first_open()) >= num_groups
+        # No refill: all that were started are decided. With none decided, the groups are those of a batch given back.
+        num_decided = sum(self._builder.filter_decisions.values())
+        has_ended = not self._in_flight and not self._unfinished and (not num_decided or num_decided >= num_groups)
+        return has_ended and self._num_available() > 0
+
+    def _num_supplied(self, num_groups: int) -> int:
+        """Return the groups that count towards the batch: those kept, or without a refill those decided."""
+        if self._rollout.dynamic_sampling == "hard":
+            return self._num_available()
+        return sum(self._builder.filter_decisions.values()) % num_groups
 
     def _drain(self, num_groups: int) -> None:
         """Finish what is in flight."""
@@ -155,7 +172,7 @@ class GroupCollector(Collector):
         """Continue all unfinished groups, then start as many as are worth it; return the limit met."""
         requests = [request for group_id in list(self._unfinished) for request in self._continue(group_id)]
         exhausted: Exhaustion = ""
-        round_size, num_kept = self._round_size(num_groups), self._num_available()
+        round_size, num_kept = self._round_size(num_groups), self._num_supplied(num_groups)
         # Batches that may train a group started now.
         num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
         while num_kept + len(self._in_flight) < round_size:
@@ -164,11 +181,11 @@ class GroupCollector(Collector):
             if self._rounds_are_exhausted(round_size):
                 exhausted = "rounds"
                 break
-            prompt_id = self._stream.next()
-            if prompt_id is None:
+            drawn = self._source.next(num_groups)
+            if drawn is None:
                 exhausted = "prompts"
                 break
-            requests.extend(self._start(prompt_id, round_size))
+            requests.extend(self._start(*drawn, round_size))
         if requests:
             self._engine.submit(requests)
         return exhausted
@@ -187,14 +204,14 @@ class GroupCollector(Collector):
         num_fruitless = self._builder.num_started - self._num_started_at_last_kept
         return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
 
-    def _start(self, prompt_id: str, round_size: int) -> list[GenerationRequest]:
+    def _start(self, prompt_id: str, size: int, round_size: int) -> list[GenerationRequest]:
         """Put a new group in flight and return its requests."""
         if self._builder.num_started % round_size == 0:
             self._counters.generation_step += 1
         # Fixed width: group ids sort in order of their start.
         group_id = f"{self._counters.num_started:012d}"
         prompt = self._prompts[prompt_id]
-        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step)
+        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step, size=size)
         self._counters.num_started += 1
         self._builder.num_started += 1
         return self._missing(self._in_flight[group_id])
@@ -207,7 +224,7 @@ class GroupCollector(Collector):
 
     def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
         """Return requests for the responses of a group that have not ended."""
-        return [self._request(group, index) for index in group.missing(self._rollout.group_size)]
+        return [self._request(group, index) for index in group.missing(group.size)]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
         seed = sample_seed(self._seed, group.group_id, index)
@@ -223,10 +240,8 @@ class GroupCollector(Collector):
             self._continue_aborted(completions)
         else:
             self._restart_aborted()
-        size = self._rollout.group_size
-        self._decide(
-            [self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)]
-        )
+        in_order = [self._in_flight[name] for name in sorted(self._in_flight)]
+        self._decide([group for group in in_order if group.is_complete(group.size)])
 
     def _assign(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
@@ -241,8 +256,7 @@ class GroupCollector(Collector):
     def _restart_aborted(self) -> None:
         """Restart groups with aborted responses from their prompts once the engine works on none of them."""
         for group in list(self._in_flight.values()):
-            size = self._rollout.group_size
-            if group.has_returned(size) and not group.is_complete(size):
+            if group.has_returned(group.size) and not group.is_complete(group.size):
                 del self._in_flight[group.group_id]
                 self._queue_again(group)
 
@@ -257,12 +271,13 @@ class GroupCollector(Collector):
         """Score complete groups and keep or drop each."""
         if not complete:
             return
-        for group in score_groups(self._scorer, complete, self._rollout.group_size, self._engine.policy_version):
+        for group in score_groups(self._scorer, complete, self._engine.policy_version):
             del self._in_flight[group.group_id]
             accuracies = [sample.score.accuracy for sample in group.samples]
             decision = KEPT if self._filter is None else self._filter.decide(accuracies)
             self._builder.add_scored(group, decision)
             self._judged.append((group.group_id, group.prompt.prompt_id, decision))
+            self._source.observe(group, decision)
             self._counters.num_recent_decided += 1
             self._counters.num_recent_kept += decision == KEPT
             if decision == KEPT:
@@ -341,6 +356,7 @@ class GroupCollector(Collector):
             num_carried_over=num_carried_over,
             num_left_over=len(self._buffer),
             num_unfinished=len(self._unfinished),
+            prompts=self._source.statistics(),
         )
 
     def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
@@ -407,6 +423,7 @@ class GroupCollector(Collector):
         return {
             "version": STATE_VERSION,
             "stream": self._stream.state_dict(),
+            "source": self._source.state_dict(),
             "buffer": self._buffer.state_dict(put_back=groups),
             "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
             "counters": self._counters_without(untrained),
@@ -426,6 +443,7 @@ class GroupCollector(Collector):
             )
         assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
+        self._source.load_state_dict(state.get("source", {}))
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
         self._judged = [tuple(entry) for entry in state.get("judged", ())]
@@ -438,10 +456,9 @@ class GroupCollector(Collector):
 
     def _restore(self, group: OpenGroup) -> None:
         """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
-        fits = all(
-            index < self._rollout.group_size and held.num_tokens <= self._sampling.max_new_tokens
-            for index, held in group.completions.items()
-        )
+        group.size = group.size or self._rollout.group_size
+        is_size = group.size == self._rollout.group_size or self._rollout.budget.enabled
+        fits = is_size and all(held.num_tokens <= self._sampling.max_new_tokens for held in group.completions.values())
         if self._rollout.partial_rollout and fits:
             self._unfinished[group.group_id] = group
         else:

@@ -37,6 +37,7 @@ class OpenGroup:
     generation_step: int
     completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort": to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
+    size: int = 0  # responses it will have; 0 where its pool knows
 
     def is_complete(self, group_size: int) -> bool:
         """Return True if every response has ended."""
@@ -120,6 +121,7 @@ def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,
         "generation_step": group.generation_step,
+        "size": group.size,
         "completions": {str(index): completion_to_json(held) for index, held in group.completions.items()},
     }
 
@@ -131,4 +133,5 @@ def open_group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]
         prompt=prompts[value["prompt_id"]],
         generation_step=value["generation_step"],
         completions={int(index): completion_from_json(held) for index, held in value["completions"].items()},
+        size=value.get("size", 0),
     )

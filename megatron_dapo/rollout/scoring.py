@@ -86,8 +86,8 @@ class SampleScorer:
         return ScoredSample(sample.sample_id, sample.completion, text, score, parts, repetition=repetition)
 
 
-def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], group_size: int, serving: int) -> Iterator[Group]:
-    """Score complete groups of `group_size` responses in one call of the verifier and yield them in the given order.
+def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: int) -> Iterator[Group]:
+    """Score complete groups in one call of the verifier and yield them in the given order.
 
     `serving` is the policy version of a group without a single token.
     """
@@ -95,11 +95,11 @@ def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], group_size
         [
             UnscoredSample(f"{group.group_id}/{index}", group.prompt, group.completions[index])
             for group in complete
-            for index in range(group_size)
+            for index in range(len(group.completions))
         ]
     )
     for group in complete:
-        samples = tuple(scored[f"{group.group_id}/{index}"] for index in range(group_size))
+        samples = tuple(scored[f"{group.group_id}/{index}"] for index in range(len(group.completions)))
         versions = [run.version for sample in samples for run in sample.completion.versions]
         # A group is as old as its oldest token.
         yield Group(group.group_id, group.prompt, samples, min(versions, default=serving), group.generation_step)

@@ -77,6 +77,7 @@ class CollectStatistics:
     dropped_lengths: LengthSummary  # of filtered groups
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
     windows: WindowSummary | None = None  # None: responses are generated in one piece
+    prompts: Mapping[str, float] = field(default_factory=dict)  # what the choice of prompts did, see `PromptSource`
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
@@ -138,7 +139,14 @@ class StatisticsBuilder:
         """Finished responses of scored groups."""
         return len(self.lengths["kept"]) + len(self.lengths["dropped"])
 
-    def build(self, *, num_carried_over: int, num_left_over: int, num_unfinished: int) -> CollectStatistics:
+    def build(
+        self,
+        *,
+        num_carried_over: int,
+        num_left_over: int,
+        num_unfinished: int,
+        prompts: Mapping[str, float] | None = None,
+    ) -> CollectStatistics:
         """Return the statistics of everything counted so far."""
         num_responses = max(1, self.num_scored_responses)
         # Counts that both classes have under one name.
@@ -151,6 +159,7 @@ class StatisticsBuilder:
             num_unfinished=num_unfinished,
             num_carried_over=num_carried_over,
             num_left_over=num_left_over,
+            prompts=dict(prompts or {}),
             num_kept_tokens=sum(self.lengths["kept"]),
             num_responses=self.num_scored_responses,
             mean_accuracy=self.accuracy_sum / num_responses,

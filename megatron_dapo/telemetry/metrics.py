@@ -104,6 +104,25 @@ _STEP = [
         ("probability_mean", "probability", "mean probability of the trained responses' tokens when they were sampled"),
     ),
     *_section(
+        "prompts",
+        ("skipped", "prompts", "left out by rollout.prompt_filter (0 without it, like all below)"),
+        ("audited", "prompts", "tried although the filter would leave them out"),
+        (
+            "tokens_saved",
+            "tokens",
+            "estimate: group_size times the mean length of their last groups, of those left out",
+        ),
+        ("filter_precision", "fraction", "share of the tried prompts to be left out whose groups did not disagree"),
+        (
+            "filter_recall",
+            "fraction",
+            "share of the tried prompts whose groups did not disagree that were to be left out",
+        ),
+        ("calibration_error", "fraction", "mean |predicted - observed| share of groups that disagree, in ten bins"),
+        ("group_size_min", "responses", "smallest trained group"),
+        ("group_size_max", "responses", "largest trained group"),
+    ),
+    *_section(
         "window",
         ("responses", "responses", "worked on, each for one window (0 without windows, like all of this section)"),
         ("finished_share", "fraction", "share of them that ended"),

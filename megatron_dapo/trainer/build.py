@@ -74,7 +74,9 @@ def build_learner(
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
     if not config.has_critic:
         assert policy is not None, "without a critic every rank holds the policy"
-        return Learner(policy, algorithm.advantage, phases, models)
+        budget = config.rollout.budget
+        equal_prompts = budget.enabled and budget.prompt_weight == "equal"
+        return Learner(policy, algorithm.advantage, phases, models, equal_prompts=equal_prompts)
     policy_side = policy or RemotePolicy()
     critic_side = CriticLearner(critic, config, progress) if critic else RemoteCritic()
     concurrent = None

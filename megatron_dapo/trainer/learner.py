@@ -52,10 +52,20 @@ class Learner:
     policy: PolicyLearner | RemotePolicy
     critic: CriticLearner | RemoteCritic | None = None
 
-    def __init__(self, policy: PolicyLearner, advantage: AdvantageConfig, phases: Phases, models: DeviceModels) -> None:
+    def __init__(
+        self,
+        policy: PolicyLearner,
+        advantage: AdvantageConfig,
+        phases: Phases,
+        models: DeviceModels,
+        *,
+        equal_prompts: bool = False,
+    ) -> None:
+        """`equal_prompts`: groups of unequal sizes (rollout.budget) count alike in the loss."""
         self.policy = policy
         self.models = models
         self._advantage = advantage
+        self._equal_prompts = equal_prompts
         self._phases = phases
 
     @property
@@ -91,7 +101,7 @@ class Learner:
     def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
         """Return the batch with advantages."""
         with self._phases.phase("advantages"):
-            return estimate_group_advantages(samples, self._advantage)
+            return estimate_group_advantages(samples, self._advantage, equal_prompts=self._equal_prompts)
 
     def train_critic(self, batch: EstimatedBatch, train_step: int) -> dict[str, float]:
         """Train the critic and return its metrics: there is none here."""

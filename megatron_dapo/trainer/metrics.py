@@ -51,6 +51,7 @@ def step_metrics(
     return {
         **rollout_metrics(rollout, train_step, round_size),
         **prefix_metrics(batch.prefix_reuse),
+        **prompt_metrics(rollout),
         **window_metrics(rollout),
         **quality_metrics(rollout.groups),
         **reward_metrics(rollout.groups, disagreement_share),
@@ -114,6 +115,17 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
 def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
     """Return the part of the "rollout/" section that only the engine knows."""
     return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
+
+
+def prompt_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the "prompts/" section."""
+    names = ("skipped", "audited", "tokens_saved", "filter_precision", "filter_recall", "calibration_error")
+    sizes = [len(group.samples) for group in batch.groups]
+    return {
+        **{f"prompts/{name}": batch.statistics.prompts.get(name, 0.0) for name in names},
+        "prompts/group_size_min": min(sizes, default=0),
+        "prompts/group_size_max": max(sizes, default=0),
+    }
 
 
 def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from megatron_dapo.algorithms.off_policy import (
 )
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
+from megatron_dapo.algorithms.sampling_budget import PassRate, fit_total, wanted_size
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence
 from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
@@ -51,9 +52,6 @@ from megatron_dapo.rewards.repetition import ngram_repetition, tail_loop
 # Whoever builds one of these moves it to SECTIONS (or to the tests of its own package).
 LATER = {
     "kl.*": "the generalized KL, asserted in tests/unit/ops/test_divergence.py",
-    "seeds.budget": "dynamic sample budget",
-    "seeds.stopping_bias": "dynamic sample budget",
-    "seeds.filter_upper_bound_0_of_n": "prompt filter model",
     "seeds.rejection_sampling": "rejection-sampled fine-tuning data",
     "seeds.adversarial_injection": "variants of filtered prompts, asserted in tests/unit/rollout/test_injected_groups.py",
     "systems.*": "fault detection and resharding, tested in their own packages",
@@ -540,6 +538,34 @@ def check_soft_perplexity(section):
     assert_equal(soft_perplexity_penalty(mean, 1.0, 1.5), one["penalty"])
 
 
+def check_budget(section) -> None:
+    wanted = [wanted_size(rate) for rate in section["p_hat"]]
+    assert_equal(wanted, section["want(delta=.05,4..64)"])
+    assert_equal(fit_total(wanted, 96), section["fixed_total_96"])
+    assert_equal(fit_total(wanted, 200), section["fixed_total_200"])
+    assert_equal(wanted_size(0.0), section["p=0"])
+    assert_equal(wanted_size(1.0), section["p=1"])
+
+
+def check_stopping_bias(section) -> None:
+    """Sizes that follow from responses bias the pass rate; sizes set before the first response, as here, do not."""
+    assert section["rule"].startswith("sample until first success, found at n=8")
+    assert_equal(1 / 8, section["naive"])
+    assert_equal((1 - 1) / (8 - 1), section["unbiased"])
+    rate = 0.1
+    stopped = sum(rate * (1 - rate) ** (n - 1) / n for n in range(1, 2000))
+    assert_equal(stopped, section["E[k/n] at p=.1, stop at first success (exact -p ln p/(1-p))"])
+    size = wanted_size(rate)
+    fixed = sum(math.comb(size, k) * rate**k * (1 - rate) ** (size - k) * k / size for k in range(size + 1))
+    assert_equal(fixed, rate)
+
+
+def check_filter_bound(section) -> None:
+    for count in ("8", "16", "32", "57", "58", "64", "128"):
+        assert_equal(PassRate().seen(0, int(count)).upper_bound(), section[count])
+        assert_equal(1 - PassRate().seen(int(count), 0).lower_bound(), section[count])
+
+
 SECTIONS: dict[str, Callable] = {
     "gae.gae_5tok_terminal_reward": check_gae,
     "gae.reward_decay": check_reward_decay,
@@ -559,6 +585,9 @@ SECTIONS: dict[str, Callable] = {
     "loss.tis": check_tis,
     "loss.gspo": check_gspo,
     "seeds.repetition": check_repetition,
+    "seeds.budget": check_budget,
+    "seeds.stopping_bias": check_stopping_bias,
+    "seeds.filter_upper_bound_0_of_n": check_filter_bound,
     "seeds.ucb_priority": check_ucb_priority,
     "seeds.soft_ppl": check_soft_perplexity,
 }

@@ -411,3 +411,28 @@ def test_a_foreign_or_wrong_state_is_refused(make_world: Callable) -> None:
     state = world.collector.state_dict()
     with pytest.raises(ValueError, match="another data set"):
         make_world([0.5] * 21).collector.load_state_dict(state)
+
+
+def test_soft_dynamic_sampling_trains_what_passes_of_the_groups_it_starts(make_world: Callable) -> None:
+    world = make_world(MIXED * 20, max_epochs=None, dynamic_sampling="soft")
+    sizes = set()
+    for _ in range(12):
+        batch = world.collector.collect(8)
+        statistics = batch.statistics
+        assert statistics.num_started == 8 == sum(statistics.filter_decisions.values())
+        assert len(batch.groups) == statistics.filter_decisions["kept"] > 0 and not batch.exhausted
+        accounting = world.collector.accounting()
+        assert accounting.is_balanced and accounting.buffered == accounting.queued_again == 0
+        sizes.add(len(batch.groups))
+        world.engine.policy_version += 1
+    assert len(sizes) > 1
+    batch = world.collector.collect(8)
+    world.collector.give_back(batch)
+    again = world.restart(world.checkpoint()).collector.collect(8)
+    assert contents(again) == contents(batch) and again.statistics.num_started == 0
+
+
+def test_soft_dynamic_sampling_goes_on_until_one_group_passes(make_world: Callable) -> None:
+    world = make_world([0.0] * 30 + [0.5], max_epochs=None, group_size=16, dynamic_sampling="soft")
+    batch = world.collector.collect(4)
+    assert len(batch.groups) == 1 and batch.statistics.num_started % 4 == 0

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron_dapo.algorithms.group_advantages import estimate_group_advantages
+from megatron_dapo.algorithms.group_advantages import equal_prompt_weights, estimate_group_advantages
 from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.rollout import build_train_samples
@@ -101,3 +102,11 @@ def _group_of_windows() -> Group:
         make(2, "length", -1.0, Window()),
     )
     return Group("g", prompt, samples, 0, 0)
+
+
+def test_prompts_of_unequal_groups_count_alike() -> None:
+    """The weighted advantages of a group add up to the same share of the batch, whatever its size."""
+    index = torch.tensor([0] * 4 + [1] * 12 + [2] * 8)
+    weights = equal_prompt_weights(index)
+    sums = torch.zeros(3, dtype=torch.float64).index_add_(0, index, weights)
+    torch.testing.assert_close(sums, torch.full((3,), 8.0, dtype=torch.float64))

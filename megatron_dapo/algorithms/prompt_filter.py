@@ -1,0 +1,97 @@
+"""A model that predicts if the next group of a prompt will disagree, from what the policy did on it before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+MEMORY = 4096  # visits that the model is fitted to, and predictions that its quality is taken over, the newest
+_RIDGE = 1.0
+_NEWTON_STEPS = 8
+_MIN_VISITS = 64  # of each kind
+_BINS = 10
+
+
+class UsefulnessModel:
+    """Logistic regression of "this group disagrees" on facts of the prompt's earlier visits.
+
+    It is fitted anew before each collection to the visits seen so far. Each prediction is compared with what came of it, so
+    precision, recall and calibration are of predictions made before the outcome was known. Prompts that the model would
+    leave out are tried at times all the same: those visits alone say how often it is wrong about them.
+    """
+
+    def __init__(self) -> None:
+        self._visits: deque[tuple[list[float], bool]] = deque(maxlen=MEMORY)
+        self._outcomes: deque[tuple[float, bool, bool]] = deque(maxlen=MEMORY)  # P(useful), flagged, was useful
+        self._weights: np.ndarray | None = None
+
+    def add(self, features: Sequence[float], useful: bool) -> None:
+        """Add a visit; the first feature is 1."""
+        self._visits.append((list(features), useful))
+
+    def fit(self) -> None:
+        """Fit to the visits, by Newton's method with a ridge; no model before there are enough of both kinds."""
+        num_useful = sum(useful for _, useful in self._visits)
+        if min(num_useful, len(self._visits) - num_useful) < _MIN_VISITS:
+            return
+        inputs = np.array([features for features, _ in self._visits])
+        targets = np.array([useful for _, useful in self._visits], dtype=float)
+        weights = np.zeros(inputs.shape[1])
+        penalty = _RIDGE * np.eye(inputs.shape[1])
+        penalty[0, 0] = 1e-6  # the share of useful visits itself is not shrunk
+        for _ in range(_NEWTON_STEPS):
+            predicted = _logistic(inputs @ weights)
+            gradient = inputs.T @ (predicted - targets) + penalty @ weights
+            curvature = (inputs * (predicted * (1 - predicted))[:, None]).T @ inputs + penalty
+            weights = weights - np.linalg.solve(curvature, gradient)
+        self._weights = weights
+
+    def predict(self, features: Sequence[float]) -> float:
+        """Return P(the next group disagrees); 1 before the first fit."""
+        if self._weights is None:
+            return 1.0
+        return float(_logistic(np.asarray(features) @ self._weights))
+
+    def observe(self, predicted: float, flagged: bool, useful: bool) -> None:
+        """Compare a prediction with what came of it. `flagged`: the filter would have left the prompt out."""
+        self._outcomes.append((predicted, flagged, useful))
+
+    def quality(self) -> dict[str, float]:
+        """Return precision and recall of "useless" and the calibration error, over the prompts that were tried.
+
+        precision: share of the flagged prompts that were useless indeed (0 if none was tried). recall: share of the useless
+        ones that were flagged; those skipped for good are not among them, so it is too low. calibration_error: mean
+        |predicted - observed| share of useful groups, in ten bins of the prediction.
+        """
+        flagged = [not useful for _, flag, useful in self._outcomes if flag]
+        useless = [flag for _, flag, useful in self._outcomes if not useful]
+        bins: dict[int, list[tuple[float, bool]]] = {}
+        for predicted, _, useful in self._outcomes:
+            bins.setdefault(min(int(predicted * _BINS), _BINS - 1), []).append((predicted, useful))
+        gaps = [abs(sum(p - useful for p, useful in entries)) for entries in bins.values()]
+        return {
+            "filter_precision": sum(flagged) / max(1, len(flagged)),
+            "filter_recall": sum(useless) / max(1, len(useless)),
+            "calibration_error": sum(gaps) / max(1, len(self._outcomes)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-serializable state."""
+        return {
+            "visits": [[features, useful] for features, useful in self._visits],
+            "outcomes": [list(entry) for entry in self._outcomes],
+            "weights": None if self._weights is None else self._weights.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Invert `state_dict`."""
+        self._visits = deque(((list(features), useful) for features, useful in state["visits"]), maxlen=MEMORY)
+        self._outcomes = deque(((p, flag, useful) for p, flag, useful in state["outcomes"]), maxlen=MEMORY)
+        self._weights = None if state["weights"] is None else np.array(state["weights"])
+
+
+def _logistic(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(values, -30, 30)))

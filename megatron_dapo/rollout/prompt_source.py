@@ -1,0 +1,220 @@
+"""Choice of the next prompt and of the size of its group: order, budget by difficulty, and the filter of hopeless prompts.
+
+    prompt stream --> order (shuffled, priority) --> filter (none, bounds, model) --> budget --> (prompt, responses)
+                              ^                            ^                            ^
+                              +------- history of each prompt: what its groups scored --+
+
+Everything is decided from earlier visits, before the first response of this one: see `algorithms.sampling_budget`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_dapo.algorithms.prompt_filter import UsefulnessModel
+from megatron_dapo.algorithms.prompt_priority import MEMORY, ucb_priority
+from megatron_dapo.algorithms.sampling_budget import PassRate, fit_total, wanted_size
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.statistics import KEPT
+from megatron_dapo.types import Group
+
+FIRST_COOL_DOWN = 10  # policy versions that a prompt is left out for the first time; doubles with each time
+
+
+@dataclass
+class PromptRecord:
+    """The history of one prompt."""
+
+    passes: float = 0.0  # faded counts, as of `version`
+    failures: float = 0.0
+    version: int = 0  # of the policy trained at its last visit
+    num_visits: int = 0
+    num_scores: int = 0
+    scores: list[float] = field(default_factory=list)  # the newest, in [-1, 1], where order = "priority"
+    mean_tokens: float = 0.0  # of its last group, like the two below
+    truncated_share: float = 0.0
+    surprise: float = 0.0  # mean -log-prob of the sampled tokens: the policy's own
+    num_skipped: int = 0  # times in a row
+    waits_until: int = 0  # policy version
+
+    def pass_rate(self, version: int) -> PassRate:
+        """Return the estimate for policy `version`."""
+        return PassRate(self.passes, self.failures).faded(max(0, version - self.version))
+
+
+class PromptSource:
+    """Hands out prompts with the sizes of their groups.
+
+    Args:
+        stream: yields prompt ids and takes back those not trained.
+        config: the [rollout] section.
+        num_prompts: of the data set.
+        seed: of the audits.
+    """
+
+    def __init__(self, stream: PromptStream, config: RolloutConfig, num_prompts: int, seed: int) -> None:
+        self._stream = stream
+        self._config = config
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._records: dict[str, PromptRecord] = {}
+        self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
+        self._ranked: deque[str] = deque()  # by priority, of this collection
+        self._predicted: dict[str, tuple[float, bool]] = {}  # P(useful) of prompts out, and if the filter would skip it
+        self._model = UsefulnessModel()
+        self._version = 0
+        self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # of this collection
+
+    @property
+    def _keeps_history(self) -> bool:
+        config = self._config
+        return config.prompt_order == "priority" or config.budget.enabled or config.prompt_filter.name != "none"
+
+    def begin(self, version: int) -> None:
+        """Start a collection for policy `version`: priorities and the filter's model are made anew."""
+        self._version = version
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._ranked.clear()
+        if self._config.prompt_filter.name == "model":
+            self._model.fit()
+
+    def next(self, num_groups: int) -> tuple[str, int] | None:
+        """Return the next prompt and the size of its group; None at the end of the data.
+
+        With a budget, prompts are drawn `num_groups` at a time, and their sizes add up to num_groups * group_size.
+        """
+        if not self._config.budget.enabled:
+            prompt_id = self._draw()
+            return None if prompt_id is None else (prompt_id, self._config.group_size)
+        if not self._plan:
+            drawn = []
+            while len(drawn) < num_groups and (prompt_id := self._draw()) is not None:
+                drawn.append(prompt_id)
+            budget, size = self._config.budget, self._config.group_size
+            rates = [self._record(prompt_id).pass_rate(self._version).mean for prompt_id in drawn]
+            wanted = [wanted_size(rate, budget.min_size, budget.max_size) for rate in rates]
+            sizes = fit_total(wanted, size * len(drawn), budget.min_size, budget.max_size)
+            self._plan.extend(zip(drawn, sizes, strict=True))
+        return self._plan.popleft() if self._plan else None
+
+    def observe(self, group: Group, decision: str) -> None:
+        """Learn from a scored group of this collection."""
+        if not self._keeps_history:
+            return
+        record = self._record(group.prompt.prompt_id)
+        if (predicted := self._predicted.pop(group.prompt.prompt_id, None)) is not None:
+            self._model.observe(*predicted, decision == KEPT)
+        passes = sum(sample.score.accuracy > 0 for sample in group.samples)
+        if record.num_visits and self._config.prompt_filter.name == "model":
+            self._model.add(self._features(record), decision == KEPT)
+        rate = record.pass_rate(self._version).seen(passes, len(group.samples) - passes)
+        record.passes, record.failures, record.version = rate.passes, rate.failures, self._version
+        record.num_visits += 1
+        record.num_scores += len(group.samples)
+        if self._config.prompt_order == "priority":
+            scores = [2 * sample.score.accuracy - 1 for sample in group.samples]
+            record.scores = [*record.scores, *scores][-MEMORY:]
+        completions = [sample.completion for sample in group.samples]
+        num_tokens = sum(completion.num_tokens for completion in completions)
+        record.mean_tokens = num_tokens / len(completions)
+        record.truncated_share = sum(completion.is_truncated for completion in completions) / len(completions)
+        record.surprise = -sum(float(completion.logprobs.sum()) for completion in completions) / max(1, num_tokens)
+        if decision == KEPT:
+            record.num_skipped = record.waits_until = 0
+
+    def statistics(self) -> dict[str, float]:
+        """Return the numbers of this collection and the filter's quality so far, by their names in the metrics."""
+        return {**self._counts, **self._model.quality()}
+
+    # The next prompt
+
+    def _draw(self) -> str | None:
+        for attempt in range(2 * self._num_prompts + 1):
+            prompt_id = self._next_in_order()
+            if prompt_id is None or not self._is_skipped(prompt_id) or attempt == 2 * self._num_prompts:
+                return prompt_id
+        return None
+
+    def _next_in_order(self) -> str | None:
+        is_first_pass = self._stream.num_drawn < self._num_prompts
+        if self._config.prompt_order == "shuffled" or is_first_pass or self._stream.num_requeued:
+            return self._stream.next()
+        if not self._ranked:
+            step = max(1, self._version + 1)
+            # Ties in the order of the names: the same in every process.
+            order = sorted(
+                (-ucb_priority(record.scores, record.num_scores, step), prompt_id)
+                for prompt_id, record in self._records.items()
+                if record.scores
+            )
+            self._ranked.extend(prompt_id for _, prompt_id in order)
+        return self._ranked.popleft() if self._ranked else None
+
+    def _is_skipped(self, prompt_id: str) -> bool:
+        """Return True if the filter leaves the prompt out this time; a share of those is tried all the same."""
+        settings, record = self._config.prompt_filter, self._records.get(prompt_id)
+        if settings.name == "none" or record is None or not record.num_visits:
+            return False
+        rate = record.pass_rate(self._version)
+        if settings.name == "bounds":
+            hopeless, trivial = rate.upper_bound() < settings.margin, rate.lower_bound() > 1 - settings.margin
+            useful = 0.0 if hopeless or trivial else 1.0
+        else:
+            useful = self._model.predict(self._features(record))
+        flagged = useful < settings.margin
+        if flagged and self._version < record.waits_until:
+            return self._skip(record)
+        if flagged:
+            # A coin that a resumed run tosses alike.
+            if random.Random(f"{self._seed}/{prompt_id}/{self._version}").random() >= settings.audit_share:
+                record.waits_until = self._version + FIRST_COOL_DOWN * 2 ** min(record.num_skipped, 6)
+                record.num_skipped += 1
+                return self._skip(record)
+            self._counts["audited"] += 1
+        self._predicted[prompt_id] = (useful, flagged)
+        return False
+
+    def _skip(self, record: PromptRecord) -> bool:
+        self._counts["skipped"] += 1
+        self._counts["tokens_saved"] += round(record.mean_tokens * self._config.group_size)
+        return True
+
+    def _record(self, prompt_id: str) -> PromptRecord:
+        return self._records.setdefault(prompt_id, PromptRecord())
+
+    def _features(self, record: PromptRecord) -> list[float]:
+        rate = record.pass_rate(self._version)
+        length = record.mean_tokens / self._config.max_response_tokens
+        contrast, age = rate.mean * (1 - rate.mean), min(self._version - record.version, 50) / 50
+        return [1.0, 4 * contrast, rate.mean, length, record.truncated_share, record.surprise, age]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-serializable state; empty where nothing is kept."""
+        if not self._keeps_history:
+            return {}
+        return {
+            "records": {prompt_id: asdict(record) for prompt_id, record in self._records.items()},
+            "plan": [list(entry) for entry in self._plan],
+            "predicted": {prompt_id: list(entry) for prompt_id, entry in self._predicted.items()},
+            "model": self._model.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Invert `state_dict`. What this run does not use is left out; planned prompts are queued again then."""
+        plan = deque((prompt_id, size) for prompt_id, size in state.get("plan", ()))
+        if not self._config.budget.enabled:
+            for prompt_id, _ in plan:
+                self._stream.requeue(prompt_id)
+            plan.clear()
+        self._plan = plan
+        self._records = {prompt_id: PromptRecord(**record) for prompt_id, record in state.get("records", {}).items()}
+        self._predicted = {prompt_id: (entry[0], entry[1]) for prompt_id, entry in state.get("predicted", {}).items()}
+        if "model" in state:
+            self._model.load_state_dict(state["model"])
