@@ -148,10 +148,12 @@ class LastTokenVerifier:
         }
 
 
-def measure(population: Population, rollout: RolloutConfig, num_groups: int, num_steps: int) -> dict[str, float]:
+def measure(
+    population: Population, rollout: RolloutConfig, num_groups: int, num_steps: int, num_prompts: int = 17_000
+) -> dict[str, float]:
     """Train `num_steps` batches of `num_groups` groups and compare what was trained with what was started."""
     limit = rollout.max_response_tokens // SCALE
-    num_prompts = 17_000 // len(population.pass_rates) * len(population.pass_rates)
+    num_prompts = num_prompts // len(population.pass_rates) * len(population.pass_rates)
     prompts = {
         f"{index}": Prompt(
             f"{index}", (), (0, round(1e6 * population.pass_rates[index % len(population.pass_rates)])), "1"
@@ -185,6 +187,8 @@ def measure(population: Population, rollout: RolloutConfig, num_groups: int, num
         "length_bias": float(np.mean(trained) / np.mean(passing) - 1),
         "tail": float(_longest_tenth(trained) / _longest_tenth(passing) - 1),
         "discarded_share": num_discarded / engine.num_tokens,
+        **batch.statistics.prompts,
+        "tokens_per_group": SCALE * engine.num_tokens / ledger.trained,
         "generated_per_trained": ledger.drawn / ledger.trained,
         "mean_staleness": float(np.mean(ages)),
         "trained_tokens_per_second": SCALE * sum(trained) / engine.seconds,

@@ -49,32 +49,33 @@ class UsefulnessModel:
             weights = weights - np.linalg.solve(curvature, gradient)
         self._weights = weights
 
-    def predict(self, features: Sequence[float]) -> float:
-        """Return P(the next group disagrees); 1 before the first fit."""
+    def predict(self, features: Sequence[float]) -> float | None:
+        """Return P(the next group disagrees); None before the first fit."""
         if self._weights is None:
-            return 1.0
+            return None
         return float(_logistic(np.asarray(features) @ self._weights))
 
     def observe(self, predicted: float, flagged: bool, useful: bool) -> None:
         """Compare a prediction with what came of it. `flagged`: the filter would have left the prompt out."""
         self._outcomes.append((predicted, flagged, useful))
 
-    def quality(self) -> dict[str, float]:
+    def quality(self, audit_share: float = 1.0) -> dict[str, float]:
         """Return precision and recall of "useless" and the calibration error, over the prompts that were tried.
 
         precision: share of the flagged prompts that were useless indeed (0 if none was tried). recall: share of the useless
-        ones that were flagged; those skipped for good are not among them, so it is too low. calibration_error: mean
-        |predicted - observed| share of useful groups, in ten bins of the prediction.
+        ones that were flagged; a flagged prompt is tried with probability `audit_share` and stands for 1 / audit_share of
+        them. calibration_error: mean |predicted - observed| share of useful groups, in ten bins of the prediction.
         """
         flagged = [not useful for _, flag, useful in self._outcomes if flag]
-        useless = [flag for _, flag, useful in self._outcomes if not useful]
+        num_found = sum(flagged) / audit_share
+        num_missed = sum(not flag and not useful for _, flag, useful in self._outcomes)
         bins: dict[int, list[tuple[float, bool]]] = {}
         for predicted, _, useful in self._outcomes:
             bins.setdefault(min(int(predicted * _BINS), _BINS - 1), []).append((predicted, useful))
         gaps = [abs(sum(p - useful for p, useful in entries)) for entries in bins.values()]
         return {
             "filter_precision": sum(flagged) / max(1, len(flagged)),
-            "filter_recall": sum(useless) / max(1, len(useless)),
+            "filter_recall": num_found / max(1.0, num_found + num_missed),
             "calibration_error": sum(gaps) / max(1, len(self._outcomes)),
         }
 

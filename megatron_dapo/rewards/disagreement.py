@@ -94,7 +94,7 @@ class ShadowedPool:
             )
         return scores
 
-    def measure_repetition(self, token_ids: Mapping[Hashable, np.ndarray]) -> dict[Hashable, Repetition]:
+    def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
         """Measure in the primary's processes, see `VerifierPool.measure_repetition`."""
         return self.primary.measure_repetition(token_ids)
 

@@ -142,7 +142,7 @@ class VerifierPool:
         scores.add_done_callback(self._count)
         return scores
 
-    def measure_repetition(self, token_ids: Mapping[Hashable, np.ndarray]) -> dict[Hashable, Repetition]:
+    def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
         """Measure the repetition of responses in the workers, truncated ones as well. Blocks."""
         tasks = [
             self._task(key, "repetition", base64.b64encode(np.asarray(tokens, np.int32).tobytes()).decode(), "")

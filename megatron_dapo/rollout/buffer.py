@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -18,7 +18,7 @@ def _spread(group: Group) -> float:
 
 
 # Order in which groups are taken. Ties go by the order of their start.
-ORDERS: Mapping[str, Callable[[Group], Any]] = {
+ORDERS = {
     "oldest": lambda group: group.group_id,
     "newest": lambda group: -int(group.group_id),
     "advantage": lambda group: (-_spread(group), group.group_id),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_dapo.algorithms.dynamic_sampling import wasted_fraction
 from megatron_dapo.algorithms.prompt_filter import UsefulnessModel
 from megatron_dapo.algorithms.prompt_priority import MEMORY, ucb_priority
 from megatron_dapo.algorithms.sampling_budget import PassRate, fit_total, wanted_size
@@ -129,7 +130,7 @@ class PromptSource:
 
     def statistics(self) -> dict[str, float]:
         """Return the numbers of this collection and the filter's quality so far, by their names in the metrics."""
-        return {**self._counts, **self._model.quality()}
+        return {**self._counts, **self._model.quality(self._config.prompt_filter.audit_share)}
 
     # The next prompt
 
@@ -162,11 +163,12 @@ class PromptSource:
             return False
         rate = record.pass_rate(self._version)
         if settings.name == "bounds":
-            hopeless, trivial = rate.upper_bound() < settings.margin, rate.lower_bound() > 1 - settings.margin
-            useful = 0.0 if hopeless or trivial else 1.0
+            flagged = rate.upper_bound() < settings.margin or rate.lower_bound() > 1 - settings.margin
+            useful = 1 - wasted_fraction(rate.mean, self._config.group_size)
+        elif (predicted := self._model.predict(self._features(record))) is not None:
+            useful, flagged = predicted, predicted < settings.margin
         else:
-            useful = self._model.predict(self._features(record))
-        flagged = useful < settings.margin
+            return False
         if flagged and self._version < record.waits_until:
             return self._skip(record)
         if flagged:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dapo.rewards.pool import Scorer
+from megatron_dapo.rewards.disagreement import ShadowedPool
+from megatron_dapo.rewards.pool import Scorer, VerifierPool
 from megatron_dapo.rewards.repetition import repetition_numbers
 from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
@@ -25,11 +26,6 @@ class UnscoredSample:
     completion: Completion
 
 
-def measured_here(token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
-    """Measure the repetition of responses in this process."""
-    return {key: Repetition(*repetition_numbers(tokens)) for key, tokens in token_ids.items()}
-
-
 @dataclass(frozen=True)
 class SampleScorer:
     """Decodes responses, has them verified, and adds what the reward has beside the verifier's word.
@@ -39,14 +35,14 @@ class SampleScorer:
         decode: response token ids -> text (special tokens left out).
         addends: name of a part of the reward -> its value for a finished response, its text and its score. They never change
             the accuracy, which is what groups are filtered by.
-        measure: token ids by sample id -> their repetition. Usually in the verifier's processes, beside generation, where
-            it delays no train step.
+        meter: the pool whose processes measure repetition, beside generation, where that delays no train step. None: this
+            process.
     """
 
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
-    measure: Callable[[Mapping[str, np.ndarray]], Mapping[str, Repetition]] = measured_here
+    meter: VerifierPool | ShadowedPool | None = None
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
         """Return the scored samples by sample id.
@@ -62,7 +58,7 @@ class SampleScorer:
             raise ValueError(
                 f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}"
             )
-        found = self.measure({sample.sample_id: sample.completion.token_ids for sample in samples})
+        found = self._measure({sample.sample_id: sample.completion.token_ids for sample in samples})
         return {
             s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id], found[s.sample_id]) for s in samples
         }
@@ -71,8 +67,13 @@ class SampleScorer:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
         text = self.decode(sample.completion.token_ids)
         score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
-        repetition = self.measure({sample.sample_id: sample.completion.token_ids})[sample.sample_id]
+        repetition = self._measure({sample.sample_id: sample.completion.token_ids})[sample.sample_id]
         return ScoredSample(sample.sample_id, sample.completion, text, score, {}, window, repetition)
+
+    def _measure(self, token_ids: Mapping[str, np.ndarray]) -> Mapping[str, Repetition]:
+        if self.meter is not None:
+            return self.meter.measure_repetition(token_ids)
+        return {key: Repetition(*repetition_numbers(tokens)) for key, tokens in token_ids.items()}
 
     def _scored(self, sample: UnscoredSample, text: str, score: Score, repetition: Repetition) -> ScoredSample:
         if sample.completion.is_truncated and score.accuracy > 0:

@@ -89,7 +89,7 @@ def build_rollout_context(
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
     )
-    sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer.measure_repetition)
+    sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer)
     collector_inputs = CollectorInputs(stream, {**dataset.by_id, **injected}, engine, sample_scorer, on_progress)
     collector: Collector = (
         WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)

@@ -27,6 +27,7 @@ TIMEOUT_S = 280.0
 RUN_BY = {
     "benchmarks/collector_waste.py": "test_collector_waste",
     "benchmarks/length_bias.py": "test_length_bias",
+    "benchmarks/prompt_filter.py": "test_prompt_filter",
     "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
     "benchmarks/driver_throughput.py": "test_driver_throughput",
     "benchmarks/fp8_costs.py": "test_fp8_costs",
@@ -151,6 +152,12 @@ def test_length_bias(repository: Path) -> None:
     result = run_json(repository, "benchmarks/length_bias.py", "--tiny")
     assert result["length_bias"] <= 0.02 and result["discarded_share"] <= 0.05 and result["throughput"] > 1.5
     assert {row["oversample"] for row in result["rows"]} >= {1.0, 2.0, 3.0}
+
+
+def test_prompt_filter(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/prompt_filter.py", "--tiny")
+    assert result["saved"] > 0 and result["precision"] > 0.7 and result["calibration_error"] < 0.2
+    assert {row["filter"] for row in result["rows"]} == {"none", "bounds", "model"}
 
 
 def test_dapo_vs_trl(repository: Path) -> None:
