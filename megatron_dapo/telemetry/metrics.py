@@ -116,7 +116,7 @@ _STEP = [
         (
             "filter_recall",
             "fraction",
-            "share of the tried prompts whose groups did not disagree that were to be left out",
+            "share of prompts whose groups do not disagree that are to be left out (an estimate)",
         ),
         ("calibration_error", "fraction", "mean |predicted - observed| share of groups that disagree, in ten bins"),
         ("group_size_min", "responses", "smallest trained group"),
