@@ -174,7 +174,7 @@ class RolloutConfig(Section):
     max_staleness only."""
 
     replay_order: ReplayOrder = "oldest"
-    """Which of the groups that wait are trained first. oldest: those started first, none is passed over. newest: those
+    """Order in which groups that wait are trained. oldest: those started first, none is passed over. newest: those
     started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but oldest
     may leave groups until they are too old, and choose what is trained; oversample above 1 gives them a choice."""
 
