@@ -36,13 +36,9 @@ class PassRate:
         """Return the estimate with one visit more."""
         return PassRate(self.passes + passes, self.failures + failures)
 
-    def upper_bound(self, confidence: float = 0.95) -> float:
-        """Return the value that the pass rate is below with probability `confidence`."""
-        return beta_quantile(confidence, self.passes + 1, self.failures + 1)
-
-    def lower_bound(self, confidence: float = 0.95) -> float:
-        """Return the value that the pass rate is above with probability `confidence`."""
-        return beta_quantile(1 - confidence, self.passes + 1, self.failures + 1)
+    def probability_below(self, value: float) -> float:
+        """Return the probability that the pass rate is below `value`. Above 0.95: `value` exceeds its 95 % upper bound."""
+        return beta_cdf(value, self.passes + 1, self.failures + 1)
 
 
 def wanted_size(pass_rate: float, smallest: int = 4, largest: int = 64, miss: float = 0.05) -> int:
@@ -78,15 +74,6 @@ def fit_total(wanted: Sequence[int], total: int, smallest: int = 4, largest: int
         for index, share in zip(open_ones, shares, strict=True):
             sizes[index] = min(largest, sizes[index] + int(share))
     return sizes
-
-
-def beta_quantile(probability: float, a: float, b: float) -> float:
-    """Return x with P(X <= x) = probability for X ~ Beta(a, b), by bisection, to 1e-13."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-13:
-        middle = (low + high) / 2
-        low, high = (middle, high) if beta_cdf(middle, a, b) < probability else (low, middle)
-    return (low + high) / 2
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:

@@ -24,6 +24,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.statistics import KEPT
 from megatron_dapo.types import Group
 
+CONFIDENCE = 0.95  # that a prompt is hopeless or trivial, where prompt_filter.name = "bounds"
 FIRST_COOL_DOWN = 10  # policy versions that a prompt is left out for the first time; doubles with each time
 
 
@@ -163,7 +164,8 @@ class PromptSource:
             return False
         rate = record.pass_rate(self._version)
         if settings.name == "bounds":
-            flagged = rate.upper_bound() < settings.margin or rate.lower_bound() > 1 - settings.margin
+            is_hopeless = rate.probability_below(settings.margin) > CONFIDENCE
+            flagged = is_hopeless or rate.probability_below(1 - settings.margin) < 1 - CONFIDENCE
             useful = 1 - wasted_fraction(rate.mean, self._config.group_size)
         elif (predicted := self._model.predict(self._features(record))) is not None:
             useful, flagged = predicted, predicted < settings.margin

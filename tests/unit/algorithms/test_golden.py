@@ -562,8 +562,8 @@ def check_stopping_bias(section) -> None:
 
 def check_filter_bound(section) -> None:
     for count in ("8", "16", "32", "57", "58", "64", "128"):
-        assert_equal(PassRate().seen(0, int(count)).upper_bound(), section[count])
-        assert_equal(1 - PassRate().seen(int(count), 0).lower_bound(), section[count])
+        assert_equal(PassRate().seen(0, int(count)).probability_below(section[count]), 0.95)
+        assert_equal(PassRate().seen(int(count), 0).probability_below(1 - section[count]), 0.05)
 
 
 SECTIONS: dict[str, Callable] = {

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
+from megatron_dapo.algorithms.sampling_budget import beta_cdf, fit_total
 from megatron_dapo.rewards.repetition import TailLoop, ngram_repetition, repetition_numbers, tail_loop, zlib_ratio
 
 
@@ -96,3 +97,30 @@ def test_repetition_tells_a_loop_from_prose():
     assert zlib_ratio(loop) < 0.05 < 0.4 < zlib_ratio(prose)
     assert repetition_numbers(loop) == (ngram_repetition(loop), 20, 100, zlib_ratio(loop))
     assert zlib_ratio([]) == 1.0
+
+
+@pytest.mark.parametrize(("a", "b"), [(3, 5), (10.5, 2.25), (1, 1), (30, 60), (1.2, 40)])
+def test_beta_distribution_is_the_integral_of_its_density(a, b):
+    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b))
+    for x in (0.01, 0.2, 0.5, 0.93):
+        points = (np.arange(200_000) + 0.5) / 200_000 * x
+        integral = float((scale * points ** (a - 1) * (1 - points) ** (b - 1)).sum() * x / 200_000)
+        assert beta_cdf(x, a, b) == pytest.approx(integral, abs=1e-7)
+    assert (beta_cdf(0, a, b), beta_cdf(1, a, b)) == (0, 1)
+
+
+@given(
+    st.lists(st.integers(4, 64), min_size=1, max_size=40),
+    st.floats(0, 1),
+)
+def test_a_budget_has_its_total_and_gives_who_wants_more_no_less(wanted, fraction):
+    total = round((4 + fraction * 60) * len(wanted))
+    sizes = fit_total(wanted, total)
+    assert sum(sizes) == total and all(4 <= size <= 64 for size in sizes)
+    by_want = [size for _, size in sorted(zip(wanted, sizes, strict=True))]
+    assert all(later >= earlier - 1 for earlier, later in zip(by_want, by_want[1:], strict=False))
+
+
+def test_a_total_out_of_bounds_is_refused():
+    with pytest.raises(ValueError, match="3 responses do not fit 1 groups of 4 to 64"):
+        fit_total([8], 3)
