@@ -104,7 +104,7 @@ class PromptFilterConfig(Section):
     margin. model: left out if a model of its earlier visits gives its next group a chance below margin to disagree."""
 
     margin: Annotated[float, Bounds(gt=0, lt=0.5)] = 0.05
-    """See name."""
+    """Threshold of the filter, see name."""
 
     audit_share: Annotated[float, Bounds(gt=0, le=1)] = 0.02
     """Share of the prompts to be left out that are tried all the same. They say how often the filter is wrong."""

@@ -61,7 +61,7 @@ class PromptSource:
 
     def __init__(self, stream: PromptStream, config: RolloutConfig, num_prompts: int, seed: int) -> None:
         self._stream = stream
-        self._config = config
+        self._rollout = config
         self._num_prompts = num_prompts
         self._seed = seed
         self._records: dict[str, PromptRecord] = {}
@@ -74,15 +74,15 @@ class PromptSource:
 
     @property
     def _keeps_history(self) -> bool:
-        config = self._config
-        return config.prompt_order == "priority" or config.budget.enabled or config.prompt_filter.name != "none"
+        rollout = self._rollout
+        return rollout.prompt_order == "priority" or rollout.budget.enabled or rollout.prompt_filter.name != "none"
 
     def begin(self, version: int) -> None:
         """Start a collection for policy `version`: priorities and the filter's model are made anew."""
         self._version = version
         self._counts = dict.fromkeys(self._counts, 0)
         self._ranked.clear()
-        if self._config.prompt_filter.name == "model":
+        if self._rollout.prompt_filter.name == "model":
             self._model.fit()
 
     def next(self, num_groups: int) -> tuple[str, int] | None:
@@ -90,14 +90,14 @@ class PromptSource:
 
         With a budget, prompts are drawn `num_groups` at a time, and their sizes add up to num_groups * group_size.
         """
-        if not self._config.budget.enabled:
+        if not self._rollout.budget.enabled:
             prompt_id = self._draw()
-            return None if prompt_id is None else (prompt_id, self._config.group_size)
+            return None if prompt_id is None else (prompt_id, self._rollout.group_size)
         if not self._plan:
             drawn = []
             while len(drawn) < num_groups and (prompt_id := self._draw()) is not None:
                 drawn.append(prompt_id)
-            budget, size = self._config.budget, self._config.group_size
+            budget, size = self._rollout.budget, self._rollout.group_size
             rates = [self._record(prompt_id).pass_rate(self._version).mean for prompt_id in drawn]
             wanted = [wanted_size(rate, budget.min_size, budget.max_size) for rate in rates]
             sizes = fit_total(wanted, size * len(drawn), budget.min_size, budget.max_size)
@@ -112,13 +112,13 @@ class PromptSource:
         if (predicted := self._predicted.pop(group.prompt.prompt_id, None)) is not None:
             self._model.observe(*predicted, decision == KEPT)
         passes = sum(sample.score.accuracy > 0 for sample in group.samples)
-        if record.num_visits and self._config.prompt_filter.name == "model":
+        if record.num_visits and self._rollout.prompt_filter.name == "model":
             self._model.add(self._features(record), decision == KEPT)
         rate = record.pass_rate(self._version).seen(passes, len(group.samples) - passes)
         record.passes, record.failures, record.version = rate.passes, rate.failures, self._version
         record.num_visits += 1
         record.num_scores += len(group.samples)
-        if self._config.prompt_order == "priority":
+        if self._rollout.prompt_order == "priority":
             scores = [2 * sample.score.accuracy - 1 for sample in group.samples]
             record.scores = [*record.scores, *scores][-MEMORY:]
         completions = [sample.completion for sample in group.samples]
@@ -131,7 +131,7 @@ class PromptSource:
 
     def statistics(self) -> dict[str, float]:
         """Return the numbers of this collection and the filter's quality so far, by their names in the metrics."""
-        return {**self._counts, **self._model.quality(self._config.prompt_filter.audit_share)}
+        return {**self._counts, **self._model.quality(self._rollout.prompt_filter.audit_share)}
 
     # The next prompt
 
@@ -144,7 +144,7 @@ class PromptSource:
 
     def _next_in_order(self) -> str | None:
         is_first_pass = self._stream.num_drawn < self._num_prompts
-        if self._config.prompt_order == "shuffled" or is_first_pass or self._stream.num_requeued:
+        if self._rollout.prompt_order == "shuffled" or is_first_pass or self._stream.num_requeued:
             return self._stream.next()
         if not self._ranked:
             step = max(1, self._version + 1)
@@ -159,14 +159,14 @@ class PromptSource:
 
     def _is_skipped(self, prompt_id: str) -> bool:
         """Return True if the filter leaves the prompt out this time; a share of those is tried all the same."""
-        settings, record = self._config.prompt_filter, self._records.get(prompt_id)
+        settings, record = self._rollout.prompt_filter, self._records.get(prompt_id)
         if settings.name == "none" or record is None or not record.num_visits:
             return False
         rate = record.pass_rate(self._version)
         if settings.name == "bounds":
             is_hopeless = rate.probability_below(settings.margin) > CONFIDENCE
             flagged = is_hopeless or rate.probability_below(1 - settings.margin) < 1 - CONFIDENCE
-            useful = 1 - wasted_fraction(rate.mean, self._config.group_size)
+            useful = 1 - wasted_fraction(rate.mean, self._rollout.group_size)
         elif (predicted := self._model.predict(self._features(record))) is not None:
             useful, flagged = predicted, predicted < settings.margin
         else:
@@ -185,7 +185,7 @@ class PromptSource:
 
     def _skip(self, record: PromptRecord) -> bool:
         self._counts["skipped"] += 1
-        self._counts["tokens_saved"] += round(record.mean_tokens * self._config.group_size)
+        self._counts["tokens_saved"] += round(record.mean_tokens * self._rollout.group_size)
         return True
 
     def _record(self, prompt_id: str) -> PromptRecord:
@@ -193,7 +193,7 @@ class PromptSource:
 
     def _features(self, record: PromptRecord) -> list[float]:
         rate = record.pass_rate(self._version)
-        length = record.mean_tokens / self._config.max_response_tokens
+        length = record.mean_tokens / self._rollout.max_response_tokens
         contrast, age = rate.mean * (1 - rate.mean), min(self._version - record.version, 50) / 50
         return [1.0, 4 * contrast, rate.mean, length, record.truncated_share, record.surprise, age]
 
@@ -213,7 +213,7 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Invert `state_dict`. What this run does not use is left out; planned prompts are queued again then."""
         plan = deque((prompt_id, size) for prompt_id, size in state.get("plan", ()))
-        if not self._config.budget.enabled:
+        if not self._rollout.budget.enabled:
             for prompt_id, _ in plan:
                 self._stream.requeue(prompt_id)
             plan.clear()

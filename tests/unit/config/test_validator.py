@@ -94,7 +94,7 @@ BROKEN = [
     ("rollout.dynamic_sampling", {"rollout__dynamic_sampling": "soft", "rollout__filter_groups": False}),
     ("rollout.replay_order", {"rollout__replay_order": "newest"}),
     ("rollout.budget.min_size", {"rollout__budget__enabled": True, "rollout__budget__min_size": 65}),
-    ("rollout.prompt_order", {"rollout__prompt_order": "priority", "data__max_epochs": 2}),
+    ("data.max_epochs", {"rollout__prompt_order": "priority", "data__max_epochs": 2}),
     ("rollout.temperature", {"rollout__temperature": 0.0}),
     (
         "rollout.partial_rollout",
