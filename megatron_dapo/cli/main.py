@@ -22,7 +22,15 @@ from rich.console import Console
 
 from megatron_dapo import __version__
 from megatron_dapo.cli.data import data_app
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, Plan, describe, describe_pretraining, make_plan
+from megatron_dapo.cli.plan import (
+    ONE_NODE_OF_CPUS,
+    Machines,
+    Plan,
+    describe,
+    describe_pretraining,
+    describe_sft,
+    make_plan,
+)
 from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.config.cluster import GIB
@@ -151,6 +159,99 @@ def pretrain_value(
         typer.echo(line)
     if not dry_run:
         raise typer.Exit(_run(recipe, plan, restarts, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
+
+
+@app.command()
+def sft(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    output_dir: Annotated[Path | None, typer.Option(help="where it writes; default: sft in run.output_dir")] = None,
+    restarts: RestartsOption = 0,
+    dry_run: DryRunOption = False,
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+) -> None:
+    """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
+    from megatron_dapo.data.examples import sft_config
+
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    plan = _plan(recipe, overrides, layout, None, machines, adapt=lambda config: sft_config(config, output_dir))
+    for line in describe_sft(plan):
+        typer.echo(line)
+    if not dry_run:
+        raise typer.Exit(_run(recipe, plan, restarts, ("--sft", *([str(output_dir)] if output_dir else []))))
+
+
+@app.command("rejection-sample")
+def rejection_sample(
+    recipe: RecipeArgument,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory; default: model.path of the recipe")
+    ] = None,
+    overrides: SetOption = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="where it writes; default: rejection_sampling in run.output_dir")
+    ] = None,
+) -> None:
+    """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
+    chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
+    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_without_critic).loaded.config
+    from megatron_dapo.cli.rejection_sample import EXAMPLES
+    from megatron_dapo.cli.rejection_sample import rejection_sample as run
+
+    directory = output_dir or config.run.output_dir / "rejection_sampling"
+    try:
+        figures = run(config, directory)["figures"]
+    except ValueError as error:
+        _refuse(error)
+    fates = ", ".join(f"{count} {fate}" for fate, count in figures["fates"].items())
+    typer.echo(f"{figures['responses']} responses to {figures['prompts']} prompts: {fates}")
+    typer.echo(f"examples: {directory / EXAMPLES}")
+
+
+@app.command()
+def rounds(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    output_dir: OutputDirOption = None,
+    restarts: RestartsOption = 0,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Fine-tune, sample, select, fine-tune, then train: the stages of one recipe, continued when it is run again."""
+    from megatron_dapo.cli.rounds import begin, outcome_lines, stages
+
+    # Checked as a whole at first: what is wrong with the last stage must not show hours later.
+    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run))
+    config = plan.loaded.config
+    sequence = stages(config, config.run.output_dir)
+    if dry_run:
+        for stage in sequence:
+            typer.echo(f"{stage.name}: megatron-dapo {stage.command}, {', '.join(stage.overrides)}")
+        return
+
+    try:
+        begin(config, config.run.output_dir)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    code, launched = 0, {"layout": layout, "restarts": restarts}
+    commands = {"sft": (sft, launched), "rejection-sample": (rejection_sample, {}), "train": (train, launched)}
+    for number, stage in enumerate(sequence, start=1):
+        typer.echo(f"stage {number} of {len(sequence)}: {stage.command} in {stage.directory}")
+        command, options = commands[stage.command]
+        try:
+            command(recipe, overrides=[*(overrides or []), *stage.overrides], output_dir=stage.directory, **options)
+        except typer.Exit as end:
+            code = end.exit_code
+        if code:
+            typer.echo(f"stage {number}, {stage.name}: exit code {code}; the same command continues from it", err=True)
+            break
+    for line in outcome_lines(sequence):
+        typer.echo(line)
+    raise typer.Exit(code)
 
 
 def _plan(

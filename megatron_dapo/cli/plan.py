@@ -137,6 +137,19 @@ def describe_pretraining(plan: Plan) -> list[str]:
     ]
 
 
+def describe_sft(plan: Plan) -> list[str]:
+    """The same of supervised fine-tuning."""
+    config = plan.loaded.config
+    return [
+        _layout(plan),
+        *_memory(plan),
+        f"supervised fine-tuning on {', '.join(path.name for path in config.data.train_paths)}: {config.run.total_steps} train "
+        f"steps of {config.rollout.prompts_per_step} responses, {config.algorithm.loss.aggregation}",
+        f"learning rate: {_rate(config.optimizer)}",
+        f"output: {config.run.output_dir}",
+    ]
+
+
 def _rate(optimizer: OptimizerConfig) -> str:
     warmup = f"{optimizer.warmup_steps} {optimizer.warmup_unit}s"
     return f"{optimizer.learning_rate:g} {optimizer.schedule} after {warmup}"

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.model_schema import CriticOptimizerConfig
+from megatron_dapo.config.model_schema import CriticOptimizerConfig, SftOptimizerConfig
 from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
@@ -293,6 +293,8 @@ class TrainingConfig(Section):
 
 ValueLossName = Literal["squared", "clipped"]
 ValueAggregation = Literal["token_mean", "sample_mean"]
+SftAggregation = ValueAggregation
+RoundStart = Literal["previous", "first"]
 LambdaRuleName = Literal["fixed", "length_adaptive", "window"]
 
 
@@ -437,3 +439,40 @@ class ValuePretrainingConfig(Section):
 
     loss_slope: NonNegativeFloat = 0.05
     """The value loss is flat where it falls by less than this share over the last min_steps steps."""
+
+
+class SftConfig(Section):
+    """Data and optimizer steps of `megatron-dapo sft` (supervised fine-tuning): the policy learns given responses by maximum
+    likelihood."""
+
+    train_paths: tuple[InputPath, ...] = ()
+    """Parquet or JSONL files with the columns prompt and response, or messages. Relative: from the recipe's directory. Empty:
+    data.train_paths."""
+
+    batch_size: PositiveInt = 64
+    """Responses of one optimizer step, which is a train step."""
+
+    epochs: PositiveInt = 2
+    """Passes over the data; rows * epochs / batch_size, rounded up, is the number of train steps."""
+
+    aggregation: SftAggregation = "token_mean"
+    """Reduction of the tokens' negative log-likelihood over the whole optimizer step. token_mean: all response tokens weigh the
+    same. sample_mean: all responses do."""
+
+    optimizer: SftOptimizerConfig = SftOptimizerConfig()
+    """AdamW of supervised fine-tuning; its schedule is laid over these train steps."""
+
+
+class RoundsConfig(Section):
+    """Stages of `megatron-dapo rounds`: fine-tuning on sft.train_paths where they are set, rounds of rejection sampling and
+    fine-tuning on what it keeps, then training."""
+
+    num_rounds: NonNegativeInt = 1
+    """Rounds of sampling and fine-tuning."""
+
+    start: RoundStart = "previous"
+    """Model that a round's fine-tuning starts from. previous: the one that sampled. first: the one before the first round (as in
+    ReST-EM, arXiv 2312.06585)."""
+
+    train: bool = True
+    """Train by the recipe's own algorithm at the end."""

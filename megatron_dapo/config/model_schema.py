@@ -159,3 +159,13 @@ class CriticOptimizerConfig(OptimizerConfig):
 
     learning_rate: NonNegativeFloat = 2e-6  # VAPO's paper: twice the policy's
     """Peak learning rate of the critic."""
+
+
+class SftOptimizerConfig(OptimizerConfig):
+    """AdamW of supervised fine-tuning and its learning-rate schedule."""
+
+    learning_rate: NonNegativeFloat = 1e-5
+    """Peak learning rate of supervised fine-tuning."""
+
+    schedule: Schedule = "cosine"
+    """After warm-up: constant, or cosine / linear down to min_learning_rate at the last train step."""

@@ -27,6 +27,9 @@ PromptOrder = Literal["shuffled", "priority"]
 PromptWeight = Literal["equal", "responses"]
 PromptFilterName = Literal["none", "bounds", "model"]
 OnExhausted = Literal["train_partial", "stop", "error"]
+Responses = Literal["sampled", "given"]
+Selection = Literal["diverse", "random"]
+Embedding = Literal["hidden_states", "encoder", "ngrams"]
 
 
 class InjectionConfig(Section):
@@ -116,6 +119,10 @@ class RolloutConfig(Section):
     engine: Engine = "embedded"
     """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
     servers."""
+
+    responses: Responses = "sampled"
+    """Origin of the responses that are trained. sampled: the engine's. given: those in the rows of data.train_paths, learned by
+    maximum likelihood; set by `megatron-dapo sft`."""
 
     prompts_per_step: PositiveInt = 512  # with 16 responses each, the rollout batch of DAPO's paper
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
@@ -408,3 +415,45 @@ class SglangConfig(Section):
     parity_interval: NonNegativeInt = 10
     """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always
     compared. 0: only that one."""
+
+
+class RejectionSamplingConfig(Section):
+    """Responses that `megatron-dapo rejection-sample` draws from the policy, and those that it keeps for `sft`."""
+
+    num_samples: PositiveInt = 8
+    """Responses sampled for each prompt, as rollout.temperature, rollout.top_p and rollout.max_response_tokens say."""
+
+    selection: Selection = "diverse"
+    """diverse: by length, likeness and clusters, as below. random: as many of each prompt's correct responses, at random; for
+    comparison."""
+
+    min_tokens: NonNegativeInt = 1
+    """Shortest response in tokens, stop token included."""
+
+    max_tokens: NonNegativeInt = 0
+    """Longest response in tokens. 0: rollout.max_response_tokens."""
+
+    length_quantiles: Annotated[tuple[float, float], Bounds(ge=0, le=1)] = (0.05, 0.95)
+    """Quantiles of the lengths of a prompt's correct responses; shorter and longer ones are left out."""
+
+    near_duplicate_similarity: Annotated[float, Bounds(gt=0, le=1)] = 0.8
+    """Jaccard similarity of word 5-grams from which on two responses to a prompt are nearly equal; the shorter one stays."""
+
+    embedding: Embedding = "hidden_states"
+    """hidden_states: the policy's last ones, their mean over the response. encoder: those of the model in encoder_path. ngrams:
+    counts of hashed word n-grams, without a model."""
+
+    encoder_path: str = ""
+    """Hugging Face directory of a sentence encoder, for embedding = encoder. Relative: from the current directory."""
+
+    cluster_similarity: Annotated[float, Bounds(gt=-1, le=1)] = 0.95
+    """Cosine similarity to a cluster's first response from which on a response belongs to it."""
+
+    max_per_cluster: PositiveInt = 1
+    """Responses kept of a cluster, the shortest ones."""
+
+    max_per_prompt: PositiveInt = 4
+    """Responses kept of a prompt."""
+
+    hard_pass_rate: Fraction = 0.25
+    """Prompts with a smaller share of correct responses have no max_per_prompt: all their clusters are kept."""

@@ -21,12 +21,20 @@ from megatron_dapo.config.algorithm_schema import (
     AdvantageEstimationConfig,
     AlgorithmConfig,
     CriticConfig,
+    RoundsConfig,
+    SftConfig,
     TrainingConfig,
     ValuePretrainingConfig,
     WindowConfig,
 )
 from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig, SglangConfig
+from megatron_dapo.config.rollout_schema import (
+    DataConfig,
+    RejectionSamplingConfig,
+    RewardConfig,
+    RolloutConfig,
+    SglangConfig,
+)
 from megatron_dapo.config.section import (
     Bounds,
     Fraction,
@@ -246,6 +254,15 @@ class Config(Section):
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
     """When `megatron-dapo pretrain-value` ends."""
 
+    rejection_sampling: RejectionSamplingConfig = RejectionSamplingConfig()
+    """Sampling and selection of `megatron-dapo rejection-sample`."""
+
+    sft: SftConfig = SftConfig()
+    """Data and optimizer steps of `megatron-dapo sft`."""
+
+    rounds: RoundsConfig = RoundsConfig()
+    """Stages of `megatron-dapo rounds`."""
+
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and export."""
 
@@ -311,8 +328,10 @@ class Config(Section):
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_response_tokens)
 
     @property
-    def mismatch_gate(self) -> float:
-        """Largest mean gap, in nats, between engine and trainer on the first batch."""
+    def mismatch_gate(self) -> float | None:
+        """Largest mean gap, in nats, between engine and trainer on the first batch; None where no engine sampled it."""
+        if self.rollout.responses == "given":
+            return None
         if self.rollout.engine == "sglang" and self.sglang.quantization == "fp8":
             return self.sglang.fp8_step0_max_mean_abs
         return self.mismatch.step0_max_mean_abs

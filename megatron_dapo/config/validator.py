@@ -158,7 +158,21 @@ _PUNISHMENT = "reward.overlong_punishment"
 _PERPLEXITY = "reward.perplexity_penalty"
 _FULL_VOCABULARY = "the trainer's log-probs are over the whole vocabulary"
 
+# Reward 1, advantage 1 and a ratio of 1: the loss of CISPO, -ratio * advantage * log pi, is then the negative log-likelihood.
+# The ratio is 1 in the first optimizer step on a batch alone, so it is the only one.
+_MAXIMUM_LIKELIHOOD = (
+    'algorithm.name == "dapo" and algorithm.advantage.name == "reinforce_pp" and algorithm.loss.name == "cispo" and '
+    'algorithm.off_policy.correction == "none" and rollout.group_size == 1 and not rollout.filter_groups and '
+    "training.mini_batch_prompts == rollout.prompts_per_step and training.epochs == 1"
+)
+
 RULES = (
+    Rule(
+        _MAXIMUM_LIKELIHOOD,
+        'set rollout.responses = "sampled", and run `megatron-dapo sft` on this recipe',
+        where='rollout.responses == "given"',
+        reason="else the loss is not the likelihood of the given responses",
+    ),
     Rule(
         "rollout.prompts_per_step % training.mini_batch_prompts == 0",
         "set training.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, training.mini_batch_prompts)}",
@@ -309,6 +323,20 @@ RULES = (
             reason="a preset, or package.module:function",
         )
         for path, where in (("reward.verifier", "True"), ("reward.shadow_verifier", 'reward.shadow_verifier != ""'))
+    ),
+    Rule(
+        'rejection_sampling.encoder_path != ""',
+        'set rejection_sampling.encoder_path to a Hugging Face directory, or rejection_sampling.embedding = "hidden_states"',
+        where='rejection_sampling.embedding == "encoder"',
+    ),
+    Rule(
+        "rejection_sampling.length_quantiles[0] <= rejection_sampling.length_quantiles[1]",
+        "set rejection_sampling.length_quantiles = [0.05, 0.95]",
+    ),
+    Rule(
+        "rejection_sampling.min_tokens <= (rejection_sampling.max_tokens or rollout.max_response_tokens)",
+        "lower rejection_sampling.min_tokens",
+        reason="else every response is left out",
     ),
     Rule("reward.shadow_verifier != reward.verifier", 'set reward.shadow_verifier = "" or another verifier'),
     Rule("reward.correct > reward.incorrect", "set reward.correct = 1.0 and reward.incorrect = -1.0"),

@@ -76,6 +76,17 @@ def column_names(path: Path) -> tuple[str, ...]:
         return next((tuple(values) for _, values in _read_json_lines(path, Columns(()))), ())
 
 
+def count_rows(path: Path) -> int:
+    """Return the number of a file's rows, which are not read."""
+    with blamed_on(path):
+        if _kind(path) == ".parquet":
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        with path.open("rb") as file:
+            return sum(bool(line.strip()) for line in file)
+
+
 def _kind(path: Path) -> str:
     """Return the file's kind, a key of `_READERS`. ValueError where there is no such file or kind."""
     if not path.is_file():
@@ -175,7 +186,7 @@ def _checked_row(values: Mapping[str, Any], location: str) -> Row:
         "index": extra_info.get("index") if isinstance(extra_info, dict) else None,
     }
     return Row(
-        _checked_messages(values["prompt"], location),
+        checked_messages(values["prompt"], location),
         checked_answer(reward_model["ground_truth"], location),
         str(values.get("data_source") or ""),
         {key: value for key, value in extra.items() if value is not None},
@@ -183,7 +194,8 @@ def _checked_row(values: Mapping[str, Any], location: str) -> Row:
     )
 
 
-def _checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...]:
+def checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...]:
+    """Return a prompt as chat messages. ValueError where it is neither a text nor a list of them."""
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         prompt = _parse_chat(prompt, location)
     if isinstance(prompt, str) and prompt.strip():

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
 from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample, num_distinct
+
+Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens left out
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,17 @@ def request_name(problem_number: int, sample: int) -> str:
 def generate(
     requests: Mapping[str, GenerationRequest],
     engine: RolloutEngine,
-    progress: Callable[[EvaluationProgress], None],
-    max_in_flight: int,
-    check_stop: Callable[[], None],
+    progress: Callable[[EvaluationProgress], None] = lambda report: None,
+    max_in_flight: int = 1024,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> dict[str, Completion]:
     """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
 
     Raises RuntimeError if the engine returns a response that was not requested, stops short or aborts, and what
     `check_stop` raises, which is called before every poll. On any error the unfinished requests are aborted, so that the engine can be used again.
     """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
     if engine.num_unfinished:
         raise ValueError(
             f"the engine still has {engine.num_unfinished} unfinished requests; abort or finish them before evaluating"
@@ -137,7 +142,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     scorer: Scorer,
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     protocol: EvaluationProtocol,
     *,
     progress: Callable[[EvaluationProgress], None] = lambda report: None,
@@ -150,13 +155,8 @@ def evaluate(
     response is never correct, whatever the scorer returns. The result's `num_problems` is the number of distinct
     problems in `prompts`. An error of `check_stop`, called before every poll of the engine, ends the evaluation.
     """
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
-    problems = unique_problems(prompts)
-    requests = build_requests(problems, protocol)
-    completions = generate(requests, engine, progress, max_in_flight, check_stop)
-    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
-    samples = _score(problems, protocol.num_samples, completions, texts, scorer)
+    options = {"progress": progress, "max_in_flight": max_in_flight, "check_stop": check_stop}
+    problems, samples = sample_and_score(prompts, engine, scorer, decode, protocol, **options)
     records = tuple(_record(problem, row) for problem, row in zip(problems, samples))
     rates = {**response_rates(records), "duplicate_rate": _duplicate_rate(samples)}
     return EvaluationResult(
@@ -165,6 +165,22 @@ def evaluate(
         rates=rates,
         problems=records,
     )
+
+
+def sample_and_score(
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    scorer: Scorer,
+    decode: Decode,
+    protocol: EvaluationProtocol,
+    **options: Any,
+) -> tuple[tuple[Problem, ...], list[list[ScoredSample]]]:
+    """Return the distinct problems, and the scored responses to each; `options` are those of `generate`."""
+    problems = unique_problems(prompts)
+    requests = build_requests(problems, protocol)
+    completions = generate(requests, engine, **options)
+    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
+    return problems, _score(problems, protocol.num_samples, completions, texts, scorer)
 
 
 def _score(

@@ -55,6 +55,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="train only the critic, on returns of the unchanged policy; DIR: where it writes, run.output_dir/value_pretraining if not given",
     )
     parser.add_argument(
+        "--sft",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="learn given responses by maximum likelihood; DIR: where it writes, run.output_dir/sft if not given",
+    )
+    parser.add_argument(
         "--verdict",
         type=float,
         nargs="?",
@@ -74,15 +81,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load_run(parsed: argparse.Namespace) -> LoadedConfig:
-    """Return the configuration that the arguments name, that of value pretraining if they ask for it."""
+    """Return the configuration that the arguments name, that of value pretraining or fine-tuning if they ask for it."""
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.config.schema import pretraining_config
+    from megatron_dapo.data.examples import sft_config
 
     loaded = load_config(parsed.recipe, parsed.overrides)
-    if parsed.pretrain_value is None:
-        return loaded
-    target = Path(parsed.pretrain_value) if parsed.pretrain_value else None
-    return replace(loaded, config=pretraining_config(loaded.config, target))
+    for directory, adapted in ((parsed.pretrain_value, pretraining_config), (parsed.sft, sft_config)):
+        if directory is not None:
+            return replace(loaded, config=adapted(loaded.config, Path(directory) if directory else None))
+    return loaded
 
 
 def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:

@@ -209,7 +209,7 @@ class AsyncCollector:
     def after_update(self, version: int) -> None:
         """Resume collecting: the engine serves policy `version`, one more than before or the same again."""
         assert self._state is State.UPDATING, "after_update without before_update"
-        if self._version >= 0 and version - self._version not in (0, 1):
+        if self._max_ahead and self._version >= 0 and version - self._version not in (0, 1):
             raise ValueError(
                 f"policy version went from {self._version} to {version}: batches were collected ahead for one version "
                 "after the other; publish each"

@@ -296,7 +296,8 @@ class PolicyLearner:
         ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             if first:
                 old = outputs.logprobs.detach()  # a ratio of exactly 1, with the gradient of the log-prob
-                mismatch.append(_mismatch_sums(old, micro_batch))
+                if self._config.rollout.responses == "sampled":  # given responses have no log-probs to compare with
+                    mismatch.append(_mismatch_sums(old, micro_batch))
                 weights, sums = self._objective.importance(micro_batch, old)
                 add_sums(mini_batch.correction_sums, sums)
                 mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_p
 from megatron_dapo.config.rollout_schema import RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
+from megatron_dapo.data.examples import Example, load_examples
 from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate, StopTokens, check_special_tokens, resolve_stop_token_ids
@@ -33,6 +34,7 @@ from megatron_dapo.rewards.self_test import check_contract
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
+from megatron_dapo.rollout.example_collector import ExampleCollector
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
@@ -77,10 +79,11 @@ def build_rollout_context(
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     scorer = stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
-    dataset = load_train_dataset(config, inputs, pool)
+    prompts, examples = _prompts(config, inputs, pool)
     # Its own seed: two runs with different run.seed can see the prompts in one order.
-    injection, injected = prompt_injection(config, dataset, inputs)
-    stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection)
+    injection, injected = prompt_injection(config, prompts, inputs)
+    prompt_ids = [prompt.prompt_id for prompt in prompts]
+    stream = PromptStream(prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection)
 
     sampling = SamplingParams(
         config.rollout.temperature,
@@ -90,18 +93,34 @@ def build_rollout_context(
         inputs.stop_tokens.token_ids,
     )
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer)
-    collector_inputs = CollectorInputs(stream, {**dataset.by_id, **injected}, engine, sample_scorer, on_progress)
-    collector: Collector = (
-        WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
-        if config.algorithm.name == "tppo"
-        else GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
-    )
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    collector_inputs = CollectorInputs(stream, {**by_id, **injected}, engine, sample_scorer, on_progress)
+    collector: Collector
+    if config.rollout.responses == "given":
+        collector = ExampleCollector(collector_inputs, examples)
+    elif config.algorithm.name == "tppo":
+        collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
+    else:
+        collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
     evaluation = _evaluation_task(config, inputs, pool, files)
-    return RolloutContext(inputs, scorer, collector, stream, tuple(dataset.prompts), evaluation)
+    return RolloutContext(inputs, scorer, collector, stream, prompts, evaluation)
+
+
+def _prompts(
+    config: Config, inputs: ModelInputs, pool: VerifierPool
+) -> tuple[tuple[Prompt, ...], Mapping[str, Example]]:
+    """Return the training prompts, and their examples by id where responses are given."""
+    data = config.data
+    if config.rollout.responses == "sampled":
+        return load_train_dataset(config, inputs, pool).prompts, {}
+    template = PromptTemplate(inputs.tokenizer, data.template)
+    limits = data.max_prompt_tokens, config.rollout.max_response_tokens
+    dataset = load_examples(data.train_paths, template, inputs.stop_tokens, *limits)
+    return tuple(example.prompt for example in dataset.examples), dataset.by_id
 
 
 def prompt_injection(
-    config: Config, dataset: PromptDataset, inputs: ModelInputs
+    config: Config, prompts: Sequence[Prompt], inputs: ModelInputs
 ) -> tuple[Injection | None, dict[str, Prompt]]:
     """Return the choice of variants of prompts, and these by id; None and none without templates."""
     section = config.data.injection
@@ -109,14 +128,14 @@ def prompt_injection(
         return None, {}
     template = PromptTemplate(inputs.tokenizer, config.data.template)
     injection, by_id = injection_of(
-        dataset.prompts,
+        prompts,
         section,
         template,
         config.data.max_prompt_tokens,
         config.data.shuffle_seed,
         config.rollout.prompts_per_step,
     )
-    logger.info("adversarial injection: %d variants of %d prompts", len(by_id), len(dataset))
+    logger.info("adversarial injection: %d variants of %d prompts", len(by_id), len(prompts))
     return injection, by_id
 
 

@@ -85,6 +85,9 @@ class TrainingLoop:
         self.saved_step = -1  # train step of the newest checkpoint on disk
         self._save_seconds = 0.0  # of the newest one
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
+        self._served_step = -1  # train step of the policy that the engines hold
+        # Given responses need no engine: it gets the weights that are evaluated alone.
+        self._is_sampling = config.rollout.responses == "sampled"
         self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step that is not served yet
 
     def run(self) -> str:
@@ -122,6 +125,8 @@ class TrainingLoop:
         is_due = evaluation.at_start if progress.train_step == 0 else self._evaluation_is_due()
         if is_due and str(progress.train_step) not in progress.evaluations:
             self._evaluate()
+        elif not self._is_sampling:
+            self._release_engines()
         # The first row of metrics covers the first train step alone, not the start-up.
         self._phases.timer.finish_step()
 
@@ -141,7 +146,8 @@ class TrainingLoop:
             if batch.should_stop or not batch.samples:
                 return "data exhausted"
             self._learn(batch, step)
-            self._update_weights()
+            if self._is_sampling:
+                self._update_weights()
             self._record()
             # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
             if self._evaluation_is_due():
@@ -194,6 +200,7 @@ class TrainingLoop:
     def _update_weights(self) -> None:
         """Serve the current weights as the next policy version, verified. Generation pauses meanwhile."""
         step, parts = self._progress.train_step, self._parts
+        self._served_step = step
         with self._phases.phase("weight_sync"), parts.learner.models.on_device(POLICY):
             if parts.collector is not None:
                 parts.collector.before_update()
@@ -272,14 +279,18 @@ class TrainingLoop:
         }
 
     def _evaluate(self) -> bool:
-        """Evaluate the policy being served; return False, on every rank, if a signal cut it short."""
+        """Evaluate the current policy; return False, on every rank, if a signal cut it short."""
         if self._parts.evaluator is None:
             return True
         start, step = time.perf_counter(), self._progress.train_step
+        if self._served_step != step:
+            self._update_weights()
         with self._phases.phase("evaluate"):
             self._parts.learner.models.offload_all()  # the engines generate with the whole device
             metrics = self._parts.evaluator.evaluate(step)
             is_cut = max_over({"is_cut": float(self._parts.recorder is not None and metrics is None)})["is_cut"]
+        if not self._is_sampling:
+            self._release_engines()
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
             self._parts.recorder.evaluation(step, metrics)
@@ -294,6 +305,11 @@ class TrainingLoop:
         if not is_cut:
             self._evaluated_step = step
         return not is_cut
+
+    def _release_engines(self) -> None:
+        """Let engines on the trainer's devices sleep until the next evaluation, where no batch is generated."""
+        self._parts.rollout.sleep()
+        self._served_step = -1
 
     def _save_in_time(self) -> None:
         """Save in the time that a signal has left; the last checkpoint stands where that is too short."""

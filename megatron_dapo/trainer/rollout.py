@@ -60,12 +60,15 @@ class Rollout:
         coordination: Coordination,
         *,
         filter_overlong: bool,
+        is_sampling: bool = True,
     ) -> None:
-        """`collector`: on rank 0. `filter_overlong`: truncated responses lose their loss mask."""
+        """`collector`: on rank 0. `filter_overlong`: truncated responses lose their loss mask. `is_sampling`: batches come of
+        the engines."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
+        self._sleeps_after_batch = is_sampling
         self._prefix_reuse = PrefixReuse()  # rank 0: up to the last batch
 
     def generate(self, num_groups: int, share: Share) -> TrainBatch:
@@ -79,12 +82,17 @@ class Rollout:
         collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
         if (end := self._agree_on_end(collected)) is not None:
             return end  # engines stay as they are: the same signal may have reached them
-        if self._engines.servers is not None:
-            self._engines.servers.sleep()
+        if self._sleeps_after_batch:
+            self.sleep()
         if not isinstance(collected, RolloutBatch):
             return self._receive(share)
         release_freed_memory()
         return self._send(collected, share)
+
+    def sleep(self) -> None:
+        """Let engines on the trainer's devices release their memory until the next weight sync. Collective."""
+        if self._engines.servers is not None:
+            self._engines.servers.sleep()
 
     def _collect(self, num_groups: int) -> RolloutBatch | Exception:
         assert self._collector is not None, "rank 0 has the collector"

@@ -228,7 +228,13 @@ def _build(
         stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(
-        rollout=Rollout(engines, collector, topology.coordination, filter_overlong=config.reward.overlong_filter),
+        rollout=Rollout(
+            engines,
+            collector,
+            topology.coordination,
+            filter_overlong=config.reward.overlong_filter,
+            is_sampling=config.rollout.responses == "sampled",
+        ),
         learner=learner,
         publisher=engines.publisher,
         parity=build_parity(config, engines, context.prompts if context else None, learner, topology),

@@ -1,0 +1,177 @@
+"""Given responses for supervised fine-tuning: rows of Parquet and JSON-lines files, tokenized once.
+
+prompt      chat messages [{"role", "content"}], the same as JSON text, or a plain text
+response    the text that is learned
+messages    instead of both: chat messages, of which the last one is the assistant's and is learned
+
+Other columns are left alone. A response ends with the stop token that the chat template puts behind it, so that the
+policy learns to end as well; the loss is over these tokens alone, those of the last turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CispoLossConfig, ReinforcePpAdvantageConfig
+from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.files import Columns, checked_messages, count_rows, read_table
+from megatron_dapo.data.template import PromptTemplate, StopTokens
+from megatron_dapo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+EXAMPLE_COLUMNS = Columns((), ("prompt", "response", "messages"))
+SUBDIRECTORY = "sft"  # of the run's directory, and of its checkpoints' where those have one of their own
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A prompt and the response to learn."""
+
+    prompt: Prompt
+    text: str
+    token_ids: np.ndarray  # [R] int32, of the response with its stop token
+
+
+@dataclass(frozen=True)
+class ExampleDataset:
+    """Examples in file order, each once. `num_rows`: of the files; `num_too_long`: left out for their length."""
+
+    examples: tuple[Example, ...]
+    num_rows: int
+    num_too_long: int
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Example]:
+        """Examples by the id of their prompt, which hashes the response as well."""
+        return {example.prompt.prompt_id: example for example in self.examples}
+
+
+def load_examples(
+    paths: Sequence[Path],
+    template: PromptTemplate,
+    stop_tokens: StopTokens,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> ExampleDataset:
+    """Read examples, equal ones once; those with a longer prompt or response are left out, counted and logged.
+
+    Raises ValueError on a missing, empty, damaged or wrongly structured file, and where no example is short enough.
+    """
+    end = end_of_response(template, stop_tokens)
+    found: dict[str, Example] = {}
+    num_rows = num_too_long = 0
+    for path in paths:
+        for location, values in read_table(path, EXAMPLE_COLUMNS):
+            num_rows += 1
+            messages, response = _checked_row(values, location)
+            prompt_id = prompt_id_of(messages, response)
+            if prompt_id in found:
+                continue
+            prompt = Prompt(prompt_id, messages, template.render(messages), answer="")
+            tokens = [*template.tokenizer.encode(response, add_special_tokens=False), end]
+            if len(prompt.token_ids) > max_prompt_tokens or len(tokens) > max_response_tokens:
+                num_too_long += 1
+                continue
+            found[prompt_id] = Example(prompt, response, np.asarray(tokens, np.int32))
+    if not found:
+        raise ValueError(
+            f"all {num_rows} examples are longer than data.max_prompt_tokens = {max_prompt_tokens} or "
+            f"rollout.max_response_tokens = {max_response_tokens}: raise them"
+        )
+    (logger.warning if num_too_long else logger.info)(
+        "%d rows -> %d examples, each once; %d left out: longer than %d prompt or %d response tokens",
+        *(num_rows, len(found), num_too_long, max_prompt_tokens, max_response_tokens),
+    )
+    return ExampleDataset(tuple(found.values()), num_rows, num_too_long)
+
+
+def end_of_response(template: PromptTemplate, stop_tokens: StopTokens) -> int:
+    """Return the token that ends a response: of a chat template the stop token that it puts behind an assistant's turn."""
+    if template.name == "chat":
+        prompt = [{"role": "user", "content": "a"}]
+        turns = [*prompt, {"role": "assistant", "content": "b"}]
+        # A generation prompt may be longer than the turn's own head: what follows the prompt without one is searched.
+        whole = template.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        start = len(template.tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False))
+        ends = [int(token) for token in whole[start:] if token in stop_tokens.token_ids]
+        if ends:
+            return ends[0]
+    eos = template.tokenizer.eos_token_id
+    return stop_tokens.token_ids[0] if eos is None else int(eos)
+
+
+def _checked_row(values: Mapping[str, Any], location: str) -> tuple[tuple[Mapping[str, str], ...], str]:
+    """Return the messages before a response, and the response."""
+    if values.get("messages") is not None:
+        *before, last = checked_messages(values["messages"], location)
+        if last["role"] != "assistant" or not before:
+            raise ValueError(
+                f"{location}: messages must end with an assistant's turn behind others, got {len(before) + 1} of which the "
+                f"last one is the {last['role']}'s"
+            )
+        return tuple(before), last["content"]
+    missing = [name for name in ("prompt", "response") if values.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"{location}: no {' and no '.join(missing)}; a row has prompt and response, or messages (found: "
+            f"{', '.join(name for name in values if values[name] is not None) or 'nothing'})"
+        )
+    if not isinstance(values["response"], str) or not values["response"].strip():
+        raise ValueError(f"{location}: response must be a text, got {values['response']!r:.100}")
+    return checked_messages(values["prompt"], location), values["response"]
+
+
+# ---- the run that learns them
+
+
+def sft_config(config: Config, directory: Path | None = None) -> Config:
+    """Return the run in which the recipe's policy learns given responses by maximum likelihood.
+
+    The loss is CISPO's with reward 1 and a ratio of 1 in each step, so the negative log-likelihood of the response tokens.
+    `directory`: where it writes; default: sft in run.output_dir. ValueError where a data file cannot be read.
+    """
+    section, paths = config.sft, config.sft.train_paths or config.data.train_paths
+    num_rows = sum(map(count_rows, paths))
+    checkpoints = str(Path(config.checkpoint.output_dir) / SUBDIRECTORY) if config.checkpoint.output_dir else ""
+    changes = {
+        "run": {
+            "output_dir": directory or config.run.output_dir / SUBDIRECTORY,
+            "total_steps": max(1, math.ceil(num_rows * section.epochs / section.batch_size)),
+            "max_generation_steps": 0,
+        },
+        "data": {"train_paths": paths, "max_epochs": 0},
+        # Of the temperature 1 that likelihood means; evaluations have their own.
+        "rollout": {
+            "responses": "given",
+            "prompts_per_step": section.batch_size,
+            "group_size": 1,
+            "temperature": 1.0,
+            "filter_groups": False,
+            "oversample": 1.0,
+            "max_staleness": 0,
+            "partial_rollout": False,
+        },
+        "reward": {"overlong_filter": False, "shadow_verifier": ""},
+        "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
+        "checkpoint": {"output_dir": checkpoints},
+        "telemetry": {"references": ()},
+    }
+    algorithm = AlgorithmConfig(
+        name="dapo",
+        advantage=ReinforcePpAdvantageConfig(),
+        loss=CispoLossConfig(aggregation=section.aggregation),
+    )
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    optimizer = OptimizerConfig(**section.optimizer.model_dump())
+    return config.model_copy(update={**changed, "algorithm": algorithm, "optimizer": optimizer})

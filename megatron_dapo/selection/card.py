@@ -1,0 +1,195 @@
+"""The data card: what was sampled, what was kept and why not more, in Markdown with pictures (SVG) beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.algorithms.selection import (
+    CAPPED,
+    DUPLICATE,
+    KEPT,
+    LENGTH,
+    SIMILAR,
+    WRONG,
+    choose_at_random,
+    mean_distance,
+    ngram_embedding,
+)
+from megatron_dapo.selection.choose import NOT_DRAWN, Chosen
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+RESAMPLES = 1000
+REASONS: Mapping[str, str] = {
+    WRONG: "wrong, truncated or without an answer",
+    LENGTH: "outside the length bounds or their prompt's quantiles",
+    DUPLICATE: "nearly equal to a shorter one",
+    SIMILAR: "of a cluster that has its responses",
+    CAPPED: "beyond the prompt's cap",
+    NOT_DRAWN: "not drawn by the random selection",
+    KEPT: "kept",
+}
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 30
+
+
+def statistics(chosen: Sequence[Chosen], seed: int) -> dict[str, Any]:
+    """Return the figures of a data set, JSON-serializable. Intervals are bootstrap ones of 95 %, over prompts."""
+    fates = Counter(fate for one in chosen for fate in one.fates)
+    correct = [length for one in chosen for length, right in _lengths(one) if right]
+    kept = [one.candidates.lengths[index] for one in chosen for index in one.kept]
+    clusters = [len(set(one.diverse.clusters.values())) for one in chosen]
+    distances = [pair for one in chosen if len(one.kept) > 1 for pair in [_distances(one, seed)]]
+    return {
+        "prompts": len(chosen),
+        "prompts_with_examples": sum(bool(one.kept) for one in chosen),
+        "responses": sum(len(one.samples) for one in chosen),
+        "fates": {fate: fates[fate] for fate in REASONS if fates[fate]},
+        "pass_rate_mean": float(np.mean([one.candidates.pass_rate for one in chosen])) if chosen else 0.0,
+        "tokens_correct": _quantiles(correct),
+        "tokens_kept": _quantiles(kept),
+        "clusters_per_prompt": _counted(clusters),
+        "kept_per_prompt": _counted([len(one.kept) for one in chosen]),
+        "distance_kept": _interval([own for own, _ in distances], seed),
+        "distance_random": _interval([other for _, other in distances], seed),
+        "distance_difference": _interval([own - other for own, other in distances], seed),
+        "prompts_compared": len(distances),
+    }
+
+
+def _lengths(one: Chosen) -> list[tuple[int, bool]]:
+    candidates = one.candidates
+    return list(zip(candidates.lengths, candidates.is_correct, strict=True))
+
+
+def _distances(one: Chosen, seed: int) -> tuple[float, float]:
+    """Return the mean distance of the kept responses to a prompt, and of as many correct ones drawn at random.
+
+    By word n-grams, whatever the selection's own embedding is: it would favor itself.
+    """
+    candidates = one.candidates
+    drawn = choose_at_random(candidates, len(one.kept), f"{seed}/card/{one.prompt.prompt_id}")
+    own, other = (
+        mean_distance(np.stack([ngram_embedding(candidates.texts[index]) for index in indices]))
+        for indices in (one.kept, drawn)
+    )
+    return own, other
+
+
+def _quantiles(values: Sequence[int]) -> dict[str, float]:
+    return {f"{quantile:g}": float(np.quantile(values, quantile)) for quantile in QUANTILES} if values else {}
+
+
+def _counted(values: Sequence[int]) -> dict[str, int]:
+    counts = Counter(values)
+    return {str(value): counts[value] for value in sorted(counts)}
+
+
+def _interval(values: Sequence[float], seed: int) -> dict[str, float]:
+    """Return mean, low and high; empty for no value."""
+    if not values:
+        return {}
+    drawn = np.random.default_rng(seed).choice(np.asarray(values), (RESAMPLES, len(values))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return {"mean": float(np.mean(values)), "low": float(low), "high": float(high)}
+
+
+def pictures(chosen: Sequence[Chosen]) -> dict[str, str]:
+    """Return SVG documents by name: fates, lengths before and after, clusters and pass rates by prompt."""
+    fates = Counter(fate for one in chosen for fate in one.fates)
+    correct = [length for one in chosen for length, right in _lengths(one) if right]
+    kept = [one.candidates.lengths[index] for one in chosen for index in one.kept]
+    edges = np.unique(np.linspace(min(correct, default=0), max(correct, default=1) + 1, 17).astype(int))
+    lengths = {name: np.histogram(v, edges)[0].tolist() for name, v in (("correct", correct), ("kept", kept))}
+    clusters = _counted([len(set(one.diverse.clusters.values())) for one in chosen])
+    rates = np.histogram([one.candidates.pass_rate for one in chosen], np.linspace(0, 1, 11))[0].tolist()
+    names = [fate for fate in REASONS if fates[fate]]
+    return {
+        "fates": bars("responses by fate", names, {"responses": [fates[name] for name in names]}),
+        "lengths": bars("response tokens", [str(edge) for edge in edges[:-1]], lengths),
+        "clusters": bars("prompts by number of clusters", list(clusters), {"prompts": list(clusters.values())}),
+        "pass_rates": bars("prompts by pass rate", [f"{i / 10:g}" for i in range(10)], {"prompts": rates}),
+    }
+
+
+def bars(title: str, labels: Sequence[str], series: Mapping[str, Sequence[int]]) -> str:
+    """Return a bar chart as an SVG document, the series of each label side by side; equal numbers give equal text."""
+    colors = ("#9aa7b5", "#1f6feb")[-len(series) :]
+    top = max((value for values in series.values() for value in values), default=0) or 1
+    width, height = (_WIDTH - _LEFT - 10) / max(1, len(labels)), _HEIGHT - _BOTTOM - _TOP
+    parts = [f'<text x="{_LEFT}" y="18" font-size="14">{escape(title)}, at most {top:,}</text>']
+    for number, (name, values) in enumerate(series.items()):
+        parts.append(
+            f'<text x="{_WIDTH - 90 * (len(series) - number)}" y="18" fill="{colors[number]}">{escape(name)}</text>'
+        )
+        for place, value in enumerate(values):
+            x, bar = _LEFT + width * (place + 0.1 + 0.8 * number / len(series)), height * value / top
+            parts.append(
+                f'<rect x="{x:.1f}" y="{_TOP + height - bar:.1f}" width="{0.8 * width / len(series):.1f}" '
+                f'height="{bar:.1f}" fill="{colors[number]}"><title>{escape(labels[place])}: {value:,}</title></rect>'
+            )
+    for place, label in enumerate(labels):
+        x = _LEFT + width * (place + 0.5)
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="middle">{escape(label)}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="11">'
+    return "\n".join([head, f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>', *parts, "</svg>", ""])
+
+
+def card(figures: Mapping[str, Any], settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the card: `figures` of `statistics`, the settings as (name, value), and the names of the pictures."""
+    total = max(1, figures["responses"])
+    num_kept = figures["fates"].get(KEPT, 0)
+    rows = [
+        f"| {REASONS[fate]} (`{fate}`) | {count:,} | {count / total:.1%} |" for fate, count in figures["fates"].items()
+    ]
+    return "\n".join(
+        [
+            "# Examples by rejection sampling",
+            "",
+            f"{num_kept:,} examples of {figures['prompts_with_examples']:,} prompts, from {figures['responses']:,} responses to "
+            f"{figures['prompts']:,} prompts; mean pass rate {figures['pass_rate_mean']:.3f}.",
+            "",
+            "| response | number | share |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "| tokens | " + " | ".join(f"q{quantile:g}" for quantile in QUANTILES) + " |",
+            "|---" * (len(QUANTILES) + 1) + "|",
+            *(_quantile_row(name, figures[f"tokens_{name}"]) for name in ("correct", "kept")),
+            "",
+            *_diversity(figures),
+            "",
+            *(part for name in names for part in (f"![{name}]({name}.svg)", "")),
+            "| setting | value |",
+            "|---|---|",
+            *(f"| {name} | `{value}` |" for name, value in settings.items()),
+            "",
+            "`examples.jsonl` is read by `megatron-dapo sft`; `responses.jsonl` has every response with its fate. Equal settings, model "
+            "and data give equal files.",
+            "",
+        ]
+    )
+
+
+def _quantile_row(name: str, quantiles: Mapping[str, float]) -> str:
+    return f"| {name} | " + " | ".join(f"{value:.0f}" for value in quantiles.values()) + " |"
+
+
+def _diversity(figures: Mapping[str, Any]) -> list[str]:
+    """Say how unlike the responses to a prompt are, and whether a random selection of equal size is less so."""
+    if not figures["prompts_compared"]:
+        return ["No prompt has two examples, so that their diversity means nothing."]
+    difference = figures["distance_difference"]
+    words = "more" if difference["low"] > 0 else "less" if difference["high"] < 0 else "neither more nor less"
+    return [
+        f"Responses to a prompt are {words} unlike each other than as many correct ones drawn at random: mean 1 - cosine of word "
+        f"n-grams {_shown(figures['distance_kept'])} against {_shown(figures['distance_random'])}, difference {_shown(difference)} "
+        f"({figures['prompts_compared']:,} prompts with two or more; 95 % intervals over prompts).",
+    ]
+
+
+def _shown(interval: Mapping[str, float]) -> str:
+    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
