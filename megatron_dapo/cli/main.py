@@ -199,8 +199,8 @@ def rejection_sample(
     """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_without_critic).loaded.config
-    from megatron_dapo.cli.rejection_sample import EXAMPLES
-    from megatron_dapo.cli.rejection_sample import rejection_sample as run
+    from megatron_dapo.selection.run import EXAMPLES
+    from megatron_dapo.selection.run import rejection_sample as run
 
     directory = output_dir or config.run.output_dir / "rejection_sampling"
     try:
@@ -222,7 +222,7 @@ def rounds(
     dry_run: DryRunOption = False,
 ) -> None:
     """Fine-tune, sample, select, fine-tune, then train: the stages of one recipe, continued when it is run again."""
-    from megatron_dapo.cli.rounds import begin, outcome_lines, stages
+    from megatron_dapo.selection.rounds import begin, outcome_lines, stages
 
     # Checked as a whole at first: what is wrong with the last stage must not show hours later.
     plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run))

@@ -141,7 +141,8 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
     The loss is CISPO's with reward 1 and a ratio of 1 in each step, so the negative log-likelihood of the response tokens.
     `directory`: where it writes; default: sft in run.output_dir. ValueError where a data file cannot be read.
     """
-    section, paths = config.sft, config.sft.train_paths or config.data.train_paths
+    section = config.sft
+    paths = section.train_paths or config.data.train_paths
     num_rows = sum(map(count_rows, paths))
     checkpoints = str(Path(config.checkpoint.output_dir) / SUBDIRECTORY) if config.checkpoint.output_dir else ""
     changes = {

@@ -249,7 +249,7 @@ class TrainingLoop:
         self._progress.train_seconds += training_seconds(times)
         if recorder is not None:
             metrics = self._metrics(batch, result, times)
-            for warning in quality_warnings(metrics, self._config.quality):
+            for warning in quality_warnings(metrics, self._config.quality) if self._is_sampling else ():
                 logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
 

@@ -82,7 +82,8 @@ def finished_report(directory: Path, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    section, rollout = config.rejection_sampling, config.rollout
+    section = config.rejection_sampling
+    rollout = config.rollout
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     with open_verifier_pool(config.reward) as pool:
         dataset = load_train_dataset(config, inputs, pool)
@@ -131,7 +132,8 @@ def without(prompts: tuple[Prompt, ...], others: tuple[Prompt, ...]) -> tuple[Pr
 
 
 def _embedding(config: Config) -> Embed:
-    section, trusted = config.rejection_sampling, config.model.trust_remote_code
+    section = config.rejection_sampling
+    trusted = config.model.trust_remote_code
     if section.embedding == "ngrams":
         return by_ngrams
     if section.embedding == "encoder":

@@ -37,11 +37,12 @@ class Stage:
 
 def stages(config: Config, directory: Path) -> list[Stage]:
     """Return the stages of a recipe, in order, with what each sets beside the recipe."""
-    section, found = config.rounds, []
+    section = config.rounds
+    found: list[Stage] = []
 
     def add(name: str, command: str, model: Path, *overrides: str) -> Stage:
         start = f"model.path={json.dumps(str(model.absolute()))}"
-        # Elsewhere than below the stage's directory, each needs checkpoints of its own as well.
+        # Stages whose checkpoints are not below their directories need one of their own for these, too.
         apart = config.checkpoint.output_dir and [f"checkpoint.output_dir={config.checkpoint.output_dir}/{name}"]
         found.append(Stage(name, command, directory / name, (start, *overrides, *apart)))
         return found[-1]
