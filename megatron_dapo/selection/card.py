@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -20,10 +21,10 @@ from megatron_dapo.algorithms.selection import (
     mean_distance,
     ngram_embedding,
 )
+from megatron_dapo.evaluation.estimators import bootstrap_mean
 from megatron_dapo.selection.choose import NOT_DRAWN, Chosen
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-RESAMPLES = 1000
 REASONS: Mapping[str, str] = {
     WRONG: "wrong, truncated or without an answer",
     LENGTH: "outside the length bounds or their prompt's quantiles",
@@ -89,12 +90,8 @@ def _counted(values: Sequence[int]) -> dict[str, int]:
 
 
 def _interval(values: Sequence[float], seed: int) -> dict[str, float]:
-    """Return mean, low and high; empty for no value."""
-    if not values:
-        return {}
-    drawn = np.random.default_rng(seed).choice(np.asarray(values), (RESAMPLES, len(values))).mean(axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return {"mean": float(np.mean(values)), "low": float(low), "high": float(high)}
+    """Return the mean and its interval; empty for no value."""
+    return asdict(bootstrap_mean(values, seed=seed)) if values else {}
 
 
 def pictures(chosen: Sequence[Chosen]) -> dict[str, str]:
@@ -192,4 +189,4 @@ def _diversity(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(interval: Mapping[str, float]) -> str:
-    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+    return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"

@@ -29,6 +29,7 @@ RUN_BY = {
     "benchmarks/length_bias.py": "test_length_bias",
     "benchmarks/prompt_filter.py": "test_prompt_filter",
     "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
+    "benchmarks/diversity.py": "test_diversity",
     "benchmarks/driver_throughput.py": "test_driver_throughput",
     "benchmarks/fp8_costs.py": "test_fp8_costs",
     "benchmarks/fp8_learning.py": "test_fp8_learning",
@@ -146,6 +147,15 @@ def test_collector_waste(repository: Path) -> None:
         assert row["trained"] == result["num_steps"] * result["num_groups"] <= row["generated"]
     continued = {row["partial"]: row["continued_responses"] for row in result["partial"] if row["max_staleness"] == 2}
     assert continued["restart"] == 0 < continued["continue"]
+
+
+@pytest.mark.long
+def test_diversity(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/diversity.py", "--tiny")
+    (row,) = result["seeds"]
+    assert row["diverse"]["examples"] == row["random"]["examples"] > 0, "compared at equal size"
+    assert -1 <= result["difference"]["low"] <= result["difference"]["value"] <= result["difference"]["high"] <= 1
+    assert result["verdict"] in ("diverse is better", "random is better", "no difference is shown")
 
 
 def test_length_bias(repository: Path) -> None:

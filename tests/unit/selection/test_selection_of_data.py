@@ -49,7 +49,7 @@ def test_selection_is_more_diverse_than_chance_and_says_so() -> None:
     assert all(one.fates.count(KEPT) == len(one.kept) == 4 for one in chosen)
     figures = statistics(chosen, seed=1)
     assert figures["fates"] == {"wrong": 12, "near_duplicate": 24, "kept": 48} and figures["responses"] == 84
-    assert figures["distance_kept"]["mean"] == pytest.approx(1.0) and figures["distance_difference"]["low"] > 0
+    assert figures["distance_kept"]["value"] == pytest.approx(1.0) and figures["distance_difference"]["low"] > 0
     text = card(figures, {"seed": 1}, ["fates"])
     assert "48 examples of 12 prompts, from 84 responses to 12 prompts" in text and "are more unlike each other" in text
     rows = list(examples_of(chosen))
@@ -68,7 +68,7 @@ def test_a_random_selection_takes_as_many() -> None:
     assert [e.kept for e in one] != [e.kept for e in other]
     assert all(each.fates.count(KEPT) == 4 and each.fates[6] == "wrong" for each in one)
     figures = statistics(one, seed=9)
-    assert abs(figures["distance_difference"]["mean"]) < 0.2 and figures["fates"]["not_drawn"] == 24
+    assert abs(figures["distance_difference"]["value"]) < 0.2 and figures["fates"]["not_drawn"] == 24
 
 
 def test_hidden_states_are_those_of_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
