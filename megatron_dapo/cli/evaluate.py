@@ -55,7 +55,7 @@ def _evaluate(config: Config, model_dir: Path) -> EvaluationResult:
         # Before servers start: a file that cannot be read is an error at once.
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, str(model_dir), dataset, inputs.stop_tokens, pool.version)
-        with _opened_engine(config, model_dir) as (engine, max_in_flight, version):
+        with opened_engine(config, model_dir) as (engine, max_in_flight, version):
             protocol = replace(protocol, engine_version=version or protocol.engine_version)
             progress = ProgressLog(len(dataset.prompts) * protocol.num_samples)
             return evaluate(
@@ -85,7 +85,7 @@ class ProgressLog:
 
 
 @contextmanager
-def _opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
+def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
     """Return the engine, the requests that keep it full, and its version where that is known only now."""
     if config.rollout.engine == "embedded":
         yield loaded_engine(config, model_dir), 4 * config.rollout.slots_per_rank, ""

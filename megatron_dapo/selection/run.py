@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.algorithms.selection import KEPT
-from megatron_dapo.cli.evaluate import loaded_engine
+from megatron_dapo.cli.evaluate import opened_engine
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import prompt_id_of
 from megatron_dapo.evaluation.runner import sample_and_score
@@ -102,8 +102,10 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
         }
         sampled = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=sampling)})
         protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-        engine = loaded_engine(config, config.model.path)
-        problems, rows = sample_and_score(prompts, engine, pool, inputs.decode, protocol)
+        with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
+            problems, rows = sample_and_score(
+                prompts, engine, pool, inputs.decode, protocol, max_in_flight=max_in_flight
+            )
     responses = [(problem.prompt, row) for problem, row in zip(problems, rows, strict=True)]
     chosen = choose_all(responses, section, rollout.max_response_tokens, _embedding(config), config.run.seed)
     figures = {**statistics(chosen, config.run.seed), "prompts_left_out": len(dataset.prompts) - len(prompts)}
