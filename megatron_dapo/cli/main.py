@@ -198,7 +198,7 @@ def rejection_sample(
 ) -> None:
     """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_evaluation).loaded.config
+    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_sampling).loaded.config
     from megatron_dapo.selection.run import EXAMPLES
     from megatron_dapo.selection.run import rejection_sample as run
 
@@ -526,6 +526,11 @@ def ablate(
     except (ValueError, RuntimeError) as error:
         _refuse(error)
     raise typer.Exit(code)
+
+
+def _for_sampling(config: Config) -> Config:
+    """Return the same with the training prompts."""
+    return _for_evaluation(config).model_copy(update={"data": config.data})
 
 
 @app.command("check-loss")
