@@ -49,7 +49,9 @@ def test_selection_is_more_diverse_than_chance_and_says_so() -> None:
     assert all(one.fates.count(KEPT) == len(one.kept) == 4 for one in chosen)
     figures = statistics(chosen, seed=1)
     assert figures["fates"] == {"wrong": 12, "near_duplicate": 24, "kept": 48} and figures["responses"] == 84
-    assert figures["distance_kept"]["value"] == pytest.approx(1.0) and figures["distance_difference"]["low"] > 0
+    assert (
+        figures["distance_kept"]["value"] == pytest.approx(1.0, abs=0.02) and figures["distance_difference"]["low"] > 0
+    )
     text = card(figures, {"seed": 1}, ["fates"])
     assert "48 examples of 12 prompts, from 84 responses to 12 prompts" in text and "are more unlike each other" in text
     rows = list(examples_of(chosen))
