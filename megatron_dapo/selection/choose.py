@@ -22,6 +22,7 @@ class Chosen:
     samples: Sequence[ScoredSample]
     diverse: Selection  # by length, likeness and clusters
     kept: tuple[int, ...]  # of the section's own selection
+    is_random: bool = False
 
     @property
     def candidates(self) -> Candidates:
@@ -31,7 +32,7 @@ class Chosen:
     @property
     def fates(self) -> list[str]:
         """Return the fate of each response: "kept", or the reason that it is not."""
-        if list(self.kept) == self.diverse.kept:
+        if not self.is_random:
             return self.diverse.fates
         correct = self.candidates.is_correct
         return [
@@ -67,10 +68,10 @@ def choose_all(
         own = embeddings[start : start + len(one.kept)]
         start += len(one.kept)
         diverse = choose(one, own, candidates.pass_rate, section)
-        kept = diverse.kept
-        if section.selection == "random":
+        kept, is_random = diverse.kept, section.selection == "random"
+        if is_random:
             kept = choose_at_random(candidates, len(kept), f"{seed}/{prompt.prompt_id}")
-        chosen.append(Chosen(prompt, samples, diverse, tuple(kept)))
+        chosen.append(Chosen(prompt, samples, diverse, tuple(kept), is_random))
     return chosen
 
 

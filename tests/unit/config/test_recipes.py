@@ -45,6 +45,7 @@ AIME_50: dict[str, Any] = {
     "rollout.prompts_per_step": 512,
     "rollout.group_size": 16,
     "rollout.filter_groups": True,
+    "rollout.dynamic_sampling": "hard",
     "rollout.accuracy_min": 0.0,
     "rollout.accuracy_max": 1.0,
     "rollout.temperature": 1.0,
@@ -181,13 +182,15 @@ SWITCHED_OFF = """
     reward.perplexity_penalty.end reward.perplexity_penalty.low_start reward.perplexity_penalty.low_end
     reward.perplexity_penalty.factor algorithm.gkl.gamma algorithm.gkl.weigh_by algorithm.gkl.weighted_mse
     algorithm.gkl.cross_entropy
+    rollout.budget.min_size rollout.budget.max_size rollout.budget.prompt_weight rollout.prompt_filter.margin
+    rollout.prompt_filter.audit_share
     value_pretraining.explained_variance_slope value_pretraining.loss_slope advantage_estimation.policy_lambda
 """.split()
 WITHOUT_CRITIC = ("algorithm.kl_reward_coefficient", "algorithm.positive_example_coefficient")
 # A critic's advantage takes the place of the group's, and nothing is filtered, corrected or punished for its length.
 WITH_CRITIC = """
     algorithm.advantage. algorithm.off_policy.level algorithm.off_policy.low algorithm.off_policy.high
-    algorithm.off_policy.batch_normalize rollout.accuracy_ rollout.max_num_gen_batches rollout.on_exhausted
+    algorithm.off_policy.batch_normalize rollout.accuracy_ rollout.dynamic_sampling rollout.max_num_gen_batches rollout.on_exhausted
     reward.overlong_punishment.max_length reward.overlong_punishment.cache_length reward.overlong_punishment.factor
 """.split()
 PUBLISHED = [

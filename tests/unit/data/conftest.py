@@ -62,7 +62,10 @@ def _write_parquet(path, rows):
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow alone takes the first row's
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]), path
+    )
 
 
 WRITERS = {".jsonl": _write_json_lines, ".ndjson": _write_json_lines, ".parquet": _write_parquet}
