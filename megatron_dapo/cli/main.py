@@ -493,6 +493,11 @@ def _for_evaluation(config: Config) -> Config:
     return config.model_copy(update={"critic": CriticConfig(), "data": data, "sglang": sglang, "telemetry": telemetry})
 
 
+def _for_sampling(config: Config) -> Config:
+    """Return the same with the training prompts."""
+    return _for_evaluation(config).model_copy(update={"data": config.data})
+
+
 @app.command()
 def ablate(
     grid: Annotated[Path, typer.Argument(help="TOML grid of variants and seeds, e.g. examples/grids/dapo_table1.toml")],
@@ -526,11 +531,6 @@ def ablate(
     except (ValueError, RuntimeError) as error:
         _refuse(error)
     raise typer.Exit(code)
-
-
-def _for_sampling(config: Config) -> Config:
-    """Return the same with the training prompts."""
-    return _for_evaluation(config).model_copy(update={"data": config.data})
 
 
 @app.command("check-loss")
