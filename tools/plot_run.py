@@ -10,9 +10,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dapo.telemetry.svg import BLUE, GRAY, document, text
+
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 60, 60, 34, 44
-COLORS = {"accuracy": "#1f6feb", "held_out": "#d1242f", "length": "#8c959f"}
+COLORS = {"accuracy": BLUE, "held_out": "#d1242f", "length": GRAY}
 
 Points = Sequence[tuple[float, float]]
 
@@ -51,10 +53,6 @@ def dots(points: Points, axes: Axes, color: str) -> list[str]:
     return parts
 
 
-def text(x: float, y: float, content: str, color: str = "#24292f", anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{content}</text>'
-
-
 def grid(accuracy: Axes, length: Axes) -> list[str]:
     parts = []
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -89,8 +87,7 @@ def draw(run_directory: Path) -> str:
         *dots(held_out, accuracy, COLORS["held_out"]),
         *legend,
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>', *body, "</svg>", ""])
+    return document(WIDTH, HEIGHT, body)
 
 
 def main() -> None:

@@ -416,7 +416,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
             "max_generation_steps": 0,
             "max_train_seconds": 0.0,
         },
-        "rollout": {"filter_groups": False},
+        "rollout": {"filter_groups": False, "dynamic_sampling": "hard"},
         "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},
         # Returns are those of whole responses, and there are no advantages.
         "algorithm": {

@@ -174,6 +174,13 @@ RULES = (
         reason="else the loss is not the likelihood of the given responses",
     ),
     Rule(
+        "not data.injection.templates",
+        'set data.injection.templates = [], or rollout.responses = "sampled"',
+        path="data.injection.templates",
+        where='rollout.responses == "given"',
+        reason="a given response answers the prompt of its own row, not a variant of it",
+    ),
+    Rule(
         "rollout.prompts_per_step % training.mini_batch_prompts == 0",
         "set training.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, training.mini_batch_prompts)}",
     ),

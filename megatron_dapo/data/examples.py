@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CispoLossConfig, ReinforcePpAdvantageConfig
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig, PromptFilterConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import prompt_id_of
 from megatron_dapo.data.files import Columns, checked_messages, count_rows, read_table
@@ -151,17 +152,22 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             "total_steps": max(1, math.ceil(num_rows * section.epochs / section.batch_size)),
             "max_generation_steps": 0,
         },
-        "data": {"train_paths": paths, "max_epochs": 0},
-        # Of the temperature 1 that likelihood means; evaluations have their own.
+        "data": {"train_paths": paths, "max_epochs": 0, "injection": InjectionConfig()},
+        # Of the temperature 1 that likelihood means; evaluations have their own. Rows come in the order of the stream, each once.
         "rollout": {
             "responses": "given",
             "prompts_per_step": section.batch_size,
             "group_size": 1,
             "temperature": 1.0,
             "filter_groups": False,
+            "dynamic_sampling": "hard",
             "oversample": 1.0,
             "max_staleness": 0,
             "partial_rollout": False,
+            "replay_order": "oldest",
+            "prompt_order": "shuffled",
+            "budget": BudgetConfig(),
+            "prompt_filter": PromptFilterConfig(),
         },
         "reward": {"overlong_filter": False, "shadow_verifier": ""},
         "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},

@@ -19,6 +19,7 @@ from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample, num_distinct
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens left out
+CheckStop = Callable[[], None]  # called between polls; what it raises ends the evaluation
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class EvaluationProgress:
     num_finished: int
     num_total: int
     num_tokens: int  # response tokens of the finished ones
+
+
+ReportProgress = Callable[[EvaluationProgress], None]
 
 
 def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
@@ -86,9 +90,9 @@ def request_name(problem_number: int, sample: int) -> str:
 def generate(
     requests: Mapping[str, GenerationRequest],
     engine: RolloutEngine,
-    progress: Callable[[EvaluationProgress], None] = lambda report: None,
+    progress: ReportProgress = lambda report: None,
     max_in_flight: int = 1024,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: CheckStop = lambda: None,
 ) -> dict[str, Completion]:
     """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
 
@@ -145,9 +149,9 @@ def evaluate(
     decode: Decode,
     protocol: EvaluationProtocol,
     *,
-    progress: Callable[[EvaluationProgress], None] = lambda report: None,
+    progress: ReportProgress = lambda report: None,
     max_in_flight: int = 1024,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: CheckStop = lambda: None,
 ) -> EvaluationResult:
     """Sample, score and estimate by `protocol`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from megatron_dapo.algorithms.selection import (
 )
 from megatron_dapo.evaluation.estimators import bootstrap_mean
 from megatron_dapo.selection.choose import NOT_DRAWN, Chosen
+from megatron_dapo.telemetry.svg import bars
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 REASONS: Mapping[str, str] = {
@@ -34,7 +34,6 @@ REASONS: Mapping[str, str] = {
     NOT_DRAWN: "not drawn by the random selection",
     KEPT: "kept",
 }
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 30
 
 
 def statistics(chosen: Sequence[Chosen], seed: int) -> dict[str, Any]:
@@ -110,29 +109,6 @@ def pictures(chosen: Sequence[Chosen]) -> dict[str, str]:
         "clusters": bars("prompts by number of clusters", list(clusters), {"prompts": list(clusters.values())}),
         "pass_rates": bars("prompts by pass rate", [f"{i / 10:g}" for i in range(10)], {"prompts": rates}),
     }
-
-
-def bars(title: str, labels: Sequence[str], series: Mapping[str, Sequence[int]]) -> str:
-    """Return a bar chart as an SVG document, the series of each label side by side; equal numbers give equal text."""
-    colors = ("#9aa7b5", "#1f6feb")[-len(series) :]
-    top = max((value for values in series.values() for value in values), default=0) or 1
-    width, height = (_WIDTH - _LEFT - 10) / max(1, len(labels)), _HEIGHT - _BOTTOM - _TOP
-    parts = [f'<text x="{_LEFT}" y="18" font-size="14">{escape(title)}, at most {top:,}</text>']
-    for number, (name, values) in enumerate(series.items()):
-        parts.append(
-            f'<text x="{_WIDTH - 90 * (len(series) - number)}" y="18" fill="{colors[number]}">{escape(name)}</text>'
-        )
-        for place, value in enumerate(values):
-            x, bar = _LEFT + width * (place + 0.1 + 0.8 * number / len(series)), height * value / top
-            parts.append(
-                f'<rect x="{x:.1f}" y="{_TOP + height - bar:.1f}" width="{0.8 * width / len(series):.1f}" '
-                f'height="{bar:.1f}" fill="{colors[number]}"><title>{escape(labels[place])}: {value:,}</title></rect>'
-            )
-    for place, label in enumerate(labels):
-        x = _LEFT + width * (place + 0.5)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="middle">{escape(label)}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="11">'
-    return "\n".join([head, f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>', *parts, "</svg>", ""])
 
 
 def card(figures: Mapping[str, Any], settings: Mapping[str, Any], names: Sequence[str]) -> str:

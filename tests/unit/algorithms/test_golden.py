@@ -52,7 +52,7 @@ from megatron_dapo.rewards.repetition import ngram_repetition, tail_loop
 # Whoever builds one of these moves it to SECTIONS (or to the tests of its own package).
 LATER = {
     "kl.*": "the generalized KL, asserted in tests/unit/ops/test_divergence.py",
-    "seeds.rejection_sampling": "rejection-sampled fine-tuning data",
+    "seeds.rejection_sampling": "asserted in tests/unit/algorithms/test_selection.py",
     "seeds.adversarial_injection": "variants of filtered prompts, asserted in tests/unit/rollout/test_injected_groups.py",
     "systems.*": "fault detection and resharding, tested in their own packages",
 }

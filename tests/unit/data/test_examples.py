@@ -98,6 +98,28 @@ def test_its_fine_tuning_is_a_valid_configuration(recipe: Path, tmp_path: Path) 
     assert sft_config(config, tmp_path).run.output_dir == tmp_path
 
 
+SAMPLING = (
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "rollout.dynamic_sampling=soft",
+    "rollout.budget.enabled=true",
+    "rollout.budget.max_size=16",
+    "rollout.budget.min_size=2",
+    "rollout.prompt_order=priority",
+    "rollout.prompt_filter.name=model",
+    'data.injection.templates=["noise"]',
+)
+
+
+def test_choices_of_what_to_sample_are_those_of_the_recipe_s_own_run_alone() -> None:
+    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", SAMPLING).config
+    assert validate(config) == []
+    tuned = sft_config(config)
+    assert validate(tuned) == [] and not tuned.data.injection.templates
+    (found,) = validate(tuned.model_copy(update={"data": config.data}))
+    assert found.path == "data.injection.templates" and "rollout.responses" in found.suggestion
+
+
 def test_another_loss_of_given_responses_is_refused() -> None:
     config = load_config(RECIPES[0], ["rollout.responses=given"]).config
     (found,) = [one for one in validate(config) if "responses" in one.suggestion]
