@@ -55,6 +55,7 @@ def test_examples_are_sampled_selected_and_learned(recipe: Path, tmp_path: Path)
     assert json.loads((tmp_path / "sft" / "summary.json").read_text())["train_steps"] == -(-len(examples) // 4)
 
 
+@pytest.mark.long
 def test_what_cannot_be_sampled_is_one_line(recipe: Path, tmp_path: Path) -> None:
     outcome = sample(recipe, tmp_path / "none", "rejection_sampling.min_tokens=96", "rollout.max_response_tokens=96")
     assert outcome.code == 2 and "responses is kept" in outcome.last, outcome.text

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_runs import Outcome, run_command, sets
+from whole_runs import COMMAND_TIMEOUT_S, Outcome, run_command, sets
 
 from tools.prove_resume import write_recipe
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+
+STAGES = 3
 
 SMALL = (
     *(
@@ -26,9 +28,9 @@ SMALL = (
 
 
 def rounds(recipe: Path, directory: Path, *overrides: str) -> Outcome:
-    return run_command(
-        "rounds", str(recipe), "--layout", "tp1", "--output-dir", str(directory), *sets([*SMALL, *overrides])
-    )
+    chosen = sets([*SMALL, *overrides])
+    arguments = ("rounds", str(recipe), "--layout", "tp1", "--output-dir", str(directory), *chosen)
+    return run_command(*arguments, timeout_s=STAGES * COMMAND_TIMEOUT_S)
 
 
 def test_finished_stages_have_nothing_to_do_when_it_is_run_again(tmp_path: Path) -> None:

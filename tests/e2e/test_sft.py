@@ -78,6 +78,7 @@ def test_resumed_it_is_the_same_run(recipe: Path, tuned: Path, tmp_path: Path) -
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.long
 def test_bad_rows_end_the_run_with_one_line(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1?"}\n')
     outcome = fine_tune(recipe, tmp_path / "run", f'sft.train_paths=["{tmp_path / "bad.jsonl"}"]', "data.eval_paths=[]")

@@ -35,7 +35,9 @@ class Outcome:
         return "\n".join(self.lines)
 
 
-def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Outcome:
+def run_command(
+    *arguments: str, limit: Callable[[], None] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
+) -> Outcome:
     """`megatron-dapo ARGUMENTS` to its end, both outputs in one. `limit` is called in the new process at first."""
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
@@ -43,7 +45,7 @@ def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Out
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, preexec_fn=limit
     )
     try:
-        output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
     return Outcome(process.returncode, tuple(line for line in output.splitlines() if line.strip()))
