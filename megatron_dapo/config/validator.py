@@ -227,6 +227,20 @@ RULES = (
         where='data.injection.when == "visit"',
         reason="it is for prompts that were not solved",
     ),
+    *(
+        Rule(
+            "not data.injection.templates",
+            f"set data.injection.templates = [], or {instead}",
+            path="data.injection.templates",
+            where=where,
+            reason="variants are drawn by their share of a batch, not by a history of pass rates",
+        )
+        for where, instead in (
+            ("rollout.budget.enabled", "rollout.budget.enabled = false"),
+            ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
+            ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
+        )
+    ),
     Rule(
         "rollout.top_p == 1 or rollout.allow_biased_sampling",
         "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",

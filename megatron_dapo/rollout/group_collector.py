@@ -458,7 +458,10 @@ class GroupCollector(Collector):
         """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
         group.size = group.size or self._rollout.group_size
         is_size = group.size == self._rollout.group_size or self._rollout.budget.enabled
-        fits = is_size and all(held.num_tokens <= self._sampling.max_new_tokens for held in group.completions.values())
+        fits = is_size and all(
+            index < group.size and held.num_tokens <= self._sampling.max_new_tokens
+            for index, held in group.completions.items()
+        )
         if self._rollout.partial_rollout and fits:
             self._unfinished[group.group_id] = group
         else:

@@ -87,6 +87,9 @@ BROKEN = [
     ("data.injection.when", {"data__injection__templates": ["noise"], "rollout__filter_groups": False}),
     ("data.injection.rate", {"data__injection__templates": ["noise"], "data__injection__rate": 0.1}),
     ("data.injection.templates", {"data__injection": {"templates": ["answer_range"], "when": "visit"}}),
+    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__budget__enabled": True}),
+    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__prompt_order": "priority"}),
+    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__prompt_filter__name": "bounds"}),
     ("rollout.top_p", {"rollout__top_p": 0.9}),
     ("rollout.top_k", {"rollout__top_k": 20}),
     ("rollout.max_staleness", {"rollout__max_staleness": 1}),
@@ -161,6 +164,13 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
     assert found[0].values and found[0].suggestion and found[0].formula
 
 
+def test_variants_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
+    found = validate(make(data__injection__templates=["noise"], rollout__prompt_filter__name="model"))
+    text = str(found[0])
+    assert "data.injection.templates = ('noise',), rollout.prompt_filter.name = 'model'" in text and "\n" not in text
+    assert text.endswith('Fix: set data.injection.templates = [], or rollout.prompt_filter.name = "none"')
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -170,6 +180,12 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
             "reward__overlong_filter": True,
             "reward__allow_overlong_filter_and_punishment": True,
             "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
+        },
+        {"data__injection__templates": ["noise"]},
+        {
+            "rollout__budget__enabled": True,
+            "rollout__prompt_order": "priority",
+            "rollout__prompt_filter__name": "model",
         },
         {"reward__verifier": "package.module:score"},
         GIVEN_SERVERS,

@@ -107,16 +107,21 @@ SAMPLING = (
     "rollout.budget.min_size=2",
     "rollout.prompt_order=priority",
     "rollout.prompt_filter.name=model",
-    'data.injection.templates=["noise"]',
 )
+INJECTION = ('data.injection.templates=["noise"]',)
 
 
-def test_choices_of_what_to_sample_are_those_of_the_recipe_s_own_run_alone() -> None:
-    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", SAMPLING).config
+@pytest.mark.parametrize("chosen", [SAMPLING, INJECTION])
+def test_choices_of_what_to_sample_are_those_of_the_recipe_s_own_run_alone(chosen: tuple[str, ...]) -> None:
+    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", chosen).config
     assert validate(config) == []
     tuned = sft_config(config)
     assert validate(tuned) == [] and not tuned.data.injection.templates
-    (found,) = validate(tuned.model_copy(update={"data": config.data}))
+
+
+def test_given_responses_have_no_variants_of_their_prompts() -> None:
+    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", INJECTION).config
+    (found,) = validate(sft_config(config).model_copy(update={"data": config.data}))
     assert found.path == "data.injection.templates" and "rollout.responses" in found.suggestion
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rollout_world import RIGHT, World
 
+from megatron_dapo.config.rollout_schema import BudgetConfig
 from megatron_dapo.data.injection import TEMPLATE, Injection
 from megatron_dapo.types import Prompt
 
@@ -135,3 +136,26 @@ def test_a_resumed_run_chooses_the_same_variants(make_world: Callable[..., World
     second = first.restart(first.checkpoint())
     assert [trained(second.collector.collect(8)) for _ in range(7)] == expected[5:]
     assert any("~" in name for batch in expected[5:] for name in batch)
+
+
+def test_a_state_without_a_history_of_prompts_keeps_its_variants(make_world: Callable[..., World]) -> None:
+    world = solved_world(make_world)
+    for _ in range(3):
+        world.collector.collect(8)
+    saved = json.loads(world.checkpoint())
+    assert saved["collector"].pop("source") == {} and any(
+        "~" in name for name in saved["collector"]["stream"]["requeued"]
+    )
+    later = world.restart(json.dumps(saved))
+    assert later.checkpoint() == world.checkpoint()
+
+
+def test_prompts_that_a_budget_had_planned_are_drawn_without_it(make_world: Callable[..., World]) -> None:
+    planned = make_world([0.5] * 32, budget=BudgetConfig(enabled=True, min_size=2, max_size=8), **ENDLESS)
+    planned.collector.collect(8)
+    planned.collector._source.next(8)  # as where a signal ends a collection
+    state = json.loads(planned.checkpoint())["collector"]
+    waiting = [name for name, _ in state["source"]["plan"]]
+    later = solved_world(make_world)
+    later.collector.load_state_dict(state)
+    assert waiting and later.stream.state_dict()["requeued"][-len(waiting) :] == waiting
