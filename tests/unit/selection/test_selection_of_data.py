@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.diversity import drawn_at_random
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config.rollout_schema import RejectionSamplingConfig
 from megatron_dapo.selection import embed as module
@@ -71,6 +72,17 @@ def test_a_random_selection_takes_as_many() -> None:
     assert all(each.fates.count(KEPT) == 4 and each.fates[6] == "wrong" for each in one)
     figures = statistics(one, seed=9)
     assert abs(figures["distance_difference"]["value"]) < 0.2 and figures["fates"]["not_drawn"] == 24
+
+
+def test_the_benchmark_of_diversity_draws_the_random_selection_of_the_command() -> None:
+    section = RejectionSamplingConfig(embedding="ngrams", max_per_cluster=2)
+    diverse = choose_all(responses(), section, 99, by_ngrams, seed=5)
+    random = choose_all(responses(), section.model_copy(update={"selection": "random"}), 99, by_ngrams, seed=5)
+    drawn = drawn_at_random(list(examples_of(diverse)), list(responses_of(diverse)), seed=5)
+    expected = [
+        {name: row[name] for name in ("prompt", "response", "prompt_id", "sample")} for row in examples_of(random)
+    ]
+    assert drawn == expected and drawn != [{name: row[name] for name in drawn[0]} for row in examples_of(diverse)]
 
 
 def test_hidden_states_are_those_of_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
