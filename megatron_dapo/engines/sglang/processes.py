@@ -21,6 +21,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # SGLang's load reports: a killed server cannot remove them.
 _LEFTOVER = re.compile(r"/dev/shm/sglang_loads_\S+")
+_SHARED_MEMORY, _LEFTOVER_FILES = Path("/dev/shm"), "sglang_loads_*"
+_LEFTOVER_AGE_S = 60.0  # a younger file may belong to a server that has not mapped it yet
 _TICK_S = 0.02
 _TRACKER_S = 2.0  # for multiprocessing's resource tracker, which removes semaphores when all others have ended
 
@@ -89,12 +91,11 @@ def _end_session() -> None:
     """
     session, caller = os.getsid(0), os.getpid()
     members = [pid for pid, status in _process_table().items() if status.session == session]
+    others = [pid for pid in members if pid != caller and not _is_resource_tracker(pid)]
+    _signal(others, signal.SIGSTOP)  # what runs on could make a file after its maps were read
     for file in {file for pid in members for file in leftovers(pid)}:
         file.unlink(missing_ok=True)
-    for pid in members:
-        if pid != caller and not _is_resource_tracker(pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    _signal(others, signal.SIGKILL)
     os.kill(caller, signal.SIGKILL)
 
 
@@ -105,6 +106,23 @@ def leftovers(pid: int) -> set[Path]:
     except OSError:
         return set()
     return {Path(name) for name in _LEFTOVER.findall(maps)}
+
+
+def remove_leftovers() -> None:
+    """Remove this user's shared-memory files of servers that were killed together with all who would have removed them."""
+    files = [file for file in _SHARED_MEMORY.glob(_LEFTOVER_FILES) if _is_old_and_ours(file)]
+    if files:
+        mapped = {file for pid in _process_table() for file in leftovers(pid)}
+        for file in set(files) - mapped:
+            file.unlink(missing_ok=True)
+
+
+def _is_old_and_ours(file: Path) -> bool:
+    try:
+        status = file.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _LEFTOVER_AGE_S
 
 
 class ProcessTree:
@@ -153,7 +171,8 @@ class ProcessTree:
             age = time.monotonic() - began
             if not running or age > timeout_s:
                 break
-            _kill(process for process in running if age > _TRACKER_S or not _is_resource_tracker(process.pid))
+            pids = [process.pid for process in running if age > _TRACKER_S or not _is_resource_tracker(process.pid)]
+            _signal(pids, signal.SIGKILL)
             time.sleep(_TICK_S)
         if self.exit_code is not None:
             self._leader.wait(timeout_s)  # it has ended: reaped at once
@@ -168,11 +187,10 @@ class ProcessTree:
             self._files |= leftovers(process.pid)
 
 
-def _kill(processes: Iterable[ProcessId]) -> None:
-    for process in processes:
-        if process.is_running:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _members(leader: int, known: Iterable[ProcessId]) -> set[ProcessId]:

@@ -21,7 +21,7 @@ import httpx
 
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
-from megatron_dapo.engines.sglang.processes import ProcessTree
+from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
 from megatron_dapo.engines.sglang.served import EngineStartError, Expectation, ServerInfo, checked, open_http
 from megatron_dapo.engines.sglang.server_log import exit_reason
 from megatron_dapo.engines.sglang.server_settings import ServerSettings, command, environment
@@ -59,6 +59,7 @@ class SglangServer:
         """Spawn the server and return without waiting for it. ValueError for settings no server can start with."""
         expectation = Expectation.of(settings)
         read_key(settings.key_file)  # a key that cannot be read is refused here and not in the server's log
+        remove_leftovers()
         ports = (reserve_port(settings.host), reserve_port(settings.host))
         scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         try:
