@@ -21,15 +21,20 @@ class UsefulnessModel:
     It is fitted anew before each collection to the visits seen so far. Each prediction is compared with what came of it, so
     precision, recall and calibration are of predictions made before the outcome was known. Prompts that the model would
     leave out are tried at times all the same: those visits alone say how often it is wrong about them.
+
+    Args:
+        features: names of the facts, in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, features: Sequence[str]) -> None:
+        self._features = tuple(features)
         self._visits: deque[tuple[list[float], bool]] = deque(maxlen=MEMORY)
         self._outcomes: deque[tuple[float, bool, bool]] = deque(maxlen=MEMORY)  # P(useful), flagged, was useful
         self._weights: np.ndarray | None = None
 
     def add(self, features: Sequence[float], useful: bool) -> None:
-        """Add a visit; the first feature is 1."""
+        """Add a visit; the first of its features is 1."""
+        assert len(features) == len(self._features), f"{len(features)} features, expected {len(self._features)}"
         self._visits.append((list(features), useful))
 
     def fit(self) -> None:
@@ -82,13 +87,21 @@ class UsefulnessModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state."""
         return {
+            "features": list(self._features),
             "visits": [[features, useful] for features, useful in self._visits],
             "outcomes": [list(entry) for entry in self._outcomes],
             "weights": None if self._weights is None else self._weights.tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`."""
+        """Invert `state_dict`. ValueError for a model of other features, before anything is changed."""
+        names = tuple(state["features"])
+        if names != self._features:
+            raise ValueError(
+                f"the checkpoint's prompt filter is fitted to {len(names)} features ({', '.join(names)}), this release's to "
+                f"{len(self._features)} ({', '.join(self._features)}): resume with the release that wrote it, or set "
+                'rollout.prompt_filter.name = "none"'
+            )
         self._visits = deque(((list(features), useful) for features, useful in state["visits"]), maxlen=MEMORY)
         self._outcomes = deque(((p, flag, useful) for p, flag, useful in state["outcomes"]), maxlen=MEMORY)
         self._weights = None if state["weights"] is None else np.array(state["weights"])

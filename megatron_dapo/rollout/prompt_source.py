@@ -25,6 +25,15 @@ from megatron_dapo.rollout.statistics import KEPT
 from megatron_dapo.types import Group
 
 CONFIDENCE = 0.95  # that a prompt is hopeless or trivial, where prompt_filter.name = "bounds"
+FEATURES = (
+    "constant",
+    "contrast",
+    "pass_rate",
+    "length",
+    "truncated_share",
+    "surprise",
+    "age",
+)  # of the filter's model
 FIRST_COOL_DOWN = 10  # policy versions that a prompt is left out for the first time; doubles with each time
 
 
@@ -68,7 +77,7 @@ class PromptSource:
         self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
         self._ranked: deque[str] = deque()  # by priority, of this collection
         self._predicted: dict[str, tuple[float, bool]] = {}  # P(useful) of prompts out, and if the filter would skip it
-        self._model = UsefulnessModel()
+        self._model = UsefulnessModel(FEATURES)
         self._version = 0
         self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # of this collection
 
@@ -211,7 +220,10 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`. What this run does not use is left out; planned prompts are queued again then."""
+        """Invert `state_dict`. What this run does not use is left out; planned prompts are queued again then.
+
+        ValueError where the filter's model is of other features.
+        """
         plan = deque((prompt_id, size) for prompt_id, size in state.get("plan", ()))
         if not self._rollout.budget.enabled:
             for prompt_id, _ in plan:
@@ -220,5 +232,5 @@ class PromptSource:
         self._plan = plan
         self._records = {prompt_id: PromptRecord(**record) for prompt_id, record in state.get("records", {}).items()}
         self._predicted = {prompt_id: (entry[0], entry[1]) for prompt_id, entry in state.get("predicted", {}).items()}
-        if "model" in state:
+        if "model" in state and self._rollout.prompt_filter.name != "none":
             self._model.load_state_dict(state["model"])

@@ -311,3 +311,23 @@ def test_quickstart_inputs_stand_beside_the_recipe() -> None:
         directory / "heldout.jsonl",
     )
     assert config.parallel.tp_size == 2 and config.num_processes == 2
+
+
+def test_documented_choices_of_what_to_sample_are_valid() -> None:
+    text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8"))
+    lines = re.findall(r"megatron-dapo train (\S+)((?: --set \S+)+)", text)
+    settings: list[list[str]] = []
+    for recipe, overrides in lines:
+        chosen = [word for word in overrides.split() if word != "--set"]
+        assert validate(load_config(ROOT / recipe, chosen).config) == [], overrides
+        settings.append(chosen)
+    for last in settings[3:]:
+        together = [*sum(settings[:3], []), *last]
+        assert validate(load_config(ROOT / "examples" / "quickstart" / "quickstart.toml", together).config) == []
+    assert {word.partition("=")[0] for chosen in settings for word in chosen} >= {
+        "rollout.budget.enabled",
+        "rollout.prompt_filter.name",
+        "rollout.prompt_order",
+        "rollout.replay_order",
+        "rollout.dynamic_sampling",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 
@@ -94,6 +95,22 @@ def test_the_model_learns_which_prompts_disagree(make_world: Callable) -> None:
     quality = batches[-1].statistics.prompts
     assert sum(batch.statistics.prompts["skipped"] for batch in batches) > 50
     assert quality["filter_precision"] > 0.9 and quality["calibration_error"] < 0.15
+
+
+def test_a_filter_of_other_features_is_refused_in_one_line(make_world: Callable) -> None:
+    settings = {"max_epochs": None, "max_num_gen_batches": 0, "budget": BUDGET}
+    model = PromptFilterConfig(name="model", margin=0.2, audit_share=0.3)
+    world = make_world(MIXED * 3, prompt_filter=model, **settings)
+    step(world)
+    state = json.loads(world.checkpoint())
+    del state["collector"]["source"]["model"]["features"][-2:]
+    with pytest.raises(
+        ValueError, match=r"5 features .*, this release's to 7 .*prompt_filter.name = \"none\"$"
+    ) as error:
+        world.restart(json.dumps(state))
+    assert "\n" not in str(error.value)
+    later = world.restart(json.dumps(state), settings=make_world(MIXED, **settings).settings)
+    assert step(later).groups, "the history of the prompts goes on without the filter"
 
 
 def test_priority_prefers_mixed_outcomes_after_the_first_epoch(make_world: Callable) -> None:
