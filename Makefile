@@ -148,7 +148,7 @@ CLUSTER_TESTS = work=$$(mktemp -d /tmp/cluster.XXXXXX); trap '$(CLUSTER) down "$
 
 test-cluster: .venv .venv-sglang
 	@$(CLUSTER) check --install
-	@$(call CLUSTER_TESTS,2400)
+	@$(call CLUSTER_TESTS,3600)
 
 test-two-nodes: .venv
 	@if $(CLUSTER) check --install; then $(call CLUSTER_TESTS,300,-m two_nodes); fi

@@ -115,7 +115,8 @@ def test_the_time_limit_requeues_the_job_which_continues(
         assert (end["reason"], end["exit_code"]) == (STOPPED_BY_SIGNAL, 75)
         assert second["job"] == first["job"] and 0 < second["completed_steps"] < 500
         wait_for(lambda: recorded_steps(tmp_path) > second["completed_steps"], tmp_path)
-        assert two_nodes.job(job).restarts == 1
+        # More than one where a busy machine takes the minute that an attempt has for its start.
+        assert two_nodes.job(job).restarts >= 1
     finally:
         two_nodes.run(CONTROLLER, "scancel", str(job))
         two_nodes.wait(job, 60.0)
