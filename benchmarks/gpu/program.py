@@ -88,6 +88,12 @@ def absolute(text: str) -> Path:
     return Path(text).absolute()
 
 
+def shown(path: Path) -> str:
+    """Name a path for a result: from the checkout's root, or of what lies elsewhere the file name alone."""
+    root = Path(__file__).resolve().parents[2]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
 def run(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     """The whole program, of the process that is started and of the workers."""
     if arguments.worker is not None:
@@ -176,7 +182,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self.arguments).items() if name not in CONTROLS}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {name: shown(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @property
     def _is_kept(self) -> bool:

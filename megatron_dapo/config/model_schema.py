@@ -52,7 +52,7 @@ class ModelConfig(Section):
     products, an approximation."""
 
     attention_implementation: AttentionImplementation = "auto"
-    """What computes attention. auto: Transformer Engine's kernels within its layers, else torch's. flash: torch's flash
+    """Kernels of attention. auto: Transformer Engine's within its layers, else torch's. flash: torch's flash
     attention within either, for a 16-bit model on compute capability 8.0 or more, with torch 2.10 and without context
     parallelism; it needs no plan for each new shape of a micro-batch."""
 

@@ -30,7 +30,7 @@ def sample(name: str, text: str, length: int, right: bool = True) -> ScoredSampl
 
 
 def responses(num_prompts: int = 12) -> list[tuple[Prompt, list[ScoredSample]]]:
-    """Of each prompt: three copies of one text, three of their own, one that is wrong."""
+    """Return for each prompt three copies of one text, three different texts and a wrong one."""
     made = []
     for number in range(num_prompts):
         prompt = Prompt(f"p{number}", ({"role": "user", "content": f"question {number}"},), (5, 6, 7), "1", "toy")
