@@ -176,9 +176,7 @@ class Campaign:
         self._num_runs += 1
         shutil.rmtree(self.disk / "out", ignore_errors=True)
         name = f"soak{self._num_runs}"
-        run = ClusterRun(
-            self.cluster, self.environment, self.directory / name, self.disk, "embedded", self.engine_python
-        )
+        run = ClusterRun(self.cluster, self.environment, self.directory / name, self.disk, "soak", self.engine_python)
         hog = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
         start, loads, lines = time.monotonic(), [outcome.load_average()], []
         try:

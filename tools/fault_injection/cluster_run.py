@@ -30,7 +30,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sh"
 NUM_TRAIN, NUM_HELD_OUT = 256, 6
 EVALUATION_INTERVAL = 2  # train steps
-TOTAL_STEPS = 1000  # never reached: the harness ends a run when its faults are through
+TOTAL_STEPS = 100_000  # never reached: the harness ends a run when its faults are through
 FIRST_FAILURE = re.compile(r"^first failure: attempt \d+, .*$", re.MULTILINE)
 IN_LOOP = frozenset(phase for phases in PHASES.values() for phase in phases) | {"record", "advantages", "values"}
 POLL_S = 0.01
@@ -42,7 +42,7 @@ parallel = {{ tp_size = 1, num_processes = {num_processes} }}
 training = {{ mini_batch_prompts = 2 }}
 checkpoint = {{ interval = 1, keep = {keep} }}
 evaluation = {{ interval = {evaluation_interval}, num_samples = 2, at_start = false, at_end = false }}
-telemetry = {{ samples_per_step = 1000, dump_batches = 1, tensorboard = false }}
+telemetry = {{ samples_per_step = 1000, dump_batches = {dump_batches}, tensorboard = false }}
 
 [reward]
 verifier = "tools.fault_injection.slow_verifier:score"
@@ -68,9 +68,11 @@ weight_sync_bucket_mb = 8
 max_running_requests = 64
 """
 _COLOCATED = f'engine = "sglang"\n{SERVERS}placement = "colocated"\nweight_sync_transport = "shared_memory"\nmax_restarts = 100\n'
-# What generates. In `servers_job` servers end with the trainer, so that every restart is one of the whole job.
+# What generates. In `servers_job` servers end with the trainer, so that every restart is one of the whole job. `soak` trains on
+# every group: dynamic sampling ends a run of hours by itself, once the model answers every prompt in the same way.
 CONFIGURATIONS = {
     "embedded": 'engine = "embedded"',
+    "soak": 'engine = "embedded"\nfilter_groups = false',
     "servers": _COLOCATED,
     "servers_job": _COLOCATED + "keep_seconds = 0\n",
 }
@@ -85,6 +87,7 @@ def layout_text(output: Path, configuration: str, engine_python: Path, num_proce
         num_processes=num_processes,
         keep=keep,
         evaluation_interval=EVALUATION_INTERVAL,
+        dump_batches=0 if configuration == "soak" else 1,  # thousands of steps fill the small disk
         rollout=CONFIGURATIONS[configuration].replace("{python}", str(engine_python)),
     )
 

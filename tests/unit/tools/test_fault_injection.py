@@ -58,7 +58,7 @@ def test_every_configuration_is_one_that_starts(configuration: str, tmp_path: Pa
     layout.write_text(layout_text(tmp_path / "out", configuration, Path(sys.executable), num_processes=2, keep=3))
     config = load_config(layout, [f"model.path={QUICKSTART / 'base_model'}"]).config
     assert not validate(config, world_size=2)
-    assert config.rollout.engine == ("embedded" if configuration == "embedded" else "sglang")
+    assert config.rollout.engine == ("sglang" if configuration.startswith("servers") else "embedded")
 
 
 def test_lost_and_repeated_responses_are_counted(tmp_path: Path) -> None:
