@@ -1,0 +1,95 @@
+"""Lines of `nodes/node_K.jsonl`, the samples of one node of a run, and of `nodes/alerts.jsonl`.
+
+A header names the node and the order of its metrics, then each line is one second. The writer starts a new header after a
+restart, and renames a file that has become large to `node_K.jsonl.1`; a reader takes that one first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.nodes.samples import NodeAlert, NodeSample, NodeSeries
+
+ALERTS = "alerts.jsonl"
+
+
+def samples_name(node: int) -> str:
+    """Return the file name of node number `node`."""
+    return f"node_{node}.jsonl"
+
+
+def header_line(node: int, name: str, role: str, metrics: Sequence[str]) -> str:
+    """Return the line that comes before samples of these `metrics`."""
+    return json.dumps({"node": node, "name": name, "role": role, "metrics": list(metrics)}) + "\n"
+
+
+def sample_line(sample: NodeSample, metrics: Sequence[str]) -> str:
+    """Return a sample as a line, its values in the order of `metrics`; null where there is none."""
+    values = [_number(sample.values.get(name, math.nan)) for name in metrics]
+    return json.dumps({"t": round(sample.time, 3), "phase": sample.phase, "step": sample.step, "v": values}) + "\n"
+
+
+def alert_line(alert: NodeAlert) -> str:
+    """Return an alert as a line."""
+    return json.dumps(asdict(alert)) + "\n"
+
+
+def read_nodes(directory: Path) -> list[NodeSeries]:
+    """Return the samples of every node in `directory`, by node number. Raises ValueError where there is no file of a node."""
+    files = {int(path.stem.split("_")[1]): path for path in directory.glob("node_*.jsonl")}
+    if not files:
+        raise ValueError(f"{directory} has no node_K.jsonl: the run has not sampled its nodes")
+    return [parse_lines(_lines(files[node])) for node in sorted(files)]
+
+
+def read_alerts(directory: Path) -> list[NodeAlert]:
+    """Return the alerts in `directory`, oldest first."""
+    path = directory / ALERTS
+    found = [_object(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    try:
+        return [NodeAlert(**entry) for entry in found if entry]
+    except TypeError as error:
+        raise ValueError(f"{path}: not alerts of this version: {error}") from None
+
+
+def parse_lines(lines: Iterable[str]) -> NodeSeries:
+    """Return the samples of one node. A line cut short, as by a full disk, is left out.
+
+    Raises ValueError where no header is found.
+    """
+    header: dict[str, Any] = {}
+    samples: list[NodeSample] = []
+    for line in lines:
+        entry = _object(line)
+        if "metrics" in entry:
+            header = entry
+        elif header and "v" in entry and len(entry["v"]) == len(header["metrics"]):
+            pairs = zip(header["metrics"], entry["v"], strict=True)
+            values = {name: value for name, value in pairs if value is not None}
+            samples.append(NodeSample(entry["t"], values, entry["phase"], entry["step"]))
+    if not header:
+        raise ValueError("no header line: not the samples of a node")
+    samples.sort(key=lambda sample: sample.time)
+    return NodeSeries(header["node"], header["name"], header["role"], samples)
+
+
+def _lines(path: Path) -> list[str]:
+    older = path.with_name(path.name + ".1")
+    return [line for each in (older, path) if each.exists() for line in each.read_text("utf-8").splitlines()]
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
