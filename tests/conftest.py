@@ -45,6 +45,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return TOGETHER.get("/".join(Path(file).with_suffix("").parts[-2:]), file)
 
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ends its process has failed and does not run again; the rest of its file runs in another."""
+            units = self.assigned_work[node].values()
+            ended = next(((unit, test) for unit in units for test, is_over in unit.items() if not is_over), None)
+            if ended is None:
+                return super().remove_node(node)
+            unit, test = ended
+            unit[test] = True
+            super().remove_node(node)
+            return test
+
     return TogetherScheduling(config, log)
 
 

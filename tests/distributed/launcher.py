@@ -128,7 +128,7 @@ def start_job(
         rank.start(Job(target, number, len(ranks), port, str(directory), timeout_s))
 
 
-def run_distributed(target: str, num_processes: int, arguments: Any = None, timeout_s: float = 120.0) -> Any:
+def run_distributed(target: str, num_processes: int, arguments: Any = None, timeout_s: float = 400.0) -> Any:
     """Call `target` in `num_processes` gloo ranks and return what rank 0's call returned.
 
     Raises AssertionError with the failing rank's output where a rank fails, TimeoutError where the deadline passes.

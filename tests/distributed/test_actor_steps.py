@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from launcher import run_distributed
 
 RESUMED: list[dict[str, Any]] = [
@@ -15,10 +14,9 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.timeout(200)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(actor_references: str) -> None:
     arguments = {"references": actor_references, "cases": RESUMED}
-    for case, result in zip(RESUMED, run_distributed("actor_checks:resume", 2, arguments, timeout_s=180), strict=True):
+    for case, result in zip(RESUMED, run_distributed("actor_checks:resume", 2, arguments), strict=True):
         assert result["continued"] == result["history"], case
         for rank in result["ranks"]:
             assert rank["loaded"] == [] and rank["difference"] == [], case
@@ -26,10 +24,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(actor_references: st
         assert ("master" in result["kinds"]) == (case.get("dtype") == "bfloat16"), case
 
 
-@pytest.mark.timeout(200)
 def test_no_rank_steps_when_one_gradient_is_not_finite(actor_references: str) -> None:
     arguments = {"references": actor_references, "layouts": [{}, {"tensor": 2}, {"pipeline": 2}]}
-    results = run_distributed("actor_checks:guard", 2, arguments, timeout_s=180)
+    results = run_distributed("actor_checks:guard", 2, arguments)
     assert len(results) == 12
     for name, (applied, num_changed, recovered) in results.items():
         assert not applied, name
@@ -37,9 +34,8 @@ def test_no_rank_steps_when_one_gradient_is_not_finite(actor_references: str) ->
         assert recovered, name
 
 
-@pytest.mark.timeout(200)
 def test_interleaved_schedule_and_shared_groups(actor_references: str) -> None:
-    result = run_distributed("actor_checks:cross_checks", 2, {"references": actor_references}, timeout_s=180)
+    result = run_distributed("actor_checks:cross_checks", 2, {"references": actor_references})
     assert "there are 3" in result["refused"] and "multiple of 2" in result["refused"]
     assert result["groups_shared"]
     assert result["many"] < 1e-5

@@ -16,7 +16,6 @@ from megatron_dapo.types import TrainSample
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     assert check_loss(2, json_output=True) == 0
     report = json.loads(capfd.readouterr().out)
@@ -33,7 +32,6 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     }
 
 
-@pytest.mark.timeout(200)
 def test_a_tied_model_from_a_directory(tmp_path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -97,9 +95,8 @@ def faults(_: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(200)
 def test_wrong_weights_replicas_padding_and_nan_are_detected() -> None:
-    found = run_distributed(target_in(__file__, "faults"), 2, timeout_s=150)
+    found = run_distributed(target_in(__file__, "faults"), 2)
     assert found["right"] <= 1e-5
     assert found["per_micro_batch_mean"] > 0.05
     assert found["one_replica"][0] > 1e-3 and found["one_replica"][1] == "model.norm.weight"

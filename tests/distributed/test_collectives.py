@@ -53,4 +53,4 @@ def worker(_: Any) -> str:
 
 
 def test_collectives_over_processes() -> None:
-    assert run_distributed(target_in(__file__, "worker"), 3, timeout_s=60) == "done"
+    assert run_distributed(target_in(__file__, "worker"), 3) == "done"

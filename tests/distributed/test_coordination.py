@@ -80,7 +80,7 @@ def commands_and_waits(_: Any) -> dict[str, Any]:
 
 
 def test_no_wait_runs_in_the_default_group() -> None:
-    assert run_distributed(target_in(__file__, "commands_and_waits"), 3, timeout_s=60) == {"calls": [[], [], []]}
+    assert run_distributed(target_in(__file__, "commands_and_waits"), 3) == {"calls": [[], [], []]}
 
 
 def failing_body(_: Any) -> str:
@@ -96,7 +96,7 @@ def failing_body(_: Any) -> str:
 
 
 def test_a_failure_on_rank_0_reaches_every_rank() -> None:
-    assert run_distributed(target_in(__file__, "failing_body"), 2, timeout_s=60) == "known to all"
+    assert run_distributed(target_in(__file__, "failing_body"), 2) == "known to all"
 
 
 def long_phase(reports: bool) -> list[list[str]]:
@@ -122,7 +122,7 @@ def long_phase(reports: bool) -> list[list[str]]:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_finished_responses_postpone_the_deadline_of_every_rank(reports: bool) -> None:
-    expired = run_distributed(target_in(__file__, "long_phase"), 2, reports, timeout_s=60)
+    expired = run_distributed(target_in(__file__, "long_phase"), 2, reports)
     if reports:
         assert expired == [[], []]
     else:
@@ -141,7 +141,7 @@ def late_rank(_: Any) -> str:
 
 
 def test_barrier_names_its_purpose_and_the_missing_ranks() -> None:
-    assert run_distributed(target_in(__file__, "late_rank"), 2, timeout_s=30) == "named"
+    assert run_distributed(target_in(__file__, "late_rank"), 2) == "named"
 
 
 def tree(_: Any) -> list[int]:
@@ -179,7 +179,7 @@ def _num_sockets() -> int:
 
 
 def test_a_tree_of_groups_agrees_with_one_group_of_all_ranks() -> None:
-    assert run_distributed(target_in(__file__, "tree"), 5, timeout_s=60) == [3, 1, 2, 1, 1]
+    assert run_distributed(target_in(__file__, "tree"), 5) == [3, 1, 2, 1, 1]
 
 
 def late_leaf(_: Any) -> list[str]:
@@ -196,7 +196,7 @@ def late_leaf(_: Any) -> list[str]:
 
 
 def test_every_rank_learns_who_is_missing_below_another_rank() -> None:
-    assert run_distributed(target_in(__file__, "late_leaf"), 5, timeout_s=30) == []
+    assert run_distributed(target_in(__file__, "late_leaf"), 5) == []
 
 
 def dead_leaf(directory: str) -> None:

@@ -38,11 +38,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.mark.timeout(200)
 def test_every_layout_gives_the_values_gradients_and_steps_of_transformers(references: str) -> None:
     """4 ranks, ragged packed batch, fp32 against fp64: values, every local gradient, four AdamW steps that clip."""
     arguments = {"cases": CASES, "references": references}
-    for case, errors in zip(CASES, run_distributed("critic_checks:parity", 4, arguments, timeout_s=180), strict=True):
+    for case, errors in zip(CASES, run_distributed("critic_checks:parity", 4, arguments), strict=True):
         assert errors["values"] < 1e-5 and errors["gradients"] < 1e-5, (case, errors)
         assert max(errors[name] for name in ("loss", "losses", "norms", "stepped")) < 1e-5, (case, errors)
         assert errors["drifted"] == 0, (case, errors)  # the head has the same bits on every rank that holds it
@@ -63,10 +62,9 @@ PAIRS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.timeout(200)
 def test_a_model_on_a_subset_of_ranks_matches_transformers(references: str) -> None:
     arguments = {"references": references, "pairs": PAIRS, "num_last": 2}
-    found = run_distributed("critic_checks:parity_of_parts", 4, arguments, timeout_s=180)
+    found = run_distributed("critic_checks:parity_of_parts", 4, arguments)
     assert [[one["rank"] for one in ranks] for ranks in found] == [[0, 1, 0, 1]] * len(PAIRS)
     for ranks in found:
         for errors in ranks:
@@ -90,22 +88,19 @@ def two_ranks(references: str, tmp_path_factory: pytest.TempPathFactory) -> dict
         "beside": {"policy": f"{references}/policy", "actor": {"tensor": 2}, "critic": {"pipeline": 2}},
         "export": {"layout": {"tensor": 2, "sequence_parallel": True}, "target": str(target)},
     }
-    return {**run_distributed("critic_checks:two_ranks", 2, arguments, timeout_s=150), "target": target}
+    return {**run_distributed("critic_checks:two_ranks", 2, arguments), "target": target}
 
 
-@pytest.mark.timeout(180)
 def test_a_resumed_critic_is_the_uninterrupted_one_bit_for_bit(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["resume"] == [{"loaded": 0, "difference": 0, "history": True}] * 3
 
 
-@pytest.mark.timeout(180)
 def test_no_rank_steps_when_one_loss_is_nan(two_ranks: dict[str, Any]) -> None:
     assert len(two_ranks["guard"]) == 3
     for result in two_ranks["guard"]:
         assert result["applied"] == 0 and result["changed"] == 0 and 0 < result["norm"] < 1e3, result
 
 
-@pytest.mark.timeout(180)
 def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[str, Any]) -> None:
     result = two_ranks["beside"]
     assert result["actor"] == 0 and result["critic"] == 0  # bit for bit as each alone
@@ -113,7 +108,6 @@ def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[
     assert "TP1 PP2 CP1 DP1 were destroyed" in result["refused"] and "`beside`" in result["refused"]
 
 
-@pytest.mark.timeout(180)
 def test_an_exported_critic_equals_its_source_and_loads_in_transformers(
     two_ranks: dict[str, Any], references: str
 ) -> None:

@@ -116,11 +116,10 @@ def three_ranks(directory: str) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output of three ranks after all scenarios (one start of processes serves all tests)."""
     directory = tmp_path_factory.mktemp("ranks")
-    run_distributed(target_in(__file__, "three_ranks"), 3, str(directory), timeout_s=150)
+    run_distributed(target_in(__file__, "three_ranks"), 3, str(directory))
     return directory
 
 
-@pytest.mark.timeout(180)
 def test_lockstep_gives_the_samples_of_one_engine(directory: Path) -> None:
     first, second = json.loads((directory / "rounds.json").read_text())
     assert first == second
@@ -141,7 +140,6 @@ def test_lockstep_gives_the_samples_of_one_engine(directory: Path) -> None:
         assert done["token_ids"] == expected[done["request_id"]].token_ids[: len(done["token_ids"])].tolist()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("scenario", ["failing_rank", "failing_driver"])
 def test_a_failure_reaches_every_rank(scenario: str, directory: Path) -> None:
     assert [(directory / f"{scenario}.{rank}").exists() for rank in range(3)] == [True] * 3

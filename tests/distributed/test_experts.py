@@ -30,7 +30,6 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.timeout(300)
 def test_layouts_of_experts(actor_references: str, tmp_path: Path) -> None:
     """4 ranks. Parity: fp32 against fp64. Training: the layouts against the first, which has no expert parallelism."""
     from actor_checks import reference_model
@@ -44,7 +43,7 @@ def test_layouts_of_experts(actor_references: str, tmp_path: Path) -> None:
         "layouts": LAYOUTS,
         "work": str(tmp_path),
     }
-    results = run_distributed("expert_checks:experts", 4, arguments, timeout_s=280)
+    results = run_distributed("expert_checks:experts", 4, arguments)
     for case, errors in zip(CASES, results["parity"], strict=True):
         assert errors["logprob"] < 1e-5 and errors["gradient"] < 1e-5, (case, errors)
         assert errors["loss"] < 1e-5 and errors["norm"] < 1e-5, (case, errors)

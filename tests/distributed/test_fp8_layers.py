@@ -35,18 +35,16 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_layouts_agree(family: str) -> None:
     """Blocks of weights are the same on every layout."""
     layouts = [layout for layout, _ in LAYOUTS[family]]
-    results = run_distributed("fp8_checks:layouts", 2, {"family": family, "layouts": layouts}, timeout_s=180)
+    results = run_distributed("fp8_checks:layouts", 2, {"family": family, "layouts": layouts})
     for (layout, allowed), errors in zip(LAYOUTS[family], results, strict=True):
         assert errors["logprob"] < 1e-3 and errors["loss"] < 1e-3, (layout, errors)
         assert errors["gradient"] < allowed, (layout, errors)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "family", [pytest.param("experts", marks=pytest.mark.long) if name == "experts" else name for name in RESUMED]
 )
@@ -55,7 +53,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family: str) -> None
         {**case, "precision": {"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": 1}} for case in RESUMED[family]
     ]
     arguments = {"family": family, "cases": cases}
-    for case, result in zip(cases, run_distributed("fp8_checks:resume", 2, arguments, timeout_s=180), strict=True):
+    for case, result in zip(cases, run_distributed("fp8_checks:resume", 2, arguments), strict=True):
         assert result["continued"] == result["history"], case
         for rank in result["ranks"]:
             assert rank["loaded"] == [] and rank["difference"] == [], case

@@ -94,14 +94,14 @@ def _divergence(
 
 
 def test_the_divergence_is_that_of_one_rank() -> None:
-    differences = run_distributed(target_in(__file__, "divergence_worker"), 2, timeout_s=60)
+    differences = run_distributed(target_in(__file__, "divergence_worker"), 2)
     assert len(differences) == 8 and max(differences) < 1e-10
 
 
 def test_several_ranks_match_one() -> None:
-    worst = run_distributed(target_in(__file__, "worker"), 2, timeout_s=60)
+    worst = run_distributed(target_in(__file__, "worker"), 2)
     assert len(worst) == 3 * len(SETTINGS) and max(worst) < 2e-5
 
 
 def test_several_ranks_match_one_in_fp8() -> None:
-    assert max(run_distributed(target_in(__file__, "fp8_worker"), 2, timeout_s=60)) < 2e-5
+    assert max(run_distributed(target_in(__file__, "fp8_worker"), 2)) < 2e-5

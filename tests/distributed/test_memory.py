@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from launcher import run_distributed
 
 from megatron_dapo.config import config_from_dict, read_architecture
@@ -24,7 +23,6 @@ CASES: list[dict[str, Any]] = [
 FIELDS = {"tensor": "tp_size", "pipeline": "pp_size", "context": "cp_size", "expert": "ep_size"}
 
 
-@pytest.mark.timeout(240)
 def test_bytes_of_every_rank_are_the_computed_ones(actor_references: str, tmp_path: Path) -> None:
     found = run_distributed(
         "memory_checks:bytes_of_ranks", NUM_RANKS, {"cases": CASES, "references": actor_references}, timeout_s=220

@@ -28,7 +28,7 @@ def test_shards_reach_engines_on_one_node_and_on_several(ranks_per_node, num_eng
         "engines_per_node": engines_per_node,
         "directory": str(tmp_path),
     }
-    result = run_distributed(f"{WORKER}:nodes", 4, arguments, timeout_s=200.0)
+    result = run_distributed(f"{WORKER}:nodes", 4, arguments)
     assert len(result["bytes"]) == num_engines and len(set(result["bytes"])) == 1
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from whole_runs import NO_EVALUATION, checkpoint_names, train
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @dataclass(frozen=True)
 class Refusal:

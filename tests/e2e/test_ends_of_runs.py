@@ -14,8 +14,6 @@ from whole_runs import NO_EVALUATION, Outcome, checkpoint_names, lines_of, train
 
 from tools.resume_proof.compare_runs import checkpoint_steps
 
-pytestmark = pytest.mark.timeout(240)
-
 MODES = ("train_partial", "stop", "error")
 ONE_EPOCH = (
     "data.max_epochs=1",

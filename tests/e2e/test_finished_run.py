@@ -17,8 +17,6 @@ from whole_runs import lines_of, run_command
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
 from tools.resume_proof.compare_runs import run_differences
 
-pytestmark = pytest.mark.timeout(240)
-
 NUM_STEPS, GROUPS, GROUP_SIZE, EVALUATED = 5, 6, 4, [0, 2, 4, 5]
 
 

@@ -11,8 +11,6 @@ from whole_runs import NO_EVALUATION, lines_of, train
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(500)
-
 SWITCHES = (
     'data.injection.templates=["distractor", "wrong_hint", "noise", "answer_range"]',
     "data.injection.rate=1.0",

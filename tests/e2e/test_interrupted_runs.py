@@ -18,8 +18,6 @@ from megatron_dapo.recovery.failure import EXIT_CODE
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.resume_proof.kill_points import RunProcess
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.mark.long
 def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from launcher import run_distributed, target_in
 from whole_runs import NO_EVALUATION
 
@@ -14,10 +13,9 @@ CRITIC_WORKER = target_in(str(Path(__file__).with_name("critic_not_finite_worker
 WORKER = target_in(str(Path(__file__).with_name("not_finite_worker.py")), "run")
 
 
-@pytest.mark.timeout(150)
 def test_one_rank_s_nan_holds_every_rank_back(recipe: Path) -> None:
     arguments = {"recipe": str(recipe), "overrides": list(NO_EVALUATION)}  # two data-parallel ranks
-    for rank, seen in enumerate(run_distributed(WORKER, 2, arguments, timeout_s=120)):
+    for rank, seen in enumerate(run_distributed(WORKER, 2, arguments)):
         clean, nan_on_1, nan_on_0, clean_again = seen["changed"]
         assert clean > 0 and clean_again > 0, rank
         assert nan_on_1 == nan_on_0 == 0, rank
@@ -27,10 +25,9 @@ def test_one_rank_s_nan_holds_every_rank_back(recipe: Path) -> None:
         assert seen["changed_at_the_end"] == 0, rank
 
 
-@pytest.mark.timeout(150)
 def test_nan_in_the_critic_skips_its_step_alone_and_several_in_a_row_end_the_run(tmp_path: Path) -> None:
     arguments = {"recipe": str(write_recipe(tmp_path, "vapo")), "overrides": list(NO_EVALUATION)}
-    for rank, seen in enumerate(run_distributed(CRITIC_WORKER, 2, arguments, timeout_s=120)):
+    for rank, seen in enumerate(run_distributed(CRITIC_WORKER, 2, arguments)):
         assert all(seen["changed"]["policy"]), f"rank {rank}: the policy trains in every step"
         clean, nan_on_1, nan_on_0, clean_again = seen["changed"]["critic"]
         assert clean > 0 and clean_again > 0 and nan_on_1 == nan_on_0 == 0, rank

@@ -11,8 +11,6 @@ from whole_runs import lines_of, pretrain, train
 from tools.prove_resume import write_recipe
 from tools.resume_proof.compare_runs import run_differences
 
-pytestmark = pytest.mark.timeout(400)
-
 OFFLOADED = ('model.offload="all"', 'critic.offload="all"')
 
 

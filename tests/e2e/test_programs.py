@@ -21,7 +21,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 600.0
 
 # Program -> the test of this file that runs it. A new program without an entry fails a test.
 RUN_BY = {

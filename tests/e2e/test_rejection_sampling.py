@@ -10,8 +10,6 @@ from whole_runs import Outcome, lines_of, run_command, sets
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:

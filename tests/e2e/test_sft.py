@@ -13,7 +13,6 @@ from whole_runs import Outcome, lines_of, run_command, sets
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(300)
 ANSWER = "The result is {0}.\nAnswer: {0}"
 STEPS = (
     "sft.batch_size=8",

@@ -15,8 +15,6 @@ from whole_runs import NO_EVALUATION, run_command, sets, train
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(500)
-
 WORKER = target_in(str(Path(__file__).with_name("value_layouts_worker.py")), "run")
 NUM_PROCESSES = 4
 ALGORITHMS = ("vapo", "tppo")
@@ -79,7 +77,7 @@ def steps(dumped: dict[str, tuple[Path, Path]]) -> dict[str, Steps]:
         for recipe, batch in dumped.values()
         for policy, critic in LAYOUTS.values()
     ]
-    found = iter(run_distributed(WORKER, NUM_PROCESSES, cases, timeout_s=240))
+    found = iter(run_distributed(WORKER, NUM_PROCESSES, cases))
     return {algorithm: {pair: next(found) for pair in LAYOUTS} for algorithm in ALGORITHMS}
 
 

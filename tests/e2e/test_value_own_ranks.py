@@ -14,8 +14,6 @@ from whole_runs import NO_EVALUATION, lines_of, pretrain, train
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(400)
-
 OWN = "critic.parallel.num_processes=1"  # the recipe's critic is not cut
 
 

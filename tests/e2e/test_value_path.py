@@ -13,8 +13,6 @@ from whole_runs import NO_EVALUATION, lines_of, pretrain, train
 
 from tools.prove_resume import require_windows_once, write_recipe
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,8 +11,6 @@ from whole_runs import NO_EVALUATION, lines_of, train
 
 from tools.prove_resume import write_recipe
 
-pytestmark = pytest.mark.timeout(400)
-
 SWITCHES = (
     "rollout.budget.enabled=true",
     "rollout.budget.min_size=2",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 150.0
-COMMAND_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 400.0
+COMMAND_TIMEOUT_S = 400.0
 
 NO_EVALUATION = ("data.eval_paths=[]", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0")
 THREE_STEPS = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")

@@ -23,7 +23,7 @@ sys.path[:0] = [str(DIRECTORY), str(DIRECTORY.parent / "distributed")]
 os.environ["WANDB_API_KEY"] = secrets.token_hex(16)
 VOCAB_SIZE = 300
 # The host may be busy with other tests: starting takes about ten seconds of two cores.
-START_TIMEOUT_S = 280.0
+START_TIMEOUT_S = 400.0
 
 
 @pytest.fixture(scope="session")

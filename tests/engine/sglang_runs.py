@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-RUN_S = 400.0
+RUN_S = 600.0
 # The first step trains the policy that was sampled from: both must give every token the same log-prob.
 SETTINGS = (
     'rollout.engine="sglang"',

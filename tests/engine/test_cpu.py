@@ -47,7 +47,7 @@ import torchvision
 def run(python: Path, repository: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=str(repository), SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
     return subprocess.run(
-        [str(python), "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [str(python), "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

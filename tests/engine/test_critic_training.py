@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from sglang_runs import RUN_S, finish
+from sglang_runs import finish
 
 from tools.prove_resume import write_recipe
-
-pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 WAYS = {
     "own process, by memory": ("critic.parallel.num_processes=1",),

@@ -18,7 +18,7 @@ from megatron_dapo.engines.sglang.server import SglangServer
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-RUN_S = 400.0
+RUN_S = 600.0
 NUM_PROBLEMS = 12
 
 

@@ -20,7 +20,6 @@ SETTINGS = (
     f"run.total_steps={NUM_STEPS}",
     "checkpoint.export_huggingface=false",
 )
-pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 def test_tokens_are_those_that_sglang_computes(tmp_path: Path, engine_python: Path, repository: Path) -> None:
     cluster, expected, request = Cluster(), [], []
     for name, tensor, fraction, is_colocated in CASES:
@@ -74,7 +73,7 @@ def test_tokens_are_those_that_sglang_computes(tmp_path: Path, engine_python: Pa
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

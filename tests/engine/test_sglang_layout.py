@@ -135,14 +135,13 @@ def loaded(tmp_path_factory, engine_python, repository):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return root, cases
 
 
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(map(str, case)))
 def test_layout_matches_what_sglang_loads(case, loaded):
     root, outputs = loaded

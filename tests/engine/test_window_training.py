@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from sglang_runs import RUN_S, finish
+from sglang_runs import finish
 
 from tools.prove_resume import require_windows_once, write_recipe
 
 WINDOW = 32
-pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 
 def test_windows_continue_on_a_stock_server(engine_python: Path, tmp_path: Path) -> None:
