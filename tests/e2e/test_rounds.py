@@ -11,7 +11,7 @@ from whole_runs import COMMAND_TIMEOUT_S, Outcome, run_command, sets
 
 from tools.prove_resume import write_recipe
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STAGES = 3
 

@@ -27,8 +27,6 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
 
-pytestmark = pytest.mark.timeout(900)
-
 PROMPT = [5, 6, 7, 200, 9, 31]
 TIMEOUTS = SyncTimeouts(120, 120, 120, 120, 120, 120, 60)
 Tensors = dict[str, torch.Tensor]

@@ -28,8 +28,6 @@ PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 LONGEST_S = 60.0  # limit of an update with a fault, which need not wait for any deadline
 TOKENS = [5, 6, 7, 250, 9, 31]
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @dataclass
 class ServerStrike(Strike):

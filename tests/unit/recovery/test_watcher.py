@@ -23,7 +23,6 @@ from megatron_dapo.recovery.watcher import SILENT_S, culprit_of_silence
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads Linux's /proc and pidfds"),
-    pytest.mark.timeout(240),
 ]
 
 RANK = Path(__file__).with_name("watched_rank.py")
