@@ -31,11 +31,12 @@ from megatron_dapo.cli.plan import (
     describe_sft,
     make_plan,
 )
-from megatron_dapo.config import Config, pretraining_config
+from megatron_dapo.config import Config, ConfigError, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
+from megatron_dapo.recovery.disk_space import checkpoint_space, size
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -75,6 +76,12 @@ GpuMemoryOption = Annotated[
 HostMemoryOption = Annotated[
     float | None,
     typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
+]
+FreeDiskOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"
+    ),
 ]
 RestartsOption = Annotated[
     int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
@@ -120,12 +127,13 @@ def train(
     gpus_per_node: GpusOption = None,
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    free_disk: FreeDiskOption = None,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
     plan = _plan(
         recipe, overrides, layout, output_dir, _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     )
-    for line in describe(plan):
+    for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
         raise typer.Exit(_run(recipe, plan, restarts))
@@ -145,6 +153,7 @@ def pretrain_value(
     gpus_per_node: GpusOption = None,
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    free_disk: FreeDiskOption = None,
 ) -> None:
     """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
@@ -155,7 +164,7 @@ def pretrain_value(
 
     machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     plan = _plan(recipe, overrides, layout, None, machines, adapt=adapt)
-    for line in describe_pretraining(plan):
+    for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
         raise typer.Exit(_run(recipe, plan, restarts, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
@@ -173,13 +182,14 @@ def sft(
     gpus_per_node: GpusOption = None,
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    free_disk: FreeDiskOption = None,
 ) -> None:
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
     from megatron_dapo.data.examples import sft_config
 
     machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     plan = _plan(recipe, overrides, layout, None, machines, adapt=lambda config: sft_config(config, output_dir))
-    for line in describe_sft(plan):
+    for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
         raise typer.Exit(_run(recipe, plan, restarts, ("--sft", *([str(output_dir)] if output_dir else []))))
@@ -226,6 +236,7 @@ def rounds(
 
     # Checked as a whole at first: what is wrong with the last stage must not show hours later.
     plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run))
+    _require_disk(plan, None)
     config = plan.loaded.config
     sequence = stages(config, config.run.output_dir)
     if dry_run:
@@ -266,6 +277,18 @@ def _plan(
         return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt=adapt)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         _refuse(error)
+
+
+def _require_disk(plan: Plan, free_gib: float | None) -> str:
+    """Return the line about the disk that checkpoints need; refuse where it is not free."""
+    assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
+    free = None if free_gib is None else int(free_gib * GIB)
+    space = checkpoint_space(plan.loaded.config, plan.architecture, free)
+    try:
+        space.require()
+    except ConfigError as error:
+        _refuse(error)
+    return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
 
 
 def _machines(

@@ -98,6 +98,20 @@ def rank_parameters(
     return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
 
 
+def num_parameters(architecture: ArchitectureFacts, has_value_head: bool = False) -> int:
+    """Return the elements of the whole model, without padding and each counted once."""
+    held = rank_parameters(architecture, ParallelConfig(), has_value_head=has_value_head)
+    padding = padded_vocabulary(architecture.vocab_size, 1) - architecture.vocab_size
+    matrices = 1 if architecture.tie_word_embeddings or has_value_head else 2
+    return held.total - matrices * padding * architecture.hidden_size
+
+
+def checkpoint_bytes(architecture: ArchitectureFacts, dtype: str, has_value_head: bool = False) -> int:
+    """Return the unique bytes of a model in a checkpoint: weights, fp32 main params (an fp32 weight is its own) and moments."""
+    main_param = FP32 if dtype != "float32" else 0
+    return num_parameters(architecture, has_value_head) * (ITEM_SIZES[dtype] + main_param + NUM_MOMENTS * FP32)
+
+
 @dataclass(frozen=True)
 class ModelMemory:
     """Bytes of one model on a rank."""

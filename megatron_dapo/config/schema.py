@@ -111,8 +111,19 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2  # one to resume from if the newest turns out to be damaged
     """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
 
+    keep_every: NonNegativeInt = 0
+    """Train steps between checkpoints that are kept for good, beside the newest ones; a multiple of checkpoint.interval. 0: none."""
+
+    keep_best: str = ""
+    """Metric of the evaluations, such as eval/avg_at_k, by which the best checkpoint is kept as well. "": none. One that was not
+    evaluated is never the best: let evaluation.interval fall on checkpoints."""
+
+    keep_best_is: Literal["higher", "lower"] = "higher"
+    """The better value of checkpoint.keep_best."""
+
     resume: Resume = "auto"
-    """auto: continue from the newest valid checkpoint if there is one. never: fail if the directory holds one. must: fail
+    """auto: continue from the newest valid checkpoint if there is one; refused where the run's records say that there was one and
+    the directory has none, as when it is not mounted. never: fail if the directory holds one. must: fail
     if it holds none."""
 
     export_huggingface: bool = True

@@ -31,6 +31,11 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
 
 VERIFIER_PRESETS = ("dapo", "lenient")  # those of rewards.verifier, which this layer may not import
+# Those of trainer.metrics.evaluation_metrics by which checkpoints may be compared.
+EVALUATION_METRICS = (
+    *("eval/avg_at_k", "eval/avg_at_k_low", "eval/avg_at_k_high", "eval/pass_at_k", "eval/cons_at_k"),
+    *("eval/truncated_share", "eval/response_tokens_mean"),
+)
 
 
 def validate(
@@ -115,6 +120,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "scheduled_steps": schedule_steps(config),
         "critic_scheduled_steps": critic_schedule_steps(config),
         "verifier_presets": VERIFIER_PRESETS,
+        "evaluation_metrics": EVALUATION_METRICS,
     }
 
 
@@ -373,6 +379,26 @@ RULES = (
         "data.eval_paths != ()",
         "set data.eval_paths, or evaluation.interval = 0",
         where="evaluation.interval > 0",
+    ),
+    Rule(
+        "checkpoint.interval > 0 and checkpoint.keep_every % checkpoint.interval == 0",
+        "set checkpoint.keep_every = {padded(checkpoint.keep_every, checkpoint.interval or checkpoint.keep_every)} and "
+        "checkpoint.interval = {checkpoint.interval or checkpoint.keep_every}",
+        where="checkpoint.keep_every > 0",
+        reason="only what is saved can be kept",
+    ),
+    Rule(
+        "checkpoint.keep_best in evaluation_metrics",
+        'set checkpoint.keep_best = "eval/avg_at_k"',
+        where='checkpoint.keep_best != ""',
+    ),
+    Rule(
+        "checkpoint.interval > 0 and evaluation.interval > 0 and "
+        "(evaluation.interval % checkpoint.interval == 0 or checkpoint.interval % evaluation.interval == 0)",
+        "set evaluation.interval = {checkpoint.interval or 20} and checkpoint.interval = {checkpoint.interval or 20}",
+        where='checkpoint.keep_best != ""',
+        reason="the best checkpoint is one that was evaluated",
+        path="checkpoint.keep_best",
     ),
     Rule(
         "evaluation.temperature > 0 or evaluation.num_samples == 1",

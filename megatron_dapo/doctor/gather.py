@@ -31,8 +31,9 @@ from megatron_dapo.doctor.machine import (
     parse_lock,
 )
 from megatron_dapo.doctor.probes import MARK
-from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts
+from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 from megatron_dapo.launch.environment import DRIVER_DEVICE
+from megatron_dapo.recovery.disk_space import existing_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
@@ -312,54 +313,8 @@ def key_problem(path: str) -> str:
     return ""
 
 
-def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
-    """Return the sizes of policy and critic on the run's layout. ValueError where a model does not fit its layout."""
-    from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
-    from megatron_dapo.trainer.topology import critic_layout, parallel_layout
-
-    architecture, dtype = ModelArchitecture.from_directory(config.model.path), DTYPES[config.model.dtype]
-    models = [("policy", architecture, parallel_layout(config, config.num_processes))]
-    if config.has_critic:
-        models.append(("critic", architecture.with_value_head(), critic_layout(config, config.num_processes)))
-    is_cut = config.parallel.use_distributed_optimizer
-    return [_checkpoint_size(name, model, layout, dtype, is_cut) for name, model, layout in models]
-
-
-def _checkpoint_size(name: str, architecture: Any, parallel: Any, dtype: Any, is_cut: bool) -> CheckpointSize:
-    from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-
-    layout = megatron_layout(architecture, parallel, dtype)
-    weights = sum(spec.num_bytes for rank in range(layout.num_ranks) for spec in layout.local_specs(rank).values())
-    # Without a distributed optimizer every data- and context-parallel rank holds and writes the whole state.
-    copies = 1 if is_cut else parallel.data * parallel.context
-    return CheckpointSize(weights, architecture.num_parameters, copies, dtype.itemsize < 4, name)
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the path, or the nearest directory above it that exists."""
-    path = path.absolute()
-    return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that `path` is on, or will be."""
-    return shutil.disk_usage(existing_parent(path)).free
-
-
 def same_disk(first: Path, second: Path) -> bool:
     return existing_parent(first).stat().st_dev == existing_parent(second).stat().st_dev
-
-
-def used_bytes(directory: Path) -> int:
-    """Return the bytes of all files in a directory; 0 if it does not exist."""
-    return sum(_file_bytes(file) for file in directory.rglob("*"))
-
-
-def _file_bytes(file: Path) -> int:
-    try:
-        return file.lstat().st_size if file.is_file() else 0
-    except FileNotFoundError:  # a run that writes there deletes old checkpoints meanwhile
-        return 0
 
 
 def output_dir_problem(output_dir: Path) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, ok, warning
 from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
+from megatron_dapo.recovery.disk_space import CheckpointSpace, size
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
 # by about 1.
 ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
 MEBIBYTE = 1 << 20
-_MAIN_PARAM, _MOMENTS = 4, 8  # bytes a parameter, float32
 
 
 @dataclass(frozen=True)
@@ -27,34 +27,6 @@ class Storage:
     needed: int  # by the run
     formula: str  # of `needed`, with its numbers
     fix: str
-
-
-@dataclass(frozen=True)
-class CheckpointSize:
-    """One model's size in a checkpoint."""
-
-    weight_bytes: int  # on all ranks, replicas included
-    num_parameters: int
-    optimizer_copies: int  # 1 if the optimizer's state is sharded over the data-parallel ranks, else their number
-    has_main_params: bool
-    model: str = "policy"
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state for each parameter."""
-        return _MOMENTS + (_MAIN_PARAM if self.has_main_params else 0)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight_bytes + self.num_parameters * self.state_bytes * self.optimizer_copies
-
-    def formula(self) -> str:
-        """Write out the sum."""
-        parts = f"{_MAIN_PARAM if self.has_main_params else 0} main param + {_MOMENTS} two moments"
-        return (
-            f"{self.model}: {size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
-            f"x {self.optimizer_copies}"
-        )
 
 
 @dataclass(frozen=True)
@@ -113,18 +85,10 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     return findings
 
 
-def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[CheckpointSize], keep: int) -> Storage:
-    """Compute the space for `keep` checkpoints of all `models` and the one being written, less `kept` bytes on disk."""
-    num_bytes = sum(model.num_bytes for model in models)
-    # keep + 1: an old checkpoint is deleted only after the new one is complete.
-    needed = max(0, (keep + 1) * num_bytes - kept)
-    formula = (
-        f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(num_bytes)} = "
-        + "; ".join(model.formula() for model in models)
-        + (f", less {size(kept)} there" if kept else "")
-    )
+def checkpoint_storage(space: CheckpointSpace) -> Storage:
+    """Return the space of a run's checkpoints."""
     fix = "free space, set checkpoint.output_dir to a larger disk, or lower checkpoint.keep"
-    return Storage("checkpoint disk", path, free, needed, formula, fix)
+    return Storage("checkpoint disk", space.directory, space.free, space.needed, space.formula, fix)
 
 
 def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, beside: int) -> Storage:
@@ -181,11 +145,3 @@ def _attention(back_end: str, tries: Sequence[AttentionResult], dtype: str, shap
     if all(t.failure for t in wrong):
         return ok(name, f"{shape}: not usable here: {words}")
     return warning(name, f"{shape}, allowed {tolerance:g}: {words}", "leave the choice to the default")
-
-
-def size(num_bytes: float) -> str:
-    """Format bytes with a unit."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -10,11 +10,13 @@ from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.cluster import GIB, Cluster, cluster_for
-from megatron_dapo.config.inputs import check_inputs
+from megatron_dapo.config.inputs import check_inputs, read_architecture
+from megatron_dapo.config.memory import ITEM_SIZES, num_parameters
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
+from megatron_dapo.recovery.disk_space import checkpoint_space, free_bytes
 
 PACKAGE = "package "
 
@@ -149,7 +151,7 @@ def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator
         from megatron_dapo.bridge.transports.shared_memory import default_directory
 
         directory, ranks = default_directory(), sglang.servers_per_node * sglang.tp_size
-        free = gather.free_bytes(directory)
+        free = free_bytes(directory)
         yield recipe.storage_finding(
             recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)
         )
@@ -157,18 +159,16 @@ def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator
 
 def _storage(config: Config) -> Iterator[Finding]:
     try:
-        models = gather.checkpoint_sizes(config)
+        architecture = read_architecture(config.model.path)
     except ValueError:
-        return  # the model does not fit the layout: the recipe's findings say so
-    directory, run = config.checkpoint_dir, config.run.output_dir
-    kept = gather.used_bytes(directory)
-    storage = recipe.checkpoint_storage(directory, gather.free_bytes(directory), kept, models, config.checkpoint.keep)
-    yield recipe.storage_finding(storage)
+        return  # the recipe's findings say so
+    space, run = checkpoint_space(config, architecture), config.run.output_dir
+    yield recipe.storage_finding(recipe.checkpoint_storage(space))
     if config.checkpoint.export_huggingface:
-        beside = storage.needed if gather.same_disk(directory, run) else 0
-        width = 2 if models[0].has_main_params else 4  # bytes: only a 16-bit model has separate main params
-        num_parameters = sum(model.num_parameters for model in models)
-        export = recipe.export_storage(run, gather.free_bytes(run), num_parameters, width, beside)
+        beside = space.needed if gather.same_disk(space.directory, run) else 0
+        heads = (False, True) if config.has_critic else (False,)
+        total = sum(num_parameters(architecture, has_value_head) for has_value_head in heads)
+        export = recipe.export_storage(run, free_bytes(run), total, ITEM_SIZES[config.model.dtype], beside)
         yield recipe.storage_finding(export)
 
 

@@ -81,6 +81,27 @@ def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: 
     return was == config and (checkpoint_dir / f"step_{completed_steps(run_directory):06d}").is_dir()
 
 
+def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) -> None:
+    """Raise FileNotFoundError where records of the run say that it saved checkpoints, of which none is there.
+
+    The one who calls it found none and is about to start from the initial policy. Attempts that ended by themselves or by a
+    signal saved at their end, and others every `interval` train steps (0: never). A run that was killed before its first
+    checkpoint starts anew.
+    """
+    steps, records = completed_steps(run_directory), list(_records(run_directory / ATTEMPTS))
+    # Fewer steps than an attempt found when it began: it started anew, and what ended before it says nothing.
+    is_same_run = steps >= max((record.get("completed_steps", 0) for record in records), default=0)
+    has_ended = is_same_run and any("ended" in record for record in records)
+    # The row of a step comes before its checkpoint, which comes before the next row.
+    if not steps or not (has_ended or 0 < interval < steps):
+        return
+    state = "holds no checkpoint" if checkpoint_dir.is_dir() else "is not there (not mounted?)"
+    raise FileNotFoundError(
+        f'checkpoint.resume = "auto": {run_directory} records {steps} train steps, but {checkpoint_dir} {state}; mount or '
+        'restore it and start again, or set checkpoint.resume = "never" (or another run.output_dir) to start from step 0'
+    )
+
+
 def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> Verdict | None:
     """Judge the last attempt that began after `since`, in seconds since 1970; None where none did.
 

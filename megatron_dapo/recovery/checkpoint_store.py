@@ -19,12 +19,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.recovery.durable_files import HERE, FileEntry, Files, hash_file, sync_directory
+from megatron_dapo.recovery.retention import KeepPolicy, steps_to_delete
 from megatron_dapo.untrusted import one_line, read_json
 
 if TYPE_CHECKING:
@@ -133,19 +134,24 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, directory: str | Path, keep: int, coordination: Coordination | None = None, files: Files = HERE
+        self,
+        directory: str | Path,
+        keep: int | KeepPolicy,
+        coordination: Coordination | None = None,
+        files: Files = HERE,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
+        """`keep`: what stays of older checkpoints; a number: as many of the newest valid ones."""
         self.directory = Path(directory)
-        self.keep = keep
+        self.keep = KeepPolicy(keep) if isinstance(keep, int) else keep
         self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
         self._coordination = coordination
         self.files = files
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
-        return self.files.run(_manage_checkpoints, self.directory, self.keep, self.num_ranks, method, *arguments)
+        return self.files.run(
+            _manage_checkpoints, self.directory, astuple(self.keep), self.num_ranks, method, *arguments
+        )
 
     def agree(self, ok: bool) -> bool:
         """Return True on every rank if every rank passed True. Collective, and a barrier."""
@@ -173,7 +179,10 @@ class CheckpointStore:
         return CheckpointWriter(self.partial_path(step), self.rank, self.files)
 
     def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
-        """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`."""
+        """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`.
+
+        "evaluations" of `metadata`, train step -> metrics, say which checkpoint is the best one.
+        """
         partial, final = self.partial_path(step), self.path(step)
         entries = list(_merged_entries(partial, self.num_ranks))
         document = {
@@ -192,7 +201,7 @@ class CheckpointStore:
         os.replace(partial, final)
         sync_directory(self.directory)
         self.open(step)
-        self._delete_old(step)
+        self._delete_old(step, document["metadata"].get("evaluations", {}))
 
     def abandon(self, step: int) -> None:
         """Remove the unfinished checkpoint of `step` so that its space is free again."""
@@ -235,15 +244,11 @@ class CheckpointStore:
                 )
         return checkpoint
 
-    def _delete_old(self, newest: int) -> None:
-        """Keep `newest` and the next valid ones up to `keep`; a broken one does not count and goes with the older
-        ones."""
-        kept = 0
-        for step in self.steps():
-            if kept >= self.keep and step != newest:
-                self._delete(step)
-            elif step == newest or self._is_whole(step):
-                kept += 1
+    def _delete_old(self, newest: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
+        """Delete what `keep` does not ask for."""
+        steps = {step: step == newest or self._is_whole(step) for step in self.steps()}
+        for step in steps_to_delete(self.keep, newest, steps, evaluations):
+            self._delete(step)
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -266,9 +271,9 @@ class CheckpointStore:
         return final.with_name(final.name + ".replaced")
 
 
-def _manage_checkpoints(directory: Path, keep: int, num_ranks: int, method: str, *arguments: Any) -> Any:
+def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, method: str, *arguments: Any) -> Any:
     """Return what a method of rank 0's store of `num_ranks` ranks does; runs in its file process."""
-    store = CheckpointStore(directory, keep)
+    store = CheckpointStore(directory, KeepPolicy(*keep))
     store.num_ranks = num_ranks
     return getattr(store, method)(*arguments)
 

@@ -35,6 +35,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     newest_valid,
     save_checkpoint,
 )
+from megatron_dapo.recovery.disk_space import keep_policy
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.untrusted import blamed_on, read_json
@@ -148,7 +149,7 @@ class Checkpoints:
     @classmethod
     def of(cls, config: Config, state: RunState, coordination: Coordination, files: Files = HERE) -> Checkpoints:
         """Return those of the run's checkpoint directory, agreed on by all ranks."""
-        return cls(CheckpointStore(config.checkpoint_dir, config.checkpoint.keep, coordination, files), state)
+        return cls(CheckpointStore(config.checkpoint_dir, keep_policy(config), coordination, files), state)
 
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
@@ -179,7 +180,11 @@ class Checkpoints:
             self._store,
             state.progress.train_step,
             self._write,
-            metadata={"train_step": state.progress.train_step, **state.layouts()},
+            metadata={
+                "train_step": state.progress.train_step,
+                "evaluations": state.progress.evaluations,
+                **state.layouts(),
+            },
         )
         if state.collector is not None:
             self._collection.ask("remove")  # it continued an older checkpoint

@@ -27,7 +27,8 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end
+from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
+from megatron_dapo.recovery.disk_space import checkpoint_space
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat
@@ -176,7 +177,10 @@ def prepared_run(
     With `stop_rule` only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
     config = loaded.config
-    require_valid(config, world_size, read_architecture(config.model.path), cluster_here(num_nodes, world_size))
+    architecture = read_architecture(config.model.path)
+    require_valid(config, world_size, architecture, cluster_here(num_nodes, world_size))
+    if rank == 0:
+        checkpoint_space(config, architecture).require()
     if config.run.deterministic:
         use_deterministic_kernels()
     # The default group first: topology, coordination and every other group are made from it.
@@ -222,6 +226,8 @@ def _build(
     state = RunState.of(topology, learner, progress, collector)
     checkpoints = Checkpoints.of(config, state, topology.coordination, files)
     saved_step = checkpoints.resume(config.checkpoint.resume)
+    if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
+        require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)
     recorder = None
     if rank == 0:
         recorder = Recorder(config, progress.train_step, max(map(int, progress.evaluations), default=-1), files)

@@ -261,7 +261,9 @@ def test_a_run_on_cpus_has_no_rule_about_gpus(inputs: Path) -> None:
 def dry_run(layout: str, inputs: Path, *arguments: str) -> Any:
     path = EXAMPLES / "layouts" / f"{layout}.toml"
     overrides = [part for override in inputs_of(path, inputs) for part in ("--set", override)]
-    return CliRunner().invoke(app, ["train", str(path), *overrides, *arguments])
+    # Checkpoints of these models need more than a machine that only plans has.
+    disk = ["--free-disk", "50000"]
+    return CliRunner().invoke(app, ["train", str(path), *overrides, *disk, *arguments])
 
 
 def test_the_command_learns_the_nodes_from_flags_and_from_slurm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +300,9 @@ def test_processes_that_a_layout_leaves_open_fill_the_machines(inputs: Path) -> 
         (Machines(num_nodes=1, gpus_per_node=0), 2),
     ):
         assert make_plan(recipe, [], None, None, machines).num_processes == processes
+
+
+def test_a_dry_run_refuses_checkpoints_that_do_not_fit(inputs: Path) -> None:
+    small = dry_run("colocated_2nodes", inputs, "--dry-run", "--free-disk", "500")
+    assert small.exit_code == 2 and "free = '537 GB'" in small.output and "lower checkpoint.keep" in small.output
+    assert "disk of the checkpoints: " in dry_run("colocated_2nodes", inputs, "--dry-run").stdout

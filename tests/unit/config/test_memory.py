@@ -14,10 +14,12 @@ from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.memory import (
+    checkpoint_bytes,
     engine_weight_bytes,
     layer_activation_bytes,
     layers_in_flight,
     model_memory,
+    num_parameters,
     optimizer_share,
     rank_parameters,
     stage_memory,
@@ -95,6 +97,18 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
             parts["dense" if is_head else kind_of(name)] += spec.num_elements
         found = rank_parameters(facts_of(document), parallel, layout.coordinates(rank).pipeline, has_value_head)
         assert vars(found) == parts, f"rank {rank} of {layout.describe()}"
+
+
+@pytest.mark.parametrize("has_value_head", [False, True])
+@pytest.mark.parametrize("document", [DENSE, TIED, EXPERTS, GEMMA3])
+def test_elements_of_the_whole_model_are_counted_once(document: dict[str, Any], has_value_head: bool) -> None:
+    architecture, facts = ModelArchitecture.from_config(document), facts_of(document)
+    if has_value_head:
+        architecture = architecture.with_value_head()
+    exact = architecture.num_parameters
+    assert num_parameters(facts, has_value_head) == exact
+    assert checkpoint_bytes(facts, "bfloat16", has_value_head) == exact * (2 + 4 + 8)
+    assert checkpoint_bytes(facts, "float32", has_value_head) == exact * (4 + 8)
 
 
 @pytest.mark.parametrize(

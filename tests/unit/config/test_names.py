@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -16,10 +17,11 @@ from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import algorithm_schema, model_schema
 from megatron_dapo.config.schema import union_names
-from megatron_dapo.config.validator import VERIFIER_PRESETS
+from megatron_dapo.config.validator import EVALUATION_METRICS, VERIFIER_PRESETS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
+from megatron_dapo.trainer.metrics import evaluation_metrics
 
 PAIRS = [
     (algorithm_schema.GrpoStd, STD_CONVENTIONS, ()),
@@ -53,3 +55,14 @@ def test_names_of_the_log_prob_head_agree() -> None:
 
 def test_verifier_presets_agree() -> None:
     assert set(VERIFIER_PRESETS) == set(PRESETS)
+
+
+def test_metrics_of_an_evaluation_agree() -> None:
+    value = SimpleNamespace(value=0.5, low=0.4, high=0.6)
+    result = SimpleNamespace(
+        protocol=SimpleNamespace(num_samples=4),
+        headline=value,
+        metrics={"pass@4": value, "cons@4": value},
+        rates={"truncation_rate": 0.0, "mean_response_tokens": 7.0},
+    )
+    assert set(evaluation_metrics(result, 1.0)) == {*EVALUATION_METRICS, "eval/seconds"}

@@ -154,6 +154,11 @@ BROKEN = [
     ("parallel.vpp_size", {"parallel__vpp_size": 2}),
     ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
     ("optimizer.betas", {"optimizer__betas": [0.9, 1.0]}),
+    ("checkpoint.keep_every", {"checkpoint__keep_every": 30}),
+    ("checkpoint.keep_every", {"checkpoint__keep_every": 30, "checkpoint__interval": 0}),
+    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/best", "evaluation__interval": 10}),
+    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k"}),
+    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k", "evaluation__interval": 3}),
 ]
 
 

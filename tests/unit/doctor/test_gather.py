@@ -117,25 +117,6 @@ def test_model_directory(tmp_path: Path) -> None:
     assert "config.json" in gather.model_problem(config(model={"path": str(tmp_path / "no")}))[0]
 
 
-@pytest.mark.parametrize("tensor, replicas", [(1, 1), (1, 2), (2, 1)])
-def test_a_checkpoint_holds_the_weights_of_all_ranks(tensor: int, replicas: int) -> None:
-    parallel = {"tp_size": tensor, "num_processes": tensor * replicas}
-    [found] = gather.checkpoint_sizes(config(parallel=parallel))
-    assert found.weight_bytes >= 4 * replicas * found.num_parameters  # padding, norms and a tied output come on top
-    assert found.weight_bytes < 1.2 * 4 * replicas * found.num_parameters
-    assert (found.optimizer_copies, found.has_main_params) == (1, False)
-    [whole] = gather.checkpoint_sizes(config(parallel={**parallel, "use_distributed_optimizer": False}))
-    assert whole.optimizer_copies == replicas
-
-
-def test_a_critic_is_checkpointed_on_its_own_layout() -> None:
-    sections = {"algorithm": {"name": "vapo"}, "parallel": {"tp_size": 1, "num_processes": 2}}
-    policy, critic = gather.checkpoint_sizes(config(**sections, critic={"parallel": {"tp_size": 2}}))
-    assert (policy.model, critic.model) == ("policy", "critic")
-    # The policy's matrices are on both ranks, the critic's are cut over them.
-    assert 0.45 < critic.weight_bytes / policy.weight_bytes < 0.6
-
-
 def test_attention_shape_is_that_of_a_tensor_rank() -> None:
     head_dim, heads, groups = gather.attention_shape(config())
     assert gather.attention_shape(config(parallel={"tp_size": 2})) == (head_dim, heads // 2, groups // 2)
@@ -143,11 +124,9 @@ def test_attention_shape_is_that_of_a_tensor_rank() -> None:
 
 def test_directories(tmp_path: Path) -> None:
     deep = tmp_path / "not" / "yet"
-    assert gather.existing_parent(deep) == tmp_path and gather.free_bytes(deep) > 0
-    assert gather.same_disk(deep, tmp_path) and gather.used_bytes(deep) == 0
+    assert gather.same_disk(deep, tmp_path)
     assert gather.output_dir_problem(deep) == "" and not deep.exists()
     (tmp_path / "file").write_bytes(b"1234")
-    assert gather.used_bytes(tmp_path) == 4
     assert "is a file" in gather.output_dir_problem(tmp_path / "file" / "run")
 
 

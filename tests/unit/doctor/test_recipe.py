@@ -9,7 +9,8 @@ import pytest
 from megatron_dapo.config import Violation
 from megatron_dapo.doctor import recipe
 from megatron_dapo.doctor.machine import conflict, conflict_or_ok, ok
-from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts, Storage
+from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts, Storage
+from megatron_dapo.recovery.disk_space import CheckpointSpace
 
 PYTHON = Path("/engines/bin/python")
 DIRECTORY = Path("/runs/x")
@@ -45,26 +46,11 @@ def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], wor
     assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
 
 
-def test_a_checkpoint_is_weights_main_params_and_moments() -> None:
-    bfloat16 = CheckpointSize(weight_bytes=4000, num_parameters=1000, optimizer_copies=1, has_main_params=True)
-    assert bfloat16.num_bytes == 4000 + 1000 * (4 + 4 + 4)
-    whole = CheckpointSize(weight_bytes=8000, num_parameters=1000, optimizer_copies=2, has_main_params=False)
-    assert whole.num_bytes == 8000 + 2 * 1000 * 8  # an fp32 parameter is its own main param
-
-
-def test_checkpoints_that_are_there_already_need_no_more_space() -> None:
-    checkpoint = CheckpointSize(4000, 1000, 1, True)
-    fresh = recipe.checkpoint_storage(DIRECTORY, 48_000, 0, [checkpoint], keep=2)
-    assert fresh.needed == 3 * 16_000 and recipe.storage_finding(fresh).verdict == "ok"
-    resumed = recipe.checkpoint_storage(DIRECTORY, 16_000, 32_000, [checkpoint], keep=2)
-    assert resumed.needed == 16_000 and "less 32 kB" in resumed.formula
-    assert recipe.checkpoint_storage(DIRECTORY, 0, 1 << 40, [checkpoint], keep=2).needed == 0
-
-
-def test_a_critic_is_in_every_checkpoint() -> None:
-    models = [CheckpointSize(4000, 1000, 1, True), CheckpointSize(2000, 500, 1, True, "critic")]
-    both = recipe.checkpoint_storage(DIRECTORY, 0, 0, models, keep=1)
-    assert both.needed == 2 * (16_000 + 8_000) and "policy: 4 kB" in both.formula and "critic: 2 kB" in both.formula
+def test_the_disk_of_checkpoints() -> None:
+    storage = recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 48_000, "3 x 16 kB"))
+    assert storage.needed == 48_000 and recipe.storage_finding(storage).verdict == "ok"
+    short = recipe.storage_finding(recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 47_999, "3 x 16 kB")))
+    assert short.verdict == "conflict" and "needed 48 kB = 3 x 16 kB" in short.detail
 
 
 def test_exports_and_checkpoints_on_one_disk_add_up() -> None:

@@ -19,6 +19,7 @@ from megatron_dapo.recovery.attempts import (
     is_finished,
     record_begin,
     record_end,
+    require_new_run,
     verdict,
 )
 from megatron_dapo.recovery.failure import EXIT_CODE, Failure, begin_attempt, failure_of, write_failures
@@ -155,3 +156,32 @@ def test_a_run_is_finished_while_its_end_is_there_and_its_configuration_the_same
 )
 def test_errors_that_would_repeat_have_a_code_of_their_own(error: Exception, code: int) -> None:
     assert failure_of(0, error).exit_code == code
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_from_zero(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    require_new_run(tmp_path, checkpoints, 5)  # nothing is on record
+    begin(tmp_path)
+    train_to(tmp_path, 5)
+    require_new_run(tmp_path, checkpoints, 5)  # killed before or while it saved for the first time
+    train_to(tmp_path, 6)
+    require_new_run(tmp_path, checkpoints, 0)
+    with pytest.raises(
+        FileNotFoundError, match=r"records 6 train steps, but .*checkpoints is not there \(not mounted"
+    ) as gone:
+        require_new_run(tmp_path, checkpoints, 5)
+    assert "\n" not in str(gone.value) and 'checkpoint.resume = "never"' in str(gone.value)
+    checkpoints.mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        require_new_run(tmp_path, checkpoints, 5)
+
+
+def test_an_attempt_that_ended_left_a_checkpoint_and_one_that_started_anew_did_not(tmp_path: Path) -> None:
+    begin(tmp_path)
+    train_to(tmp_path, 4)
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    with pytest.raises(FileNotFoundError, match="records 4 train steps"):
+        require_new_run(tmp_path, tmp_path / "checkpoints", 5)
+    begin(tmp_path)  # with checkpoint.resume = "never", which cuts the metrics off
+    train_to(tmp_path, 3)
+    require_new_run(tmp_path, tmp_path / "checkpoints", 5)

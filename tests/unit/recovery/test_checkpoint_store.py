@@ -30,6 +30,7 @@ from megatron_dapo.recovery.checkpoint_store import (
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.recovery.failure import failure_of
 from megatron_dapo.recovery.file_process import FileProcess
+from megatron_dapo.recovery.retention import KeepPolicy
 from tests.unit.recovery import fault_points
 
 
@@ -72,6 +73,19 @@ def test_retention(store: CheckpointStore) -> None:
     for step in range(1, 6):
         save_checkpoint(store, step, content(step))
         assert store.steps() == list(range(step, max(0, step - 2), -1))
+
+
+def test_the_best_and_every_fifth_stay_over_a_resume(store: CheckpointStore) -> None:
+    keep = KeepPolicy(1, every=5, best="eval/avg_at_k")
+    values: dict[str, dict[str, float]] = {}
+    for step in range(1, 13):
+        # As a run that is started anew for each step, with what its last checkpoint knows.
+        again = CheckpointStore(store.directory, keep)
+        found = newest_valid(again)
+        values = dict(found.metadata["evaluations"]) if found else {}
+        values[str(step)] = {"eval/avg_at_k": 0.9 if step == 3 else 0.1}
+        save_checkpoint(again, step, content(step), metadata={"evaluations": values})
+    assert store.steps() == [12, 10, 5, 3]
 
 
 def test_retention_after_resume_and_with_leftovers(store: CheckpointStore) -> None:

@@ -1,0 +1,76 @@
+"""Choice of the checkpoints that a run keeps, as arithmetic over their steps.
+
+Kept are the newest ones (`last`), those whose step is a multiple of `every`, the one whose evaluation is best, and
+always the newest of all. Evaluations are part of each checkpoint's counters: a resumed run knows the best one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Rule by which checkpoints are kept."""
+
+    last: int = 1  # newest valid ones
+    every: int = 0  # steps between those that are kept for good; 0: none
+    best: str = ""  # evaluation metric whose best checkpoint is kept; "": none
+    best_is: str = "higher"  # or "lower"
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(f"checkpoint.keep = {self.last}: keep at least 1")
+
+
+def steps_to_delete(
+    policy: KeepPolicy,
+    newest: int,
+    steps: Mapping[int, bool],
+    evaluations: Mapping[str, Mapping[str, float]],
+) -> list[int]:
+    """Return the steps whose checkpoints go, the newest first.
+
+    A broken checkpoint is none of the `last`, and goes once as many valid ones are newer.
+
+    Args:
+        newest: the step that was just saved, which stays.
+        steps: step -> True where its checkpoint is whole.
+        evaluations: step, as text -> metrics.
+    """
+    best = best_step(policy, [step for step, is_whole in steps.items() if is_whole], evaluations)
+    doomed, kept = [], 0
+    for step in sorted(steps, reverse=True):
+        if kept >= policy.last and step != newest:
+            stays = steps[step] and (step == best or _is_multiple(step, policy.every))
+            doomed += [] if stays else [step]
+        elif step == newest or steps[step]:
+            kept += 1
+    return doomed
+
+
+def best_step(policy: KeepPolicy, steps: Sequence[int], evaluations: Mapping[str, Mapping[str, float]]) -> int | None:
+    """Return that of `steps` with the best evaluation, the newest of equal ones; None where none was evaluated."""
+    sign = 1 if policy.best_is == "higher" else -1
+    values = {step: evaluations.get(str(step), {}).get(policy.best, math.nan) for step in steps}
+    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    return max(ranked)[1] if ranked else None
+
+
+def most_checkpoints(policy: KeepPolicy, interval: int, total_steps: int) -> int:
+    """Return the most checkpoints that are on disk at a time, the one that is being written included.
+
+    interval: train steps between two; 0: at the end of a run alone, and on a signal.
+    """
+    gap = max(interval, 1)
+    # While the last one is written: the newest before it, and multiples of `every` that are older than those.
+    oldest = (total_steps - 1) // gap * gap - (policy.last - 1) * gap
+    older = max(0, oldest - 1) // policy.every if policy.every else 0
+    num_saves = max(1, math.ceil(total_steps / gap))
+    return min(policy.last + 1 + older + bool(policy.best), num_saves)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
