@@ -114,7 +114,7 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Declare this rank's files complete."""
-        part = self._directory / f"manifest_rank_{self._rank}.json"
+        part = self._directory / part_name(self._rank)
         self._files.write_json(part, [entry.to_json() for entry in self._entries])
 
     @contextmanager
@@ -124,7 +124,17 @@ class CheckpointWriter:
         try:
             yield self._directory / name
         except FileExistsError:
-            raise ValueError(f"checkpoint file {name!r} is written twice; put the rank into its name") from None
+            raise ValueError(written_twice(name)) from None
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's part of the manifest."""
+    return f"manifest_rank_{rank}.json"
+
+
+def written_twice(name: str) -> str:
+    """Return the message of an error: a name that is not one rank's own."""
+    return f"checkpoint file {name!r} is written twice; put the rank into its name"
 
 
 class CheckpointStore:
@@ -149,9 +159,19 @@ class CheckpointStore:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
-        return self.files.run(
-            _manage_checkpoints, self.directory, astuple(self.keep), self.num_ranks, method, *arguments
-        )
+        return self.files.run(_manage_checkpoints, *self.identity, method, *arguments)
+
+    @property
+    def identity(self) -> tuple[Path, Sequence[Any], int]:
+        """Return the arguments by which `opened` has this store in another process."""
+        return self.directory, astuple(self.keep), self.num_ranks
+
+    @classmethod
+    def opened(cls, directory: Path, keep: Sequence[Any], num_ranks: int) -> CheckpointStore:
+        """Return rank 0's store of that `identity`; for its file process."""
+        store = cls(directory, KeepPolicy(*keep))
+        store.num_ranks = num_ranks
+        return store
 
     def agree(self, ok: bool) -> bool:
         """Return True on every rank if every rank passed True. Collective, and a barrier."""
@@ -183,8 +203,27 @@ class CheckpointStore:
 
         "evaluations" of `metadata`, train step -> metrics, say which checkpoint is the best one.
         """
+        self.put_in_place(step, metadata)
+        self.delete_old(step, metadata)
+
+    def missing_parts(self, step: int) -> list[int]:
+        """Return the ranks that have not finished their part of an unfinished checkpoint."""
+        names = os.listdir(self.partial_path(step))
+        parts = {int(match.group(1)) for match in map(_PART.fullmatch, names) if match}
+        return sorted(set(range(self.num_ranks)) - parts)
+
+    def put_in_place(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Merge the ranks' parts and rename the directory."""
         partial, final = self.partial_path(step), self.path(step)
-        entries = list(_merged_entries(partial, self.num_ranks))
+        if missing := self.missing_parts(step):
+            raise CheckpointError(
+                f"checkpoint {partial}: ranks {missing} of {self.num_ranks} wrote nothing; is the directory shared by all nodes?"
+            )
+        entries = [
+            FileEntry(**entry)
+            for rank in range(self.num_ranks)
+            for entry in json.loads((partial / part_name(rank)).read_text(encoding="utf-8"))
+        ]
         document = {
             "format": FORMAT,
             "step": step,
@@ -193,7 +232,7 @@ class CheckpointStore:
         }
         HERE.write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
         for rank in range(self.num_ranks):
-            (partial / f"manifest_rank_{rank}.json").unlink()
+            (partial / part_name(rank)).unlink()
         sync_directory(partial)
         if final.exists():
             # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
@@ -201,7 +240,6 @@ class CheckpointStore:
         os.replace(partial, final)
         sync_directory(self.directory)
         self.open(step)
-        self._delete_old(step, document["metadata"].get("evaluations", {}))
 
     def abandon(self, step: int) -> None:
         """Remove the unfinished checkpoint of `step` so that its space is free again."""
@@ -244,8 +282,9 @@ class CheckpointStore:
                 )
         return checkpoint
 
-    def _delete_old(self, newest: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Delete what `keep` does not ask for."""
+    def delete_old(self, newest: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Delete what `keep` does not ask for; `metadata` are those of `newest`."""
+        evaluations = (metadata or {}).get("evaluations", {})
         steps = {step: step == newest or self._is_whole(step) for step in self.steps()}
         for step in steps_to_delete(self.keep, newest, steps, evaluations):
             self._delete(step)
@@ -273,9 +312,7 @@ class CheckpointStore:
 
 def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, method: str, *arguments: Any) -> Any:
     """Return what a method of rank 0's store of `num_ranks` ranks does; runs in its file process."""
-    store = CheckpointStore(directory, KeepPolicy(*keep))
-    store.num_ranks = num_ranks
-    return getattr(store, method)(*arguments)
+    return getattr(CheckpointStore.opened(directory, keep, num_ranks), method)(*arguments)
 
 
 def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
@@ -304,21 +341,34 @@ def save_checkpoint(
     is_first, begin = store.rank == 0, partial(store.ask, "begin", step)
     commit = partial(store.ask, "commit", step, dict(metadata or {}))
     for is_mine, phase in ((is_first, begin), (True, write_own), (is_first, commit)):
-        problem = None
-        try:
+        with require_together(store, step):
             if is_mine:
                 phase()
-        except Exception as error:
-            # Agreed on before it is raised, or the other ranks would wait for this one.
-            problem = error
-        if not store.agree(problem is None):
-            if is_first:
-                store.ask("abandon", step)
-            message = _save_message(store, step, problem)
-            if problem is None:
-                raise _consequence(message)
-            raise CheckpointError(message) from problem
     return store.path(step)
+
+
+@contextmanager
+def require_together(store: CheckpointStore, step: int, give_up: Callable[[], object] | None = None) -> Iterator[None]:
+    """Make an error inside, on any rank, a CheckpointError of all, and the unfinished checkpoint of `step` go. Collective.
+
+    `give_up` is called before it goes; rank 0 alone has one, if any.
+    """
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        # Agreed on before it is raised, or the other ranks would wait for this one.
+        problem = error
+    if store.agree(problem is None):
+        return
+    if give_up is not None:
+        give_up()
+    if store.rank == 0:
+        store.ask("abandon", step)
+    message = _save_message(store, step, problem)
+    if problem is None:
+        raise _consequence(message)
+    raise CheckpointError(message) from problem
 
 
 def _save_message(store: CheckpointStore, step: int, problem: Exception | None) -> str:
@@ -394,18 +444,6 @@ def find_resume(mode: str, store: CheckpointStore) -> Checkpoint | None:
             f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
         )
     return found
-
-
-def _merged_entries(partial: Path, num_ranks: int) -> Iterator[FileEntry]:
-    parts = {int(match.group(1)) for match in map(_PART.fullmatch, os.listdir(partial)) if match}
-    missing = sorted(set(range(num_ranks)) - parts)
-    if missing:
-        raise CheckpointError(
-            f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing; is the directory shared by all nodes?"
-        )
-    for rank in range(num_ranks):
-        for entry in json.loads((partial / f"manifest_rank_{rank}.json").read_text(encoding="utf-8")):
-            yield FileEntry(**entry)
 
 
 def _own_hash(manifest: Mapping[str, Any]) -> str:

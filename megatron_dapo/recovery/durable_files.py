@@ -6,9 +6,12 @@ tested.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+PAGE_BYTES = 1 << 12  # what a disk wants memory, offsets and sizes to be multiples of where no cache is between
+_DIRECT_BYTES = 1 << 24  # of one write past the cache
 _READ_BYTES = 1 << 22
 _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
 
@@ -61,6 +66,49 @@ class OpenFile:
         os.close(self._descriptor)
 
 
+@dataclass(frozen=True)
+class Work:
+    """Surroundings of a function that a file process runs in a thread: the rank's copy, and a request to end early."""
+
+    memory: memoryview
+    cancelled: threading.Event
+
+
+def write_direct(path: Path, content: memoryview) -> FileEntry:
+    """Write a new file from memory that begins at a page, past the page cache where the file system can.
+
+    The cache would cost a copy of everything, and push out what the run reads. Hashed meanwhile by another thread.
+    """
+    digest = hashlib.sha256()
+    hashing = threading.Thread(target=digest.update, args=(content,))
+    hashing.start()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write_past_cache(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        hashing.join()
+    return FileEntry(path.name, len(content), digest.hexdigest())
+
+
+def _write_past_cache(descriptor: int, content: memoryview) -> None:
+    flags, done = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    try:
+        # Set now: some file systems make a file before they refuse to open it so.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        end = len(content) // PAGE_BYTES * PAGE_BYTES
+        while done < end and done % PAGE_BYTES == 0:
+            done += os.write(descriptor, content[done : min(end, done + _DIRECT_BYTES)])
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # What is left is less than a page, or the file system has no way past the cache.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    while done < len(content):
+        done += os.write(descriptor, content[done : done + _DIRECT_BYTES])
+
+
 class Files:
     """Writes files in this process. `FileProcess` has the same methods and leaves the work to another process."""
 
@@ -83,7 +131,7 @@ class Files:
 
     def write_json(self, path: Path, document: Any, mode: str = "w") -> FileEntry:
         """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
-        return self.write(path, [json.dumps(document, allow_nan=False, indent=1).encode()], mode)
+        return self.write(path, [json_bytes(document)], mode)
 
     def write_tensors(
         self,
@@ -117,6 +165,11 @@ class Files:
 HERE = Files()
 
 
+def json_bytes(document: Any) -> bytes:
+    """Return a document as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
+    return json.dumps(document, allow_nan=False, indent=1).encode()
+
+
 def _append(path: Path, text: str) -> None:
     HERE.write(path, [text.encode()], "a")
 
@@ -132,6 +185,16 @@ def _make_directory(path: Path) -> None:
 def _safetensors_chunks(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> Iterable[bytes | memoryview]:
+    header, order = safetensors_header(tensors, metadata)
+    yield header
+    for name in order:
+        yield _bytes_of(tensors[name])
+
+
+def safetensors_header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[str]]:
+    """Return what a safetensors file begins with, a multiple of 8 bytes, and the names in the order of the data behind it."""
     # Widest types first keeps every tensor aligned to its own type, which readers that map the file rely on.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -142,10 +205,7 @@ def _safetensors_chunks(
         header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format allows trailing spaces; the data is aligned behind them
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in order:
-        yield _bytes_of(tensors[name])
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -3,7 +3,10 @@
     rank: FileProcess                              file process: main
     run(function, arguments)   --- socket: JSON ->  calls the function by its name
     write(path, chunks)        --- shared memory -> hashes and writes one part while the rank copies the next
+    start(function, arguments) --- socket: JSON ->  calls the function in a thread, beside all other requests
     result, or the same error  <-- socket: JSON --
+
+`copy_memory` is a second piece of shared memory, as large as a rank's part of a checkpoint: what is started reads it.
 
 The rank waits on the socket, where a signal or the watcher's word can end it. The kernel kills the file process when its
 rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It starts by its file
@@ -18,25 +21,52 @@ import logging
 import mmap
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from megatron_dapo.engines.sglang.processes import end_with_parent
-from megatron_dapo.recovery.durable_files import FileEntry, Files, OpenFile
+from megatron_dapo.recovery.durable_files import FileEntry, Files, OpenFile, Work
 from megatron_dapo.recovery.evidence import FILE_PROCESS
 
 _NUM_PARTS = 16  # of the shared memory: one is written while the next are filled
 _MEMORY_BYTES = 1 << 26
 _END_S = 2.0  # to end in good order; one that the kernel holds is left to it
+_RECEIVE_BYTES = 1 << 16
+
+
+class Job:
+    """Something that a file process does in a thread of its own, beside other requests."""
+
+    def __init__(self, files: FileProcess, number: int) -> None:
+        self._files, self._number = files, number
+
+    def is_done(self) -> bool:
+        """Return True once `result` would not wait."""
+        return self._files.is_answered(self._number)
+
+    def has_failed(self) -> bool:
+        """Return True if it is done and `result` would raise."""
+        return self.is_done() and self._files.is_error(self._number)
+
+    def result(self) -> Any:
+        """Wait for the end and return what the function returned; its error is raised here. Call it once."""
+        return self._files.answer(self._number)
+
+    def cancel(self) -> None:
+        """Have the function end early, with an error, and wait for that; it may be done already."""
+        self._files.cancel(self._number)
+        with suppress(Exception):  # of the cancelled function
+            self.result()
 
 
 class FileProcess(Files):
@@ -47,13 +77,14 @@ class FileProcess(Files):
     def __init__(self) -> None:
         """Start the process; the calling thread has to live as long as this one's process, as the main thread does."""
         self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("rb")
+        self._received = bytearray()
         memory = os.memfd_create("files")
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # holds for files in memory too
         size = min(_MEMORY_BYTES, limit) if limit != resource.RLIM_INFINITY else _MEMORY_BYTES
         os.ftruncate(memory, size)  # pages exist once they are used
         self._memory, self._part_bytes = mmap.mmap(memory, size), size // _NUM_PARTS
-        descriptors = theirs.fileno(), memory
+        self._copy_file, self._copy_bytes = os.memfd_create("checkpoint"), 0
+        descriptors = theirs.fileno(), memory, self._copy_file
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-m", "megatron_dapo.recovery.file_process", *map(str, descriptors)],
             cwd="/",
@@ -66,7 +97,8 @@ class FileProcess(Files):
         )
         theirs.close()
         os.close(memory)
-        self._sending, self._receiving, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sending, self._writing = threading.Lock(), threading.Lock()
+        self._arrived, self._is_reading = threading.Condition(), False  # one thread reads answers for all that wait
         self._number = 0
         self._pending: dict[int, str] = {}  # number of a request -> what it does, the oldest first
         self._replies: dict[int, dict[str, Any]] = {}
@@ -84,7 +116,24 @@ class FileProcess(Files):
         """Return function(*arguments) as the file process computes it; its errors are raised here."""
         target = next((str(each) for each in arguments if isinstance(each, Path)), "")
         request = {"do": "call", "function": [function.__module__, function.__qualname__], "arguments": arguments}
-        return self._result(self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+        return self.answer(self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+
+    def start(self, function: FunctionType, *arguments: Any) -> Job:
+        """Begin function(work, *arguments) in a thread of the file process; `work` is a `Work` with `copy_memory`."""
+        target = next((str(each) for each in arguments if isinstance(each, Path)), "")
+        request = {"do": "start", "function": [function.__module__, function.__qualname__], "arguments": arguments}
+        request["copy_bytes"] = self._copy_bytes
+        return Job(self, self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+
+    def copy_memory(self, num_bytes: int) -> mmap.mmap:
+        """Return shared memory of at least `num_bytes`, the same at each call, as large as the largest so far.
+
+        It is gone with both processes, however they end. Raises OSError (EFBIG) beyond a limit on the size of files.
+        """
+        if num_bytes > self._copy_bytes:
+            os.ftruncate(self._copy_file, num_bytes)
+            self._copy_bytes = num_bytes
+        return mmap.mmap(self._copy_file, max(self._copy_bytes, 1))
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w") -> FileEntry:
         """Write chunks to a file, see `OpenFile`. Each is copied once, and hashed and written by the file process."""
@@ -97,7 +146,7 @@ class FileProcess(Files):
                 is_whole = True
             finally:
                 sent.append(self._send({"do": "close", "is_whole": is_whole}, doing))
-                *_, entry = map(self._result, sent)
+                *_, entry = map(self.answer, sent)
         return FileEntry(**entry)
 
     def close(self) -> None:
@@ -128,7 +177,7 @@ class FileProcess(Files):
         start = part * self._part_bytes
         sent.append(self._send({"do": "part", "start": start, "end": start + num_bytes}, doing))
         while len(sent) >= _NUM_PARTS:  # the next part is filled once it has been written
-            self._result(sent.popleft())
+            self.answer(sent.popleft())
 
     def _send(self, request: Mapping[str, Any], doing: str) -> int:
         """Send a request and return its number. Raises RuntimeError if the process has ended."""
@@ -142,25 +191,62 @@ class FileProcess(Files):
                 raise self._lost() from error
             return self._number
 
-    def _result(self, number: int) -> Any:
-        """Wait for the answer to a request."""
-        with self._receiving:
+    def answer(self, number: int) -> Any:
+        """Wait for the answer to a request and return its result; its error is raised here."""
+        with self._arrived:
             while number not in self._replies:
-                try:
-                    line = self._answers.readline()
-                except ConnectionResetError:  # it died with requests unread
-                    line = b""
-                if not line:
-                    raise self._lost()
-                reply = json.loads(line)
-                self._pending.pop(reply["number"])
-                for name, level, message in reply["log"]:
-                    logging.getLogger(name).log(level, "%s", message)
-                self._replies[reply["number"]] = reply
+                if self._is_reading:
+                    self._arrived.wait()
+                else:
+                    self._read()
             reply = self._replies.pop(number)
         if "error" in reply:
             raise _error(reply["error"])
         return reply["result"]
+
+    def is_answered(self, number: int) -> bool:
+        """Return True if a request has its answer, which `answer` still has to take, or will have none."""
+        with self._arrived:
+            while number not in self._replies and not self._is_reading:
+                if not select.select([self._socket], [], [], 0)[0]:
+                    return False
+                try:
+                    self._read()
+                except RuntimeError:  # the process has ended, as `answer` says
+                    return True
+            return number in self._replies
+
+    def is_error(self, number: int) -> bool:
+        """Return True if the answer to a request, which `is_answered`, is an error."""
+        with self._arrived:
+            return "error" in self._replies.get(number, {"error": "the process has ended"})
+
+    def cancel(self, number: int) -> None:
+        """Ask the function of a started request to end early."""
+        self.answer(self._send({"do": "cancel", "job": number}, "cancel"))
+
+    def _read(self) -> None:
+        """Receive once, and note the replies that are whole; `_arrived` is held, but not while nothing comes."""
+        self._is_reading = True
+        self._arrived.release()
+        try:
+            received = self._socket.recv(_RECEIVE_BYTES)
+        except OSError:  # it died with requests unread, or `close` came first
+            received = b""
+        finally:
+            self._arrived.acquire()
+            self._is_reading = False
+            self._arrived.notify_all()
+        if not received:
+            raise self._lost()
+        self._received += received
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            reply = json.loads(line)
+            self._pending.pop(reply["number"])
+            for name, level, message in reply["log"]:
+                logging.getLogger(name).log(level, "%s", message)
+            self._replies[reply["number"]] = reply
 
     def _lost(self) -> RuntimeError:
         try:
@@ -211,25 +297,63 @@ class _Log(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.records: list[tuple[str, int, str]] = []
+        self._records: list[tuple[str, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.records.append((record.name, record.levelno, record.getMessage()))
+        self._records.append((record.name, record.levelno, record.getMessage()))
+
+    def taken(self) -> list[tuple[str, int, str]]:
+        """Return what was logged since the last call."""
+        with self.lock or nullcontext():
+            taken, self._records = self._records, []
+        return taken
 
 
 class _Server:
-    """Does one request after the other."""
+    """Does one request after the other; what is started has a thread of its own."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memoryview(memory)
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, copy: int) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self._memory, self._copy = memoryview(memory), copy
+        self._log = _Log()
         self._file: OpenFile | None = None
         self._problem: Exception | None = None  # of the file that is being written, told when it is closed
+        self._cancelled: dict[int, threading.Event] = {}  # of what is started, by number of the request
+        logging.basicConfig(level=logging.INFO, handlers=[self._log])
 
-    def do(self, request: Mapping[str, Any]) -> Any:
+    def do(self, request: Mapping[str, Any]) -> None:
+        """Do a request and answer it, or start it."""
+        if request["do"] == "start":
+            self._cancelled[request["number"]] = threading.Event()
+            threading.Thread(target=self._answer, args=(request, self._do_beside), daemon=True).start()
+        else:
+            self._answer(request, self._do)
+
+    def _answer(self, request: Mapping[str, Any], do: Callable[[Mapping[str, Any]], Any]) -> None:
+        try:
+            reply = {"result": do(request)}
+        except Exception as error:  # whatever it is, it is the rank's
+            reply = {"error": _described(error)}
+        with self._sending:
+            reply |= {"number": request["number"], "log": self._log.taken()}
+            self._connection.sendall(json.dumps(reply, default=str).encode() + b"\n")
+
+    def _do_beside(self, request: Mapping[str, Any]) -> Any:
+        number, num_bytes = request["number"], request["copy_bytes"]
+        memory = mmap.mmap(self._copy, num_bytes) if num_bytes else b""
+        try:
+            return _function(request)(Work(memoryview(memory), self._cancelled[number]), *request["arguments"])
+        finally:
+            del self._cancelled[number]
+
+    def _do(self, request: Mapping[str, Any]) -> Any:
         kind = request["do"]
         if kind == "call":
-            module, name = request["function"]
-            return getattr(importlib.import_module(module), name)(*request["arguments"])
+            return _function(request)(*request["arguments"])
+        if kind == "cancel":
+            if request["job"] in self._cancelled:
+                self._cancelled[request["job"]].set()
+            return None
         try:
             if kind == "open":
                 self._file = self._problem = None
@@ -251,6 +375,11 @@ class _Server:
                 file.close()
 
 
+def _function(request: Mapping[str, Any]) -> Callable[..., Any]:
+    module, name = request["function"]
+    return getattr(importlib.import_module(module), name)
+
+
 def main() -> None:
     """Serve the rank that has started this process, until it closes its socket or dies."""
     # A launcher that ends its job sends these to every process; the rank has still to save its state.
@@ -260,19 +389,11 @@ def main() -> None:
     end_with_parent()
     Path("/proc/self/comm").write_text(FILE_PROCESS, encoding="ascii")
     connection = socket.socket(fileno=int(sys.argv[1]))
-    server, log = _Server(mmap.mmap(int(sys.argv[2]), 0)), _Log()
-    logging.basicConfig(level=logging.INFO, handlers=[log])
+    server = _Server(connection, mmap.mmap(int(sys.argv[2]), 0), int(sys.argv[3]))
     for line in connection.makefile("rb"):
         if os.getppid() != rank:
             return
-        request = json.loads(line, object_hook=_decoded)
-        try:
-            reply = {"result": server.do(request)}
-        except Exception as error:  # whatever it is, it is the rank's
-            reply = {"error": _described(error)}
-        reply |= {"number": request["number"], "log": log.records}
-        connection.sendall(json.dumps(reply, default=str).encode() + b"\n")
-        log.records.clear()
+        server.do(json.loads(line, object_hook=_decoded))
 
 
 if __name__ == "__main__":

@@ -236,6 +236,15 @@ _STEP = [
         ("trained_tokens_per_s", "tokens/s", "prompt and response tokens trained / train time"),
         ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
     ),
+    *_section(
+        "checkpoint",
+        ("blocked_seconds", "s", "time for which the run waited for checkpoints since the row before"),
+        (
+            "save_seconds",
+            "s",
+            "of the newest checkpoint known to be in place since the row before, from its begin to its commit (0 if none)",
+        ),
+    ),
     *_section("memory", ("host_rss_mib", "MiB", "resident host memory of rank 0 at the end of the step")),
     *_section(
         "time",

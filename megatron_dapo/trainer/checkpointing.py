@@ -26,6 +26,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.background_save import BackgroundSaves, Saved
 from megatron_dapo.recovery.checkpoint_store import (
     Checkpoint,
     CheckpointError,
@@ -125,11 +126,12 @@ class RunState:
 
 
 class Checkpoints:
-    """Saves and restores a RunState. Every method is collective."""
+    """Saves and restores a RunState. Methods are collective, but for those that say otherwise."""
 
     def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
+        self.saves = BackgroundSaves(store)
 
     @property
     def _collection(self) -> CheckpointStore:
@@ -173,22 +175,19 @@ class Checkpoints:
             )
         self.restore_policy(self._store.open(step))
 
-    def save(self) -> Path:
-        """Write the checkpoint of the current train step; on any failure all ranks raise CheckpointError and older ones are intact."""
+    def start_save(self) -> None:
+        """Begin to write a checkpoint of the current train step, see `BackgroundSaves.start`."""
         state = self._state
-        path = save_checkpoint(
-            self._store,
-            state.progress.train_step,
-            self._write,
-            metadata={
-                "train_step": state.progress.train_step,
-                "evaluations": state.progress.evaluations,
-                **state.layouts(),
-            },
-        )
-        if state.collector is not None:
+        step = state.progress.train_step
+        metadata = {"train_step": step, "evaluations": state.progress.evaluations, **state.layouts()}
+        self.saves.start(step, self._write, metadata)
+
+    def finish_save(self) -> Saved:
+        """Wait for the save in flight, see `BackgroundSaves.finish`."""
+        saved = self.saves.finish()
+        if self._state.collector is not None:
             self._collection.ask("remove")  # it continued an older checkpoint
-        return path
+        return saved
 
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state

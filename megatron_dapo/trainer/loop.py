@@ -12,8 +12,11 @@
         finish            waits for: the other model's ranks                   unblocked by: ConcurrentUpdate.exchange
         _update_weights   waits for: AsyncCollector to pause, engines to empty
                             unblocks: the collector's thread, with the new policy version
-        _record, then _evaluate and _save if due
+        _record, then _evaluate and _start_save if due
       _save, _evaluate    at the end
+
+A checkpoint is copied while the next batch is generated and written while the run goes on: _learn waits for the copy, and
+_reason_to_end, where all ranks meet at each step, for nothing: there they learn that it is in place, or why not.
 
 Models move between device and host in `DeviceModels`: offload_all before _generate and _evaluate, on_device(...) around
 each use. Every wait belongs to a phase with a deadline, whose error names it. On SIGTERM _generate and _evaluate end
@@ -33,6 +36,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
+from megatron_dapo.recovery.background_save import IN_FLIGHT
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
@@ -83,7 +87,9 @@ class TrainingLoop:
         mismatch = config.mismatch
         self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
-        self._save_seconds = 0.0  # of the newest one
+        self._save_seconds = 0.0  # of the newest one, from its begin to its commit
+        self._recorded_save = 0.0  # the same of a checkpoint whose row of metrics is yet to come
+        self._saving_step = -1  # train step of the newest save that has begun
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._served_step = -1  # train step of the policy that the engines hold
         # Given responses need no engine: it gets the weights that are evaluated alone.
@@ -153,11 +159,12 @@ class TrainingLoop:
             if self._evaluation_is_due():
                 self._evaluate()
             if self._is_due(self._config.checkpoint.interval):
-                self._save()
+                self._start_save()
         return reason
 
     def _learn(self, batch: TrainBatch, step: int) -> None:
         """Train one batch."""
+        self._wait_for_copy()
         learner = self._parts.learner
         samples = learner.score(batch.samples)
         estimated = learner.estimate_advantages(samples)
@@ -178,7 +185,10 @@ class TrainingLoop:
         if run.max_generation_steps and progress.generation_step >= run.max_generation_steps:
             return "generation steps used up"
         # A signal may reach only some ranks, each has a clock, and all must leave the loop at the same step.
-        seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds})
+        save = self._parts.checkpoints.saves.status
+        seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds, "save": save})
+        if seen["save"] != IN_FLIGHT:
+            self._finish_save()
         if seen["stop"]:
             return STOPPED_BY_SIGNAL
         return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
@@ -252,6 +262,7 @@ class TrainingLoop:
             for warning in quality_warnings(metrics, self._config.quality) if self._is_sampling else ():
                 logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
+        self._recorded_save = 0.0
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0
@@ -270,6 +281,8 @@ class TrainingLoop:
             "progress/skipped_optimizer_steps": counters.skipped_steps,
             "progress/policy_version": self._progress.train_step,
             "progress/epoch": context.stream.epoch,
+            "checkpoint/blocked_seconds": times["checkpoint"],
+            "checkpoint/save_seconds": self._recorded_save,
         }
         disagreement = context.disagreement_share()
         trained = self._progress.train_step - 1
@@ -313,6 +326,7 @@ class TrainingLoop:
 
     def _save_in_time(self) -> None:
         """Save in the time that a signal has left; the last checkpoint stands where that is too short."""
+        self._finish_save()
         step, left = self._progress.train_step, self._stop.seconds_left
         if self.saved_step == step:
             self._keep_collection()
@@ -332,6 +346,7 @@ class TrainingLoop:
         try:
             if self._unrecorded is not None:
                 self._record()
+            self._finish_save()
             if self.saved_step == self._progress.train_step:
                 self._keep_collection()
             self._save()
@@ -345,13 +360,35 @@ class TrainingLoop:
                 logger.info("collection of train step %d in %s", self._progress.train_step, path)
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step, once."""
-        if self.saved_step == self._progress.train_step:
+        """Write a checkpoint of the current step, once, and wait until it is in place."""
+        self._start_save()
+        self._finish_save()
+
+    def _start_save(self) -> None:
+        """Begin a checkpoint of the current step, once; one that is being written is waited for."""
+        if self.saved_step == self._progress.train_step or self._saving_step == self._progress.train_step:
             return
-        start = time.perf_counter()
+        self._finish_save()
         with self._phases.phase("checkpoint"):
             if self._parts.recorder is not None:
                 self._parts.recorder.flush()  # the checkpoint counts these samples as written
-            path = self._parts.checkpoints.save()
-        self.saved_step, self._save_seconds = self._progress.train_step, time.perf_counter() - start
-        logger.info("checkpoint of train step %d in %s", self.saved_step, path)
+            self._parts.checkpoints.start_save()
+        self._saving_step = self._progress.train_step
+        if self._parts.learner.models.is_offloading:
+            self._wait_for_copy()  # what is moved between device and host changes
+
+    def _wait_for_copy(self) -> None:
+        """Wait until what is being saved may change."""
+        if self._parts.checkpoints.saves.is_copying:
+            with self._phases.phase("checkpoint"):
+                self._parts.checkpoints.saves.wait_for_copy()
+
+    def _finish_save(self) -> None:
+        """Wait for the save in flight, if there is one. CheckpointError on all ranks if it failed on any."""
+        if not self._parts.checkpoints.saves.is_in_flight:
+            return
+        with self._phases.phase("checkpoint"):
+            saved = self._parts.checkpoints.finish_save()
+        self.saved_step, self._save_seconds = saved.step, saved.seconds
+        self._recorded_save = saved.seconds
+        logger.info("checkpoint of train step %d in %s", saved.step, saved.directory)

@@ -48,6 +48,11 @@ class DeviceModels:
             self._move({name: EVERYTHING if name == training else ("weights",) for name in here})
         yield
 
+    @property
+    def is_offloading(self) -> bool:
+        """True if tensors of a model move between the device and host memory."""
+        return bool(self._models)
+
     def offload_all(self) -> None:
         """Offload every model: the memory goes to the engines."""
         if self._models:

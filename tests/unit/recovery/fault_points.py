@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 
 CALLS = ("write", "fsync", "open", "replace", "mkdir", "unlink")
@@ -36,3 +37,13 @@ def disarm() -> list[str]:
     for name, real in _REAL.items():
         setattr(os, name, real)
     return list(_seen)
+
+
+def slow_down(seconds: float) -> None:
+    """Have each write of this process take so much longer."""
+
+    def write(*arguments: object) -> object:
+        time.sleep(seconds)
+        return _REAL["write"](*arguments)
+
+    os.write = write

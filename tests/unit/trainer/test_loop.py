@@ -11,6 +11,8 @@ import pytest
 
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
+from megatron_dapo.recovery.background_save import FAILED, IDLE, IN_FLIGHT, Saved
+from megatron_dapo.recovery.checkpoint_store import CheckpointError
 from megatron_dapo.rollout.batch import CollectionExhausted
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
@@ -19,8 +21,48 @@ from megatron_dapo.trainer.checkpointing import RunProgress
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.rollout import TrainBatch
 
-MODELS = SimpleNamespace(offload_all=lambda: None, log_moved=lambda: None, on_device=lambda *names: nullcontext())
+MODELS = SimpleNamespace(
+    is_offloading=False, offload_all=lambda: None, log_moved=lambda: None, on_device=lambda *names: nullcontext()
+)
 GAP = {"mismatch/abs_logprob_diff_mean": 0.0}
+
+
+class FakeCheckpoints:
+    """Saves that last until they are waited for, or until `num_looks` steps have passed."""
+
+    def __init__(self, progress: RunProgress, calls: list[str]) -> None:
+        self.saves = self
+        self.is_copying = self.is_in_flight = False
+        self.num_looks = 10**9
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self._progress, self._calls = progress, calls
+        self._step = self._looks = 0
+
+    @property
+    def status(self) -> float:
+        self._looks += 1
+        return IN_FLIGHT if self.is_in_flight and self._looks < self.num_looks else FAILED if self.error else IDLE
+
+    def start_save(self) -> None:
+        assert not self.is_in_flight, "one at a time"
+        self.is_copying = self.is_in_flight = True
+        self._step, self._looks = self._progress.train_step, 0
+        self._calls.append(f"save {self._step}")
+
+    def wait_for_copy(self) -> None:
+        self.is_copying = False
+        self._calls.append(f"copied {self._step}")
+
+    def finish_save(self) -> Saved:
+        self.is_copying = self.is_in_flight = False
+        if self.error is not None:
+            raise self.error
+        self._calls.append(f"saved {self._step}")
+        return Saved(self._step, Path("checkpoint"), self.seconds)
+
+    def keep_collection(self) -> None:
+        self._calls.append(f"keep {self._progress.train_step}")
 
 
 class World:
@@ -48,15 +90,14 @@ class World:
             train_actor=lambda *arguments: None,
             finish=lambda *arguments: SimpleNamespace(metrics=GAP),
         )
+        self.checkpoints = FakeCheckpoints(self.progress, self.calls)
         parts = Parts(
             rollout=SimpleNamespace(generate=lambda num, share: generate.get(self.progress.train_step, batch())),
             learner=learner,
             publisher=SimpleNamespace(publish=self._publish),
             parity=None,
             evaluator=None,
-            checkpoints=SimpleNamespace(
-                save=lambda: self._note("save", Path("checkpoint")), keep_collection=lambda: self._note("keep", None)
-            ),
+            checkpoints=self.checkpoints,
             recorder=None,
             collector=None,
             context=None,
@@ -67,10 +108,6 @@ class World:
     def _publish(self, version: int) -> None:
         if version == self._fail_publish_at:
             raise ServersFailed("server 0 is lost")
-
-    def _note(self, what: str, result: Any) -> Any:
-        self.calls.append(f"{what} {self.progress.train_step}")
-        return result
 
 
 def batch(**facts: Any) -> TrainBatch:
@@ -84,30 +121,59 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_to_its_end_saves_at_intervals_and_at_the_end() -> None:
     world = World({}, interval=3)
-    assert world.loop.run() == "finished" and world.calls == ["save 3", "save 4"]
+    assert world.loop.run() == "finished"
+    assert world.calls == ["save 3", "copied 3", "saved 3", "save 4", "saved 4"]
+
+
+def test_a_save_is_noticed_when_all_ranks_meet_and_the_next_one_waits_for_it() -> None:
+    world = World({}, interval=2)
+    world.checkpoints.num_looks = 1
+    world.loop.run()
+    assert world.calls == ["save 2", "saved 2", "save 4", "saved 4"]
+    world = World({}, interval=1)
+    world.loop.run()
+    # The fourth is of the last step: the end of the run does not save it again.
+    each = [f"{what} {step}" for step in (1, 2, 3) for what in ("save", "copied", "saved")]
+    assert world.calls == [*each, "save 4", "saved 4"]
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step() -> None:
+    world = World({}, interval=2)
+    world.checkpoints.num_looks = 1
+    world.checkpoints.error = CheckpointError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        world.loop.run()
+    assert world.calls == ["save 2"] and world.progress.train_step == 2 and world.loop.saved_step == -1
+
+
+def test_what_moves_between_device_and_host_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World({}, interval=3)
+    monkeypatch.setattr(MODELS, "is_offloading", True)
+    world.loop.run()
+    assert world.calls == ["save 3", "copied 3", "saved 3", "save 4", "copied 4", "saved 4"]
 
 
 def test_an_error_of_the_collection_is_raised_after_a_checkpoint() -> None:
     world = World({2: batch(error=CollectionExhausted("no prompts"))})
     with pytest.raises(CollectionExhausted):
         world.loop.run()
-    assert world.calls == ["save 2"]
+    assert world.calls == ["save 2", "saved 2"]
 
 
 def test_what_was_collected_behind_a_checkpoint_is_kept_beside_it() -> None:
     world = World({2: batch(error=CollectionExhausted("no prompts"))}, interval=2)
     with pytest.raises(CollectionExhausted):
         world.loop.run()
-    assert world.calls == ["save 2", "keep 2"]
+    assert world.calls == ["save 2", "saved 2", "keep 2"]
     world = World({2: batch(is_interrupted=True)}, interval=2)
-    assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == ["save 2", "keep 2"]
+    assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == ["save 2", "saved 2", "keep 2"]
 
 
 def test_servers_lost_for_good_leave_a_checkpoint_of_the_step_just_trained() -> None:
     world = World({}, fail_publish_at=3)
     with pytest.raises(ServersFailed):
         world.loop.run()
-    assert world.calls == ["save 3"]
+    assert world.calls == ["save 3", "saved 3"]
     world = World({}, fail_publish_at=0)
     with pytest.raises(ServersFailed):
         world.loop.run()
@@ -120,23 +186,18 @@ def test_a_failing_save_does_not_hide_the_first_error() -> None:
     def fail() -> None:
         raise OSError("the disk is full")
 
-    world.loop._parts.checkpoints.save = fail
+    world.checkpoints.start_save = fail
     with pytest.raises(CollectionExhausted):
         world.loop.run()
 
 
-@pytest.mark.parametrize(("seconds_left", "calls"), [(100.0, ["save 2", "save 3"]), (10.0, ["save 2"])])
-def test_a_stop_saves_if_there_is_time_for_what_the_last_checkpoint_took(seconds_left: float, calls: list[str]) -> None:
+@pytest.mark.parametrize(("seconds_left", "is_saved"), [(100.0, True), (10.0, False)])
+def test_a_stop_saves_if_there_is_time_for_what_the_last_checkpoint_took(seconds_left: float, is_saved: bool) -> None:
     world = World({3: batch(is_interrupted=True)}, interval=2)
-    save = world.loop._save
-
-    def slow_save() -> None:
-        save()
-        world.loop._save_seconds = 20.0
-
-    world.loop._save = slow_save
+    world.checkpoints.seconds = 20.0
     world.stop.seconds_left = seconds_left
-    assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == calls
+    assert world.loop.run() == STOPPED_BY_SIGNAL
+    assert world.calls == ["save 2", "copied 2", "saved 2", *(["save 3", "saved 3"] if is_saved else [])]
 
 
 @pytest.mark.parametrize(("interval", "evaluated"), [(0, [2]), (2, [2]), (1, [1, 2])])
@@ -151,4 +212,4 @@ def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: i
     seen: list[int] = []
     world.loop._parts.evaluator = SimpleNamespace(evaluate=seen.append)
     assert world.loop.run() == "training seconds used up"
-    assert seen == evaluated and world.calls == ["save 2"]
+    assert seen == evaluated and world.calls == ["save 2", "saved 2"]
