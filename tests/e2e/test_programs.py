@@ -57,6 +57,7 @@ RUN_BY = {
     "tools/chaos.py": "test_chaos",
     "tools/check_smoke.py": "test_check_smoke",
     "tools/fuzz_files.py": "test_fuzz_files",
+    "tools/kill_saves.py": "test_kill_saves",
     "tools/listening.py": "test_listening",
     "tools/make_quickstart.py": "test_make_quickstart",
     "tools/make_smoke_model.py": "test_make_smoke_model",
@@ -451,6 +452,12 @@ def test_make_text_tasks(repository: Path, tmp_path: Path) -> None:
 def test_prove_resume(repository: Path) -> None:
     result = run_json(repository, "tools/prove_resume.py", "--layout", "tp1", "--points", "1")
     assert result["points"] == result["equal"] == 1 and not result["first_difference"]
+
+
+def test_kill_saves(repository: Path) -> None:
+    result = run_json(repository, "tools/kill_saves.py", "--kills", "8")
+    assert result["kills"] == sum(result["victims"].values()) == 8 and result["wrong"] == 0
+    assert result["saves"] >= 8
 
 
 def test_quantize(repository: Path, tmp_path: Path) -> None:
