@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
 from megatron_dapo.config.memory import padded_vocabulary
@@ -62,6 +63,20 @@ class DeferredOutputLayer(torch.nn.Module):
                 hidden, tensor_parallel_output_grad=True, group=self.group
             ), None
         return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the weight to megatron-core's checkpoints as the layer in whose place this one is: its rows are sharded."""
+        # Without it megatron-core takes the rows of every tensor rank for copies of the first one's.
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 class ValueHead(torch.nn.Module):
