@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on.
+"""Checkpoints that are written while the run continues.
 
     rank                                   its file process                    rank 0's file process
     start     begin, agreed on        -->                                      make the directory
@@ -40,7 +40,7 @@ from megatron_dapo.recovery.durable_files import (
     safetensors_header,
     write_direct,
 )
-from megatron_dapo.recovery.file_process import FileProcess, Job
+from megatron_dapo.recovery.file_process import BackgroundJob, FileProcess
 
 if TYPE_CHECKING:
     import torch
@@ -160,8 +160,8 @@ class _Save:
     begun: float  # on the monotonic clock, which processes of one machine share
     problem: Exception | None = None  # of noting, copying or starting to write
     copying: threading.Thread | None = None
-    part: Job | None = None  # this rank's files; None until they are copied
-    commit: Job | None = None  # on rank 0
+    part: BackgroundJob | None = None  # this rank's files; None until they are copied
+    commit: BackgroundJob | None = None  # on rank 0
 
 
 class BackgroundSaves:
@@ -198,7 +198,7 @@ class BackgroundSaves:
             self._copy(save, write, self._memory)
             if store.rank == 0:
                 save.commit = store.files.start(commit_when_written, *store.identity, step, dict(metadata or {}))
-        except Exception as error:  # the other ranks go on: they learn of it when all meet
+        except Exception as error:  # the other ranks continue: they learn of it when all meet
             save.problem = error
 
     def _copy(self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory) -> None:

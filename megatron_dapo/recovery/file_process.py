@@ -44,7 +44,7 @@ _END_S = 2.0  # to end in good order; one that the kernel holds is left to it
 _RECEIVE_BYTES = 1 << 16
 
 
-class Job:
+class BackgroundJob:
     """Something that a file process does in a thread of its own, beside other requests."""
 
     def __init__(self, files: FileProcess, number: int) -> None:
@@ -118,12 +118,12 @@ class FileProcess(Files):
         request = {"do": "call", "function": [function.__module__, function.__qualname__], "arguments": arguments}
         return self.answer(self._send(request, f"{function.__name__.lstrip('_')} {target}"))
 
-    def start(self, function: FunctionType, *arguments: Any) -> Job:
+    def start(self, function: FunctionType, *arguments: Any) -> BackgroundJob:
         """Begin function(work, *arguments) in a thread of the file process; `work` is a `Work` with `copy_memory`."""
         target = next((str(each) for each in arguments if isinstance(each, Path)), "")
         request = {"do": "start", "function": [function.__module__, function.__qualname__], "arguments": arguments}
         request["copy_bytes"] = self._copy_bytes
-        return Job(self, self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+        return BackgroundJob(self, self._send(request, f"{function.__name__.lstrip('_')} {target}"))
 
     def copy_memory(self, num_bytes: int) -> mmap.mmap:
         """Return shared memory of at least `num_bytes`, the same at each call, as large as the largest so far.

@@ -15,7 +15,7 @@
         _record, then _evaluate and _start_save if due
       _save, _evaluate    at the end
 
-A checkpoint is copied while the next batch is generated and written while the run goes on: _learn waits for the copy, and
+A checkpoint is copied while the next batch is generated and written while the run continues: _learn waits for the copy, and
 _reason_to_end, where all ranks meet at each step, for nothing: there they learn that it is in place, or why not.
 
 Models move between device and host in `DeviceModels`: offload_all before _generate and _evaluate, on_device(...) around
