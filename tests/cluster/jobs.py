@@ -88,7 +88,7 @@ def require_completed(cluster: VirtualCluster, job_id: int, directory: Path, res
     assert job.restarts >= restarts, log_of(directory)[-6000:]
 
 
-def wait_for(condition: Callable[[], bool], directory: Path, seconds: float = 120.0) -> float:
+def wait_for(condition: Callable[[], bool], directory: Path, seconds: float = 300.0) -> float:
     """Wait until a condition holds and return after how many seconds; the end of the job's log says why it does not."""
     start = time.monotonic()
     while not condition():

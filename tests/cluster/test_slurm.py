@@ -31,7 +31,7 @@ from tools.fault_injection.cluster_run import SERVERS
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_nodes_have_their_own_address_name_and_shared_memory(two_nodes: VirtualCluster) -> None:
@@ -90,7 +90,7 @@ def test_a_stopped_job_is_requeued_and_ends_as_if_nothing_had_been(
     wait_for(lambda: recorded_steps(stopped) >= 2, stopped)
     two_nodes.run(CONTROLLER, "scancel", "--signal=TERM", str(job))
     seconds = wait_for(lambda: any("ended" in record for record in attempts(stopped)), stopped)
-    assert seconds < 15.0, f"the stop took {seconds:.1f} s"
+    assert seconds < 60.0, f"the stop took {seconds:.1f} s, a tenth of the notice of slurm.sh"
     require_completed(two_nodes, job, stopped, restarts=1)
     begun, ended = ([record for record in attempts(stopped) if key in record] for key in ("began", "ended"))
     assert [record["attempt"] for record in begun] == [1, 2] and begun[1]["completed_steps"] < 6

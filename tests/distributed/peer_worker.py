@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerError, PeerGroup, join
 
-PATIENCE_S = 20.0  # deadline of a member that waits for a failure, which must come sooner
+PATIENCE_S = 60.0  # deadline of a member that waits for a failure, which must come sooner
 NUM_ELEMENTS = 1 << 20
 JOIN_S = 60.0
 

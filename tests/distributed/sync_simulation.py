@@ -187,7 +187,7 @@ class ThreadCoordination:
             return [here[rank] for rank in range(self.size)]
 
 
-def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.0) -> list[Any]:
+def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 120.0) -> list[Any]:
     """`body(rank)` in one thread a rank; results, or the exception itself where a rank raised one."""
     outcomes: list[Any] = [None] * num_ranks
 
@@ -358,4 +358,4 @@ def small_architecture(tied: bool = False, **changes: Any) -> ModelArchitecture:
     return ModelArchitecture.from_config(config)
 
 
-PATIENT = SyncTimeouts(10, 10, 10, 10, 20, 10, 5)
+PATIENT = SyncTimeouts(30, 30, 30, 30, 60, 30, 15)

@@ -100,13 +100,13 @@ def test_a_failure_on_rank_0_reaches_every_rank() -> None:
 
 
 def long_phase(reports: bool) -> list[list[str]]:
-    """Three times the limit on rank 0; the other rank only waits for its commands."""
+    """Twice the limit on rank 0; the other rank only waits for its commands."""
     everyone, expired = coordinate(range(2), timeout_s=30), []
     commands = Rank0Commands(everyone)
     rank0_commands._REPORT_INTERVAL_S = 0.1
 
     def body() -> None:
-        end = time.monotonic() + 6.0
+        end = time.monotonic() + 9.0
         while time.monotonic() < end:
             time.sleep(0.1)
             if reports:
@@ -115,7 +115,7 @@ def long_phase(reports: bool) -> list[list[str]]:
     heartbeat = Heartbeat(everyone.rank)
     heartbeat._expire = lambda failure: (expired.append(failure.where), setattr(heartbeat, "_has_reported", True))
     threading.Thread(target=heartbeat._beat, daemon=True).start()
-    with heartbeat.phase("generate", everyone.progress, deadline_s=2.0):
+    with heartbeat.phase("generate", everyone.progress, deadline_s=4.0):
         commands.run_on_rank0(body)
     return everyone.gather(expired)
 
@@ -132,10 +132,10 @@ def test_finished_responses_postpone_the_deadline_of_every_rank(reports: bool) -
 
 
 def late_rank(_: Any) -> str:
-    everyone = coordinate(range(2), timeout_s=0.5)
+    everyone = coordinate(range(2), timeout_s=2.0)
     if everyone.rank == 1:
         return ""
-    with pytest.raises(TimeoutError, match=r"rank 0 of 2 waited 0.5 s for the checkpoint to be written: .*[Rr]ank.*1"):
+    with pytest.raises(TimeoutError, match=r"rank 0 of 2 waited 2 s for the checkpoint to be written: .*[Rr]ank.*1"):
         everyone.barrier("the checkpoint to be written")
     return "named"
 
@@ -183,15 +183,15 @@ def test_a_tree_of_groups_agrees_with_one_group_of_all_ranks() -> None:
 
 
 def late_leaf(_: Any) -> list[str]:
-    everyone = coordinate(range(5), timeout_s=0.5, group_size=2, fan_out=2)
+    everyone = coordinate(range(5), timeout_s=2.0, group_size=2, fan_out=2)
     if everyone.rank == 3:
-        time.sleep(8)
+        time.sleep(16)
         return []
     start = time.monotonic()
     # Rank 2 is the one that waits for rank 3. The others stand elsewhere in the tree.
-    with pytest.raises(TimeoutError, match=r"rank 2 of 5 waited 0.5 s for the checkpoint: .*[Rr]ank.*1.*2, 3"):
+    with pytest.raises(TimeoutError, match=r"rank 2 of 5 waited 2 s for the checkpoint: .*[Rr]ank.*1.*2, 3"):
         everyone.barrier("the checkpoint")
-    assert time.monotonic() - start < 7
+    assert time.monotonic() - start < 15
     return []
 
 
@@ -221,11 +221,11 @@ def test_a_dead_rank_ends_the_waits_of_the_whole_tree_at_once(tmp_path: Path) ->
     run.mkdir()
     processes = [RankProcess() for _ in range(5)]
     try:
-        start_job(processes, target_in(__file__, "dead_leaf"), run, 100.0, str(waits))
-        codes = [process.wait(100.0) for process in processes]
+        start_job(processes, target_in(__file__, "dead_leaf"), run, 300.0, str(waits))
+        codes = [process.wait(300.0) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert codes == [0, 0, 0, -signal.SIGKILL, 0], "\n".join(output_of(run, rank) for rank in range(5))
     waited = {path.name: float(path.read_text()) for path in waits.iterdir()}
-    assert waited.keys() == {"0", "1", "2", "4"} and max(waited.values()) < 10, waited
+    assert waited.keys() == {"0", "1", "2", "4"} and max(waited.values()) < 30, waited

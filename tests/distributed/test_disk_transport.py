@@ -60,7 +60,7 @@ class Exporter:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._barrier = threading.Barrier(world.size, timeout=20)
+        self._barrier = threading.Barrier(world.size, timeout=60)
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self.error: Exception | None = None
 

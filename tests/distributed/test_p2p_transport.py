@@ -63,7 +63,7 @@ def updates(
     return result
 
 
-def update_all(all_updates: Sequence[WeightSync], version: int, weights, timeout_s: float = 40.0) -> list:
+def update_all(all_updates: Sequence[WeightSync], version: int, weights, timeout_s: float = 120.0) -> list:
     return run_ranks(len(all_updates), lambda r: all_updates[r].update(version, weights[r]), timeout_s)
 
 
@@ -139,7 +139,7 @@ def test_a_lost_engine_rank_ends_a_sync_of_one_stream(monkeypatch) -> None:
     broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
     start = time.monotonic()
     reports = update_all(syncs, 1, world.weights(1))
-    assert time.monotonic() - start < 10 and not any(report.is_complete for report in reports)
+    assert time.monotonic() - start < 30 and not any(report.is_complete for report in reports)
     close_all(syncs)
 
 
@@ -197,7 +197,7 @@ def test_a_fault_that_comes_back_when_the_sync_is_repeated(monkeypatch) -> None:
         break_sender(patch, 2)
         start = time.monotonic()
         reports = update_all(syncs, 2, world.weights(2))
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 30
     assert [report.is_complete for report in reports] == [False] * 4
     assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
     assert engines[0].calls.count("tensor") == 3
@@ -232,7 +232,7 @@ def test_a_fault_leaves_the_engine_unserved_and_the_next_sync_repairs_it(
     assert engines[0].is_paused and engines[0].version is None
     text = " ".join(reports[0].failures.values())
     assert reason in text, text
-    assert seconds < 10  # the transfer's deadline is 20 s
+    assert seconds < 30  # the transfer's deadline is 60 s
     weights = world.weights(2)
     assert all(report.is_complete for report in update_all(syncs, 2, weights))
     assert world.holds(engines[0], 0, world.expected(weights))
@@ -247,7 +247,7 @@ def test_a_lost_engine_rank_ends_the_sync_to_the_other_rank(monkeypatch) -> None
     broken(monkeypatch, "send", 1, 2, lambda group: time.sleep(1.5))
     start = time.monotonic()
     reports = update_all(syncs, 1, world.weights(1))
-    assert time.monotonic() - start < 15  # not the deadline of a transfer
+    assert time.monotonic() - start < 30  # not the deadline of a transfer
     assert not any(report.is_complete for report in reports) and "member 2" in reports[0].failures[0]
     close_all(syncs)
 
@@ -261,14 +261,14 @@ def test_a_slow_sender_fails_at_the_deadline_and_leaves_later_syncs_alone(monkey
     woken = threading.Event()
 
     def sleep(group: PeerGroup) -> None:
-        time.sleep(7)
+        time.sleep(12)
         woken.set()
 
     with monkeypatch.context() as patch:
         broken(patch, "send", 3, 2, sleep)
         start = time.monotonic()
         reports = update_all(syncs, 1, world.weights(1))
-        assert time.monotonic() - start < 6.5
+        assert time.monotonic() - start < 11.5
     assert not any(getattr(report, "is_complete", False) for report in reports), reports
     assert engines[0].is_paused
     for update in syncs:
@@ -277,7 +277,7 @@ def test_a_slow_sender_fails_at_the_deadline_and_leaves_later_syncs_alone(monkey
     for version in (2, 3):
         assert all(report.is_complete for report in update_all(syncs, version, world.weights(version)))
         groups.append([update.transport._groups[0].name for update in syncs])
-        assert woken.wait(10)
+        assert woken.wait(60)
         time.sleep(0.5)  # time for the woken thread to do harm
     assert groups[0] == groups[1]
     close_all(syncs)
@@ -296,7 +296,7 @@ def test_a_dead_engine_does_not_affect_the_other() -> None:
     weights = world.weights(1)
     reports = update_all(syncs, 1, weights)
     # The leader tells the other ranks not to wait for the dead engine.
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30
     assert "connection lost" in reports[2].failures[0]
     assert list(reports[0].failures) == [0]
     assert world.holds(engines[1], 1, world.expected(weights)) and engines[1].version == 1

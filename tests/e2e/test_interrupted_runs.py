@@ -24,6 +24,7 @@ def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: P
     kill_and_resume(finished, tmp_path / "killed")
 
 
+@pytest.mark.long  # test_value_path.py kills a run of two data-parallel ranks
 def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
@@ -70,7 +71,11 @@ def drop_unevaluated(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "after_steps", "rank"),
-    [("generate", 1, 0), ("evaluate", 2, 0), pytest.param("generate", 1, 1, marks=pytest.mark.long)],
+    [
+        ("generate", 1, 0),
+        pytest.param("evaluate", 2, 0, marks=pytest.mark.long),
+        pytest.param("generate", 1, 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_ends_the_same(
     finished: Finished, tmp_path: Path, phase: str, after_steps: int, rank: int
@@ -89,7 +94,7 @@ def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_end
         os.kill(run.worker_pids()[rank], signal.SIGTERM)
         time.sleep(0.1)
     assert run.wait_until(lambda: bool(checkpoint_steps(directory / "checkpoints"))), run.exit_reason()
-    assert time.monotonic() - start < 15.0
+    assert time.monotonic() - start < 60.0
     assert run.wait() == EXIT_CODE, run.exit_reason()
     steps = metrics.read_bytes().count(b"\n")
     assert after_steps <= steps <= after_steps + rank, "the step under way was finished"
@@ -115,6 +120,7 @@ def test_without_the_time_for_a_checkpoint_the_last_one_stands(finished: Finishe
     assert next(run_differences(finished.directory, directory), "") == ""
 
 
+@pytest.mark.long  # test_finished_run.py starts one again that has to write its end
 def test_a_finished_run_started_again_ends_at_once(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "again"
     rare = "checkpoint.interval=2"

@@ -44,6 +44,7 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(finished_vapo: Fi
     kill_and_resume(finished_vapo, tmp_path / "killed", 'model.offload="all"', 'critic.offload="optimizer"')
 
 
+@pytest.mark.long  # the run above trains both models offloaded
 def test_pretraining_leaves_an_offloaded_policy_unchanged(tmp_path: Path) -> None:
     outcome = pretrain(write_recipe(tmp_path, "vapo"), tmp_path / "run", *OFFLOADED)
     assert outcome.code == 0, outcome.text

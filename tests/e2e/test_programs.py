@@ -208,6 +208,7 @@ def test_fp8_costs(repository: Path) -> None:
     assert 0.5 * row["expected"] < row["relative_error"] < 2 * row["expected"] > row["bf16"]
 
 
+@pytest.mark.long  # test_fp8_run.py makes the same two runs
 def test_fp8_learning(repository: Path) -> None:
     result = run_json(repository, "benchmarks/fp8_learning.py", "--tiny")
     assert set(result["runs"]) == {"fp32", "fp8_blockwise"}

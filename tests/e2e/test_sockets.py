@@ -37,7 +37,7 @@ def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
         sockets = watch_sockets(run.process.pid, run.is_past_start_up)
         pids = run.worker_pids()
         others = start_ranks(recipe, run.directory)
-        outputs = [other.communicate(timeout=120)[0] for other in others]
+        outputs = [other.communicate(timeout=400)[0] for other in others]
         assert run.worker_pids() == pids  # untouched
         # Before the run is killed, which its watcher puts on record.
         written = {path.name for path in run.directory.rglob("failure*")}

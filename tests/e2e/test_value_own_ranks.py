@@ -65,6 +65,7 @@ def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.long  # test_value_path.py has the same in shared processes
 def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
     rows = lines_of(pretrained / "metrics.jsonl")
     assert all(row["critic/trained_tokens"] > 0 and row["actor/trained_tokens"] == 0 for row in rows) and len(rows) == 3
@@ -81,6 +82,7 @@ def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp
     assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
 
 
+@pytest.mark.long  # test_value_layouts.py compares single steps
 def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> None:
     """Two whole train steps: what is computed at the same time is what was computed in turn."""
     rows = {}

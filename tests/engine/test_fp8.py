@@ -78,7 +78,10 @@ class Setup:
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long) if name == "one rank" else name for name in CASES],
+)
 def setup(request, server_factory, tmp_path_factory) -> Setup:
     family, tensor_parallel, dtype, parallel, tolerance = CASES[request.param]
     directory = save_model(tmp_path_factory.mktemp("fp8_model"), family)

@@ -111,7 +111,7 @@ def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: 
         reports = update_all(syncs, 2, site.weights(2))
     assert not any(report.is_complete for report in reports)
     assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
-    assert syncs[0].serving == () and reports[0].seconds < 20  # the deadline is 120 s
+    assert syncs[0].serving == () and reports[0].seconds < 60  # the deadline is 120 s
 
     reports = update_all(syncs, 3, site.weights(3))
     assert all(report.is_complete for report in reports), reports

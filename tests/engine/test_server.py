@@ -186,7 +186,7 @@ def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     schedulers = [pid for pid, name in names.items() if name.startswith(b"sglang::scheduler")]
     assert len(schedulers) == 2
     os.kill(schedulers[1], signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while server.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not server.is_alive()
@@ -217,7 +217,7 @@ def test_a_killed_starter_leaves_nothing_of_its_server(
     finally:
         starter.kill()
         starter.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while _left(report) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _left(report)

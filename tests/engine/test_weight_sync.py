@@ -251,7 +251,7 @@ def test_a_killed_scheduler_ends_the_update_in_time(setup):
     start = time.monotonic()
     report = setup.update(next(VERSIONS), 1.0, control=KillingControl(setup), message_timeout_s=10.0)
     assert report.engines[0].state is EngineState.UNSERVED and report.failures[0]
-    assert time.monotonic() - start < 60.0
+    assert time.monotonic() - start < 120.0
     hasty = SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=3.0))
     with pytest.raises(RuntimeError):
         hasty.prompt_logprobs(TOKENS)

@@ -140,8 +140,8 @@ def test_a_rank_that_waits_ends_at_once_and_nothing_is_written_after_it(tmp_path
         time.sleep(0.3)
         start = time.monotonic()
         rank.send_signal(number)
-        assert rank.wait(10.0) == -number and time.monotonic() - start < 2.0
-    end = time.monotonic() + 10.0
+        assert rank.wait(60.0) == -number and time.monotonic() - start < 10.0
+    end = time.monotonic() + 60.0
     while activity(pid).state not in ("", "Z"):
         assert time.monotonic() < end, "the file process outlives its rank"
         time.sleep(0.05)

@@ -59,10 +59,10 @@ def test_a_phase_warns_at_half_time_and_expires(heartbeat: Unwatched, caplog: py
 def test_progress_postpones_the_deadline_for_as_long_as_it_comes(
     heartbeat: Unwatched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The block lasts four times the limit; only when progress stops does it expire, and it warns before."""
+    """The block lasts twice the limit; only when progress stops does it expire, and it warns before."""
     progress = Progress()
-    with caplog.at_level(logging.WARNING), heartbeat.phase("generate", progress, deadline_s=1.0):
-        end = time.monotonic() + 4.0
+    with caplog.at_level(logging.WARNING), heartbeat.phase("generate", progress, deadline_s=3.0):
+        end = time.monotonic() + 6.0
         while time.monotonic() < end:
             time.sleep(0.05)
             progress.mark()
@@ -74,12 +74,12 @@ def test_progress_postpones_the_deadline_for_as_long_as_it_comes(
 
 def test_time_before_the_phase_and_between_phases_does_not_count(heartbeat: Unwatched) -> None:
     progress = Progress()
-    time.sleep(0.4)
+    time.sleep(2.2)
     for name in ("train", "score"):
-        with heartbeat.phase(name, progress, deadline_s=0.3):
+        with heartbeat.phase(name, progress, deadline_s=2.0):
             assert heartbeat.phase_name == name
             time.sleep(0.05)
-    time.sleep(0.4)
+    time.sleep(2.2)
     assert not heartbeat.expired and heartbeat.phase_name == "start"
 
 
@@ -130,7 +130,7 @@ def test_beats_continue_while_torch_is_being_imported(heartbeat: Unwatched, monk
     """The thread looks at a module of which the main thread has so far made the first lines."""
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", types.ModuleType("distributed_c10d"))
     before = heartbeat._beats
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + 30.0
     while heartbeat._beats < before + 3:
         assert time.monotonic() < end, "no beat"
         time.sleep(0.02)

@@ -27,7 +27,10 @@ pytestmark = [
 
 RANK = Path(__file__).with_name("watched_rank.py")
 ROOT = Path(__file__).resolve().parents[3]
-CRASH_S, HANG_S = 5.0, 20.0  # from a fault to the record of its culprit
+CRASH_S, HANG_S = (
+    5.0,
+    20.0,
+)  # from a fault to the record of its culprit, where no more processes run than the machine has cores
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces, cgroups and mounts")
 
 
@@ -70,7 +73,7 @@ class Run:
                 # As under srun: node 0 alone prints the verdict.
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "1"}
                 self.processes.append(subprocess.Popen(command, env=environment, stderr=log))
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while len(list(directory.glob("ready_*"))) < len(plans):
             assert time.monotonic() < end and all(process.poll() is None for process in self.processes), self.text()
             time.sleep(0.05)
@@ -83,10 +86,10 @@ class Run:
     def pid(self, rank: int) -> int:
         return self.processes[rank].pid
 
-    def codes(self, timeout_s: float = 60.0) -> list[int]:
+    def codes(self, timeout_s: float = 120.0) -> list[int]:
         """Wait for all ranks and their watchers; return the ranks' exit codes."""
         codes = [process.wait(timeout_s) for process in self.processes]
-        end = time.monotonic() + 30
+        end = time.monotonic() + 90
         while watchers := self.watchers():
             assert time.monotonic() < end, f"watchers {watchers} outlive their ranks"
             time.sleep(0.1)
@@ -146,7 +149,8 @@ def require_culprit(run: Run, rank: int, cause: str, within_s: float, phase: str
     assert (first["is_consequence"], document["attempt"]) == (False, 7)
     assert all(entry["is_consequence"] for entry in document["entries"][1:])
     assert lines[0] == document["line"], run.text()
-    assert run.seconds() < within_s, run.seconds()
+    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert run.seconds() < within_s * load, (run.seconds(), load)
     return first
 
 
@@ -198,15 +202,16 @@ def test_the_watcher_is_small_and_starts_fast(tmp_path: Path) -> None:
         assert int(status["VmRSS"].split()[0]) < 20_000  # kB
         modules = Path(f"/proc/{watcher}/maps").read_text()
         assert "torch" not in modules and "numpy" not in modules
-    command = [sys.executable, "-S", "-X", "importtime", "-c", "import megatron_dapo.recovery.watcher"]
+    program = "import time; import megatron_dapo.recovery.watcher; print(time.process_time())"
+    command = [sys.executable, "-S", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert int(done.stderr.splitlines()[-1].split("|")[1]) < 400_000  # us, on a machine that does other things
+    assert float(done.stdout) < 0.4  # CPU seconds, the interpreter's own start among them
 
 
 def test_stacks_on_request(tmp_path: Path) -> None:
     with running(tmp_path / "run", ["wait"]) as run:
         os.kill(run.pid(0), signal.SIGUSR1)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while "in all_reduce" not in run.text():
             assert time.monotonic() < end
             time.sleep(0.1)
@@ -406,7 +411,7 @@ def test_a_silent_node_is_named_also_that_of_the_leader(tmp_path: Path, stopped:
 @pytest.mark.long
 def test_of_four_nodes_the_next_one_decides_when_that_of_the_leader_is_silent(tmp_path: Path) -> None:
     with running(tmp_path / "run", ["wait"] * 4, 4) as run:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while len(watchers := run.watchers()) < 4:
             assert time.monotonic() < end
         time.sleep(2.0)  # each has had an answer of the leader, which says who is next
@@ -482,7 +487,7 @@ def test_a_hung_file_system_is_named_and_what_it_holds(tmp_path: Path, monkeypat
             try:
                 assert [process.wait(60) for process in run.processes] == [9, -signal.SIGKILL]
                 assert time.monotonic() - began < HANG_S + 10
-                end = time.monotonic() + 30
+                end = time.monotonic() + 90
                 while run.watchers():
                     assert time.monotonic() < end
                     time.sleep(0.2)

@@ -216,8 +216,8 @@ def test_one_rank_of_a_large_world_is_cheap():
 
     source = ExplicitLayout(specs, tuple(shards(rank // 128, rank % 8) for rank in range(1024)))
     destination = ExplicitLayout(specs, tuple(shards(rank % 8, rank // 128) for rank in range(1024)))
-    start = time.perf_counter()
+    start = time.process_time()
     reshard = plan(source, destination)
     assert len(reshard.receives(731)) == 80 and len(reshard.digest) == 32
     reshard.sends(731)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

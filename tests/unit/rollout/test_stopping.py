@@ -91,7 +91,7 @@ def test_the_thread_stands_still_and_its_state_can_be_saved(make_world: Callable
         for version in range(1, 100):
             rollout.next_batch(6)
             publish(rollout, world, version)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < TIMEOUT_S
     state = rollout.state_dict()
     version = world.engine.policy_version
     assert world.engine.num_unfinished == 0 and saved(rollout.state_dict(), version) == saved(state, version)

@@ -192,17 +192,17 @@ def test_frames_are_delayed_and_lost() -> None:
     ours[0].send(b"first")
     assert ours[1].recv(100) == b"first"
     os.write(write, json.dumps({"delay_s": 0.2, "loss": 0.5}).encode() + b"\n")
-    time.sleep(0.1)
+    time.sleep(1.0)
     start = time.monotonic()
     for number in range(100):
         ours[1].send(bytes([number]))
     arrived: list[int] = []
-    while select.select([ours[0]], [], [], 1.0)[0]:
+    while select.select([ours[0]], [], [], 3.0)[0]:
         assert arrived or time.monotonic() - start >= 0.19
         arrived.append(ours[0].recv(100)[0])
     assert arrived == sorted(arrived) and 30 < len(arrived) < 70
     os.close(write)
-    thread.join(5.0)
+    thread.join(30.0)
     assert not thread.is_alive()
     os.close(read)
     for each in (*ours, *ends):

@@ -159,7 +159,7 @@ class FakeServer:
             self.freeze_after = None
             self.unlocked.notify_all()
 
-    def wait_until_running(self, count: int, timeout_s: float = 10.0) -> None:
+    def wait_until_running(self, count: int, timeout_s: float = 60.0) -> None:
         with self.unlocked:
             assert self.unlocked.wait_for(lambda: len(self.running) >= count, timeout_s), (
                 f"{len(self.running)} of {count} requests arrived"

@@ -60,7 +60,7 @@ def make_requests(num_groups: int, group_size: int = 4, **sampling: object) -> l
     return requests
 
 
-def drain(engine: SglangEngine, timeout_s: float = 30.0) -> list[Completion]:
+def drain(engine: SglangEngine, timeout_s: float = 90.0) -> list[Completion]:
     completions: list[Completion] = []
     end = time.monotonic() + timeout_s
     while engine.num_unfinished:
@@ -205,7 +205,7 @@ def test_a_slow_but_healthy_server_is_waited_for(make_server, make_engine: MakeE
     engine = make_engine([server], stall_s=0.2)
     requests = make_requests(2)
     engine.submit(requests)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while server.paths().count("/health") < 2 and time.monotonic() < end:
         assert engine.poll() == []
     server.thaw()

@@ -98,7 +98,7 @@ def test_requests_go_through_and_a_killed_server_costs_nothing(
         server.thaw()
     assert drain(engine) == expected(requests, servers[0])
     assert not engine.failed_servers
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while router.workers()[busy.url] and time.monotonic() < end:
         time.sleep(0.1)
     assert router.workers()[busy.url] is False
@@ -118,7 +118,7 @@ def test_aborts_go_straight_to_the_servers(engine: SglangEngine, servers: list[F
         server.freeze_after = 4
     requests = make_requests(12)
     engine.submit(requests)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while sum(len(server.running) for server in servers) < 12 and time.monotonic() < end:
         time.sleep(0.02)
     partial = engine.abort()
@@ -132,7 +132,7 @@ def test_without_any_server_the_run_stops_with_the_reason(
 ) -> None:
     for server in servers:
         server.kill()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while any(router.workers().values()) and time.monotonic() < end:
         time.sleep(0.1)
     engine.submit(make_requests(3))

@@ -79,7 +79,7 @@ def test_one_that_hangs_fails_at_the_deadline_and_is_ended(settings: Any, start:
     began = time.monotonic()
     with pytest.raises(EngineStartError, match="does not answer; start_timeout_s is 1.5"):
         server.wait_until_healthy()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert not running([server.pid])
 
 
@@ -143,7 +143,7 @@ def test_children_that_ignore_signals_or_left_the_session_are_ended(settings: An
     assert len(pids) == 3
     began = time.monotonic()
     server.stop()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert not running(pids)
 
 
@@ -152,7 +152,7 @@ def test_orphans_of_a_killed_leader_are_ended(settings: Any, start: Any) -> None
     server.wait_until_healthy()
     pids = server.pids()
     os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not server.is_alive() and "ended with signal 9" in server.exit_reason()
