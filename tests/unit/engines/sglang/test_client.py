@@ -124,8 +124,8 @@ def answer_with(cached: object) -> bytes:
 
 
 EXPECTED = {
-    "hang": (EngineTimeout, "no answer within 1.5 s"),
-    "hang_mid_answer": (EngineTimeout, "no answer within 1.5 s"),
+    "hang": (EngineTimeout, "no answer within 3 s"),
+    "hang_mid_answer": (EngineTimeout, "no answer within 3 s"),
     "reset": (EngineGone, "connection lost"),
     "reset_mid_answer": (EngineGone, "connection lost"),
     "400": (EngineHttpError, "HTTP 400: .*the request does not fit"),
