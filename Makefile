@@ -7,7 +7,7 @@
 # make ablate GRID=examples/grids/dapo_table1.toml [ARGS="--jobs 2 --seconds 3000"]   variants x seeds (docs/ablations.md)
 # make smollm2-gpu [ENGINE_PYTHON=...] [ARGS="--seconds 3000"]   SmolLM2 on one GPU: DAPO, GRPO, VAPO, T-PPO and TRL, three seeds
 # make test                                                    the test suite without TRL, virtual clusters and tests marked long
-# make environments test-unit test-more                       its parts: what it installs, the unit tests, all other tests
+# make environments test-unit test-more                        its parts: what it installs, the unit tests, all other tests
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
