@@ -242,4 +242,5 @@ class MicroBatch:
 
     @property
     def max_sequence_length(self) -> int:
+        """Length of the longest sequence, its padding included."""
         return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())

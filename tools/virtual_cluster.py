@@ -388,7 +388,7 @@ class VirtualCluster:
 
 
 def run_init(work: Path, name: str) -> None:
-    """Set up the namespaces of a node from inside, start its daemons, and reap processes for ever."""
+    """Set up the namespaces of a node from inside, start its daemons, and reap processes forever."""
     cluster = VirtualCluster(work)
     socket.sethostname(name)
     _enter_cgroup(cluster, name)

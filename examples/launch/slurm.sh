@@ -40,7 +40,7 @@ SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_J
 export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
-# A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it for ever.
+# A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
 step=(srun --overlap --immediate=300 --kill-on-bad-exit=1 --cpu-bind=none)
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
 # A step of its own: what a step has started ends with it. Without servers to keep it ends at once.

@@ -212,7 +212,7 @@ RULES = (
         "rollout.max_num_gen_batches >= 1 or data.max_epochs >= 1",
         "set rollout.max_num_gen_batches = 10, or data.max_epochs = 1 or more",
         where="rollout.filter_groups",
-        reason="a batch that no group passes into would be collected for ever",
+        reason="a batch that no group passes into would be collected forever",
     ),
     Rule(
         "rollout.filter_groups",

@@ -52,6 +52,7 @@ class Shard(NamedTuple):
 
     @property
     def bounds(self) -> Slice:
+        """The slice of the global tensor."""
         return Slice(self.global_offset, self.shape)
 
 
@@ -59,12 +60,15 @@ class Layout(Protocol):
     """Location of every element of some global tensors. Ranks that hold the same should share one tuple of shards."""
 
     @property
-    def num_ranks(self) -> int: ...
+    def num_ranks(self) -> int:
+        """Number of ranks, those that hold nothing included."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorSpec]: ...
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The global tensors by name."""
 
-    def shards(self, rank: int) -> tuple[Shard, ...]: ...
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        """Return what a rank holds."""
 
     def buffer_names(self, rank: int) -> frozenset[str]:
         """Local buffers of a rank, those that are padding only included."""

@@ -93,7 +93,7 @@ class Dispatcher:
         try:
             while not self._stopping:
                 self._step()
-        except BaseException as error:  # a bug here must not leave callers waiting for ever
+        except BaseException as error:  # a bug here must not leave callers waiting forever
             logger.exception("the verifier pool failed")
             failure = error
         finally:

@@ -24,7 +24,7 @@ from megatron_dapo.engines.base import completion_from_json, completion_to_json,
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 # Times in a row that an engine may return the same response unfinished and without a new token. Requests in the queue
-# of an engine that dies come back like that, but no working engine does it for ever.
+# of an engine that dies come back like that, but no working engine does it forever.
 MAX_FRUITLESS = 16
 
 

@@ -117,7 +117,7 @@ class Injector:
         """Wait until Slurm has given a node up, as it has when a machine has booted.
 
         Namespaces boot within a second and do not change the kernel's boot time, by which slurmctld knows that the job's
-        step there is lost: it would wait for it for ever. A minute after the node was given up slurmctld repeats the order
+        step there is lost: it would wait for it forever. A minute after the node was given up slurmctld repeats the order
         to end the job there, and it would end the requeued job of the same number.
         """
         if wait_until(lambda: is_given_up(self._cluster, node), GIVEN_UP_S, poll_s=0.5):

@@ -43,17 +43,23 @@ Result = TypeVar("Result")
 class EngineControl(Protocol):
     """Control of one engine during a weight sync. Every method returns when the engine is done and raises if it fails."""
 
-    def pause(self, mode: str) -> None: ...
+    def pause(self, mode: str) -> None:
+        """Stop generating; `mode` says what becomes of the requests under way, as SGLang's /pause_generation reads it."""
 
-    def flush_cache(self) -> None: ...
+    def flush_cache(self) -> None:
+        """Drop the KV cache, which the old weights filled."""
 
-    def begin_weight_update(self) -> None: ...
+    def begin_weight_update(self) -> None:
+        """Prepare for new weights."""
 
-    def end_weight_update(self) -> None: ...
+    def end_weight_update(self) -> None:
+        """Take the new weights into use."""
 
-    def update_weight_version(self, version: int) -> None: ...
+    def update_weight_version(self, version: int) -> None:
+        """Set the policy version that the engine reports with its responses."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Generate again."""
 
 
 class ServerControl(EngineControl, Protocol):
