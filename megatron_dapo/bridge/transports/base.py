@@ -50,10 +50,10 @@ class EngineControl(Protocol):
         """Drop the KV cache, which the old weights filled."""
 
     def begin_weight_update(self) -> None:
-        """Prepare for new weights."""
+        """Open an update session, where the engine has such."""
 
     def end_weight_update(self) -> None:
-        """Take the new weights into use."""
+        """Close the session of `begin_weight_update`."""
 
     def update_weight_version(self, version: int) -> None:
         """Set the policy version that the engine reports with its responses."""
