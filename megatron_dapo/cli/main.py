@@ -11,32 +11,17 @@ import importlib
 import json
 import logging
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
 from megatron_dapo.cli.data import data_app
-from megatron_dapo.cli.plan import (
-    ONE_NODE_OF_CPUS,
-    Machines,
-    Plan,
-    describe,
-    describe_pretraining,
-    describe_sft,
-    make_plan,
-)
-from megatron_dapo.config import Config, ConfigError, pretraining_config
-from megatron_dapo.config.algorithm_schema import CriticConfig
-from megatron_dapo.config.cluster import GIB
-from megatron_dapo.config.process_limits import process_limits
-from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
-from megatron_dapo.recovery.disk_space import checkpoint_space, size
+from megatron_dapo.cli.options import DryRunOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -50,48 +35,7 @@ plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, comput
 app.add_typer(plan_app, name="plan")
 app.add_typer(data_app, name="data")
 
-REFUSED = 2
-WORKER = "megatron_dapo.launch.worker"
 CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to_hf", "verify": "verify"}
-
-RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
-]
-LayoutOption = Annotated[
-    str | None, typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
-NodesOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
-]
-GpusOption = Annotated[
-    int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
-]
-GpuMemoryOption = Annotated[
-    float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
-]
-HostMemoryOption = Annotated[
-    float | None,
-    typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
-]
-FreeDiskOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"
-    ),
-]
-RestartsOption = Annotated[
-    int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
-
-
-def _refuse(reason: object) -> NoReturn:
-    typer.echo(f"error: {reason}", err=True)
-    raise typer.Exit(REFUSED)
 
 
 @app.command()
@@ -110,321 +54,21 @@ def doctor(
     try:
         report = examine(recipe, overrides or [], layout)
     except ValueError as error:  # a bad --layout
-        _refuse(error)
+        refuse(error)
     typer.echo(json.dumps(to_json(report)) if json_output else "\n".join(describe(report)))
     raise typer.Exit(0 if report.is_ok else 1)
 
 
-@app.command()
-def train(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: OutputDirOption = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-) -> None:
-    """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    plan = _plan(
-        recipe, overrides, layout, output_dir, _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    )
-    for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
-        typer.echo(line)
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts))
-
-
-@app.command("pretrain-value")
-def pretrain_value(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.output_dir")
-    ] = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-) -> None:
-    """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
-
-    def adapt(config: Config) -> Config:
-        if not config.has_critic:
-            raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
-        return pretraining_config(config, output_dir)
-
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt=adapt)
-    for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
-        typer.echo(line)
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
-
-
-@app.command()
-def sft(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: Annotated[Path | None, typer.Option(help="where it writes; default: sft in run.output_dir")] = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-) -> None:
-    """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
-    from megatron_dapo.data.examples import sft_config
-
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt=lambda config: sft_config(config, output_dir))
-    for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
-        typer.echo(line)
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts, ("--sft", *([str(output_dir)] if output_dir else []))))
-
-
-@app.command("rejection-sample")
-def rejection_sample(
-    recipe: RecipeArgument,
-    model: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory; default: model.path of the recipe")
-    ] = None,
-    overrides: SetOption = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="where it writes; default: rejection_sampling in run.output_dir")
-    ] = None,
-) -> None:
-    """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
-    chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_sampling).loaded.config
-    from megatron_dapo.selection.run import EXAMPLES
-    from megatron_dapo.selection.run import rejection_sample as run
-
-    directory = output_dir or config.run.output_dir / "rejection_sampling"
-    try:
-        figures = run(config, directory)["figures"]
-    except ValueError as error:
-        _refuse(error)
-    fates = ", ".join(f"{count} {fate}" for fate, count in figures["fates"].items())
-    typer.echo(f"{figures['responses']} responses to {figures['prompts']} prompts: {fates}")
-    typer.echo(f"examples: {directory / EXAMPLES}")
-
-
-@app.command()
-def rounds(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: OutputDirOption = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-) -> None:
-    """Fine-tune, sample, select, fine-tune, then train: the stages of one recipe, continued when it is run again."""
-    from megatron_dapo.selection.rounds import begin, outcome_lines, stages
-
-    # Checked as a whole at first: what is wrong with the last stage must not show hours later.
-    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run))
-    _require_disk(plan, None)
-    config = plan.loaded.config
-    sequence = stages(config, config.run.output_dir)
-    if dry_run:
-        for stage in sequence:
-            typer.echo(f"{stage.name}: megatron-dapo {stage.command}, {', '.join(stage.overrides)}")
-        return
-
-    try:
-        begin(config, config.run.output_dir)
-    except (ValueError, OSError) as error:
-        _refuse(error)
-    code, launched = 0, {"layout": layout, "restarts": restarts}
-    commands = {"sft": (sft, launched), "rejection-sample": (rejection_sample, {}), "train": (train, launched)}
-    for number, stage in enumerate(sequence, start=1):
-        typer.echo(f"stage {number} of {len(sequence)}: {stage.command} in {stage.directory}")
-        command, options = commands[stage.command]
-        try:
-            command(recipe, overrides=[*(overrides or []), *stage.overrides], output_dir=stage.directory, **options)
-        except typer.Exit as end:
-            code = end.exit_code
-        if code:
-            typer.echo(f"stage {number}, {stage.name}: exit code {code}; the same command continues from it", err=True)
-            break
-    for line in outcome_lines(sequence):
-        typer.echo(line)
-    raise typer.Exit(code)
-
-
-def _plan(
-    recipe: Path,
-    overrides: list[str] | None,
-    layout: str | None,
-    output_dir: Path | None,
-    machines: Machines,
-    adapt: Callable[[Config], Config] = lambda config: config,
-) -> Plan:
-    try:
-        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt=adapt)
-    except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
-        _refuse(error)
-
-
-def _require_disk(plan: Plan, free_gib: float | None) -> str:
-    """Return the line about the disk that checkpoints need; refuse where it is not free."""
-    assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
-    free = None if free_gib is None else int(free_gib * GIB)
-    space = checkpoint_space(plan.loaded.config, plan.architecture, free)
-    try:
-        space.require()
-    except ConfigError as error:
-        _refuse(error)
-    return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
-
-
-def _machines(
-    dry_run: bool,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    gpu_memory: float | None = None,
-    host_memory: float | None = None,
-) -> Machines:
-    """Return the machines that a dry run is for, or this one."""
-    if dry_run:
-        job = slurm_allocation()
-        known = {
-            "num_nodes": nodes or job.num_nodes,
-            "num_tasks": None if nodes else job.num_tasks,
-            "gpus_per_node": gpus_per_node or job.gpus_per_node,
-            "gpu_gib": gpu_memory,
-            # The batch script runs on a node of the job, and its nodes are alike.
-            "host_gib": host_memory or (process_limits().usable_memory / GIB if job.num_nodes else None),
-        }
-        return Machines(**{name: value for name, value in known.items() if value})
-    if given := [name for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)) if value]:
-        _refuse(
-            f"{' and '.join(given)}: only with --dry-run; a run on several nodes is started by examples/launch/slurm.sh"
-        )
-    # torch is imported only where there is a driver: it takes seconds.
-    if not DRIVER_DEVICE.exists():
-        return ONE_NODE_OF_CPUS
-    import torch
-
-    if not torch.cuda.device_count():
-        return ONE_NODE_OF_CPUS
-    gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    return Machines(1, torch.cuda.device_count(), gpu_gib, process_limits().usable_memory / GIB)
-
-
-def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
-    """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
-    from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.recovery.attempts import is_finished
-    from megatron_dapo.telemetry.summary import read_summary, summary_table
-
-    config = plan.loaded.config
-    directory = config.run.output_dir
-    try:
-        require_unused(directory)
-    except RuntimeError as error:
-        _refuse(error)
-    summary, code = directory / "summary.json", 0
-    if is_finished(directory, config.model_dump(mode="json"), config.checkpoint_dir):
-        typer.echo(f"the run in {directory} is finished: nothing to do")
-    else:
-        summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
-        code = _start_workers(recipe, plan, directory, arguments, restarts)
-    if summary.is_file():
-        Console().print(summary_table(read_summary(summary)))
-    return code
-
-
-def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...], restarts: int = 0) -> int:
-    """Start the workers, whose records go to `directory`, and wait; the first root cause of a failure is the last line."""
-    from megatron_dapo.launch.environment import batch_job
-    from megatron_dapo.launch.local import launch_workers
-    from megatron_dapo.recovery.attempts import verdict
-    from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
-
-    clear_failures(directory)
-    overrides = [part for override in plan.overrides for part in ("--set", override)]
-    start = time.time()
-    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory, restarts)
-    failure = read_failure(directory)
-    if failure is not None:
-        typer.echo(first_line(failure), err=True)
-        return failure.exit_code
-    if code == 0:
-        return 0
-    # torchrun's own code says only that a worker ended otherwise than with 0.
-    last = verdict(directory, batch_job(), start, plan.loaded.config.run.max_fruitless_attempts)
-    if last is None or not last.was_stopped:
-        return code
-    typer.echo(f"{last.reason}; the same command continues the run (exit code {last.exit_code})", err=True)
-    return last.exit_code
-
-
-@app.command()
-def replay(
-    recipe: RecipeArgument,
-    batch: Annotated[Path, typer.Argument(help="directory of a dumped rollout batch, e.g. runs/x/batches/step_000001")],
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: OutputDirOption = None,
-) -> None:
-    """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run=False))
-    code = _start_workers(recipe, plan, plan.loaded.config.run.output_dir, ("--replay", str(batch)))
-    if code == 0:
-        typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
-    raise typer.Exit(code)
-
-
-@app.command("eval")
-def evaluate(
-    recipe: RecipeArgument,
-    model: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory; default: model.path of the recipe")
-    ] = None,
-    overrides: SetOption = None,
-    output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
-) -> None:
-    """Evaluate a Hugging Face directory on the recipe's held-out data: by SGLang servers of any TP, or in this process.
-
-    Servers where rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of sglang.urls.
-    Exit code: 0 done, 1 servers failed, 2 refused.
-    """
-    chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_evaluation)
-    config = plan.loaded.config
-    if not config.data.eval_paths:
-        _refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
-    from megatron_dapo.cli.evaluate import evaluate_model
-
-    try:
-        result = evaluate_model(config)
-    except ValueError as error:
-        _refuse(error)
-    except RuntimeError as error:  # servers: the last line of it is the first error in their log
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(result.to_json() + "\n", encoding="utf-8")
-    for name, estimate in result.metrics.items():
-        typer.echo(f"{name}: {estimate.value:.4f}  [{estimate.low:.4f}, {estimate.high:.4f}]")
-    for name, rate in result.rates.items():
-        typer.echo(f"{name}: {rate:.4g}")
+for _name, _command in (
+    ("train", train),
+    ("pretrain-value", pretrain_value),
+    ("sft", sft),
+    ("rejection-sample", rejection_sample),
+    ("rounds", rounds),
+    ("replay", replay),
+    ("eval", evaluate),
+):
+    app.command(_name)(_command)
 
 
 @app.command()
@@ -449,11 +93,11 @@ def compare(
     from megatron_dapo.evaluation.reference import read_record
 
     if unit not in (None, "train_step", "optimizer_step"):
-        _refuse(f"--unit {unit}: choose train_step or optimizer_step")
+        refuse(f"--unit {unit}: choose train_step or optimizer_step")
     try:
         comparison = compare_with(run, read_record(reference, unit), dict(map(rule_from, metric or ())))
     except (ValueError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     if json_output:
         typer.echo(json.dumps({**asdict(comparison), "off_since": comparison.off_since}))
     else:
@@ -485,7 +129,7 @@ def demo(
     try:
         code = run_page(run, base, trained, packages, port)
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
     raise typer.Exit(code)
 
 
@@ -502,23 +146,8 @@ def export(
     try:
         write_space(run, space, base, trained)
     except (ValueError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     typer.echo(f"{space}: push it to a Space of yours (git, or `hf upload NAME {space} --repo-type space`)")
-
-
-def _for_evaluation(config: Config) -> Config:
-    """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
-    data = config.data.model_copy(update={"train_paths": config.data.eval_paths or config.data.train_paths})
-    telemetry = config.telemetry.model_copy(update={"references": ()})
-    # No weights are brought to servers that run already, so no transport is refused.
-    external = {"placement": "disaggregated", "weight_sync_transport": "disk"} if config.sglang.urls else {}
-    sglang = config.sglang.model_copy(update=external)
-    return config.model_copy(update={"critic": CriticConfig(), "data": data, "sglang": sglang, "telemetry": telemetry})
-
-
-def _for_sampling(config: Config) -> Config:
-    """Return the same with the training prompts."""
-    return _for_evaluation(config).model_copy(update={"data": config.data})
 
 
 @app.command()
@@ -549,10 +178,10 @@ def ablate(
     limits = Limits(jobs, seconds or float("inf"), most)
     try:
         code = run_ablation(
-            grid, overrides or [], _machines(dry_run=False), limits, results, any_commit, dry_run, typer.echo
+            grid, overrides or [], machines_of(dry_run=False), limits, results, any_commit, dry_run, typer.echo
         )
     except (ValueError, RuntimeError) as error:
-        _refuse(error)
+        refuse(error)
     raise typer.Exit(code)
 
 
@@ -604,7 +233,7 @@ def plan_sync(
             links=Links(within_node * costs.GB, between_nodes * costs.GB),
         )
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
     typer.echo(json.dumps(asdict(figures)) if json_output else "\n".join(costs.describe_sync(figures)))
 
 
@@ -614,7 +243,7 @@ def convert(
 ) -> None:
     """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
     if direction not in CONVERTERS:
-        _refuse(f"convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments")
+        refuse(f"convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments")
     # They are programs of their own, with argparse; --help and options after the direction are theirs.
     module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
     raise typer.Exit(module.main(context.args))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.fuzz_files import Target, change_bytes, change_json, fuzz, nest
+from tools.fuzzing.fuzzer import fuzz
+from tools.fuzzing.mutations import change_bytes, change_json, nest
+from tools.fuzzing.target import Target
 
 
 def run_fuzzer(num_inputs: int, seed: int, timeout_s: float) -> dict[str, object]:

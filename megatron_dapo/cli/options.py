@@ -1,0 +1,50 @@
+"""Arguments and options that several commands share, and how a command refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+REFUSED = 2
+
+RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
+]
+LayoutOption = Annotated[
+    str | None, typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
+NodesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
+]
+GpusOption = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
+]
+GpuMemoryOption = Annotated[
+    float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
+]
+HostMemoryOption = Annotated[
+    float | None,
+    typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
+]
+FreeDiskOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"
+    ),
+]
+RestartsOption = Annotated[
+    int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
+
+
+def refuse(reason: object) -> NoReturn:
+    """End the command with the reason on stderr and exit code 2."""
+    typer.echo(f"error: {reason}", err=True)
+    raise typer.Exit(REFUSED)

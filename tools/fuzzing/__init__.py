@@ -1,0 +1,1 @@
+"""Hostile files for every reader of files from outside (tools/fuzz_files.py)."""
