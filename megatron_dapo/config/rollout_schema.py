@@ -33,7 +33,7 @@ Embedding = Literal["hidden_states", "encoder", "ngrams"]
 
 
 class InjectionConfig(Section):
-    """Adversarial prompt injection: variants of training prompts with the same answer, see `megatron_dapo/data/injection.py`. It
+    """Adversarial prompt injection: rewrites of training prompts with the same answer, see `megatron_dapo/data/injection.py`. It
     changes what the policy is trained on: watch held-out accuracy, and with wrong_hint the use of hints that are right."""
 
     templates: tuple[InjectionTemplate, ...] = ()
@@ -41,12 +41,12 @@ class InjectionConfig(Section):
     noise (capitals and spaces). Easier: answer_range (ten numbers that hold the answer, a whole number). Empty: off."""
 
     when: Literal["filtered", "visit"] = "filtered"
-    """filtered: after a group that dynamic sampling dropped the next step samples a harder variant of its prompt if all were right,
+    """filtered: after a group that dynamic sampling dropped the next step samples a harder rewrite of its prompt if all were right,
     an easier one if all were wrong; templates whose groups are kept are chosen more often. visit: in the place of the prompt
     itself, whatever its pass rate."""
 
     rate: Fraction = 0.25
-    """filtered: largest share of a batch's groups that are of variants. visit: share of the visits that get one."""
+    """filtered: largest share of a batch's groups that are of rewrites. visit: share of the visits that get one."""
 
     ramp_prompts: NonNegativeInt = 0
     """Visits over which that share grows linearly from 0. 0: the full share from the beginning."""
@@ -75,7 +75,7 @@ class DataConfig(Section):
     """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
 
     injection: InjectionConfig = InjectionConfig()
-    """Harder and easier variants of training prompts."""
+    """Harder and easier rewrites of training prompts."""
 
     max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""

@@ -184,7 +184,7 @@ RULES = (
         'set data.injection.templates = [], or rollout.responses = "sampled"',
         path="data.injection.templates",
         where='rollout.responses == "given"',
-        reason="a given response answers the prompt of its own row, not a variant of it",
+        reason="a given response answers the prompt of its own row, not a rewrite of it",
     ),
     Rule(
         "rollout.prompts_per_step % training.mini_batch_prompts == 0",
@@ -219,13 +219,13 @@ RULES = (
         'set rollout.filter_groups = true, or data.injection.when = "visit"',
         path="data.injection.when",
         where='data.injection.templates and data.injection.when == "filtered"',
-        reason="variants take the place of groups that are filtered",
+        reason="rewrites take the place of groups that are filtered",
     ),
     Rule(
         "data.injection.rate * rollout.prompts_per_step >= 1",
         "set data.injection.rate = {ceil(100 / rollout.prompts_per_step) / 100}, or data.injection.templates = []",
         where='data.injection.templates and data.injection.when == "filtered"',
-        reason="else no group of a batch may be of a variant",
+        reason="else no group of a batch may be of a rewrite",
     ),
     Rule(
         '"answer_range" not in data.injection.templates',
@@ -239,7 +239,7 @@ RULES = (
             f"set data.injection.templates = [], or {instead}",
             path="data.injection.templates",
             where=where,
-            reason="variants are drawn by their share of a batch, not by a history of pass rates",
+            reason="rewrites are drawn by their share of a batch, not by a history of pass rates",
         )
         for where, instead in (
             ("rollout.budget.enabled", "rollout.budget.enabled = false"),

@@ -1,9 +1,9 @@
-"""Adversarial prompt injection: harder and easier variants of the training prompts, whose gold answer is known because it is unchanged.
+"""Adversarial prompt injection: harder and easier rewrites of the training prompts, whose gold answer is known because it is unchanged.
 
-Where dynamic sampling dropped a group, a variant of its prompt comes next: a harder one if all responses were right, an easier one
-if all were wrong. Or a harder variant takes the place of the prompt itself, at some visits.
+Where dynamic sampling dropped a group, a rewrite of its prompt comes next: a harder one if all responses were right, an easier one
+if all were wrong. Or a harder rewrite takes the place of the prompt itself, at some visits.
 
-A template changes the text of the last user turn alone; system prompt and chat template stay as they are. A variant is a prompt
+A template changes the text of the last user turn alone; system prompt and chat template stay as they are. A rewrite is a prompt
 of its own, with an id of its own ("<id>~wrong_hint"), so that its responses form groups of their own and are never compared
 with those to the original. Evaluation sees original prompts only.
 """
@@ -22,8 +22,8 @@ from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.types import FilterDecision, Prompt
 
 SEPARATOR = "~"  # between the id of a prompt and the name of a template
-TEMPLATE = "injection"  # key of Prompt.extra that names a variant's template
-_FADING = 0.98  # of what is known of the templates, with each group of a variant: the policy changes, and none is given up for good
+TEMPLATE = "injection"  # key of Prompt.extra that names a rewrite's template
+_FADING = 0.98  # of what is known of the templates, with each group of a rewrite: the policy changes, and none is given up for good
 
 _ASIDES = (
     "Note that the shop next door is closed on Sundays.",
@@ -75,30 +75,30 @@ EASIER = {"answer_range": answer_range}
 TEMPLATES = {**HARDER, **EASIER}
 
 
-def variants(
+def rewrites(
     prompts: Sequence[Prompt],
     templates: Sequence[str],
     template: PromptTemplate,
     max_prompt_tokens: int,
     seed: int,
 ) -> dict[str, tuple[Prompt, ...]]:
-    """Return prompt id -> its variants, one a template that fits the prompt and keeps it short enough.
+    """Return prompt id -> its rewrites, one a template that fits the prompt and keeps it short enough.
 
-    `template` renders their messages. Equal seeds give equal variants, whatever the other prompts are. ValueError for a template
+    `template` renders their messages. Equal seeds give equal rewrites, whatever the other prompts are. ValueError for a template
     that does not exist.
     """
     if unknown := [name for name in templates if name not in TEMPLATES]:
         raise ValueError(f"unknown injection template {unknown[0]!r}: choose among {', '.join(TEMPLATES)}")
     found = {}
     for prompt in prompts:
-        own = [_variant(prompt, name, template, seed) for name in templates]
+        own = [_rewrite(prompt, name, template, seed) for name in templates]
         short = tuple(one for one in own if one is not None and len(one.token_ids) <= max_prompt_tokens)
         if short:
             found[prompt.prompt_id] = short
     return found
 
 
-def _variant(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> Prompt | None:
+def _rewrite(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> Prompt | None:
     *before, last = prompt.messages
     rng = random.Random(f"{seed}/{prompt.prompt_id}/{name}")
     text = TEMPLATES[name](last["content"], prompt.answer, rng)
@@ -115,13 +115,13 @@ def _variant(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> 
 
 
 class Injection:
-    """Choice of variants, see `data.injection` in the configuration.
+    """Choice of rewrites, see `data.injection` in the configuration.
 
     Every choice depends on the seed, the visits so far and the state alone, so that a resumed run chooses alike.
 
     Args:
-        variants: prompt id -> template -> id of its variant.
-        at_visits: a variant takes the place of the prompt at some visits; otherwise that of a group that was filtered.
+        rewrites: prompt id -> template -> id of its rewrite.
+        at_visits: a rewrite takes the place of the prompt at some visits; otherwise that of a group that was filtered.
         rate: share of the visits, or of a batch's `batch_groups` groups, once the ramp is over.
         ramp_prompts: visits over which the rate grows linearly from 0.
         seed: of the choices.
@@ -130,43 +130,43 @@ class Injection:
 
     def __init__(
         self,
-        variants: Mapping[str, Mapping[str, str]],
+        rewrites: Mapping[str, Mapping[str, str]],
         at_visits: bool,
         rate: float,
         ramp_prompts: int,
         seed: int,
         batch_groups: int,
     ) -> None:
-        self._variants = variants
-        self._template_of = {name: template for own in variants.values() for template, name in own.items()}
+        self._rewrites = rewrites
+        self._template_of = {name: template for own in rewrites.values() for template, name in own.items()}
         self._at_visits = at_visits
         self._rate = rate
         self._ramp_prompts = ramp_prompts
         self._seed = seed
         self._batch_groups = batch_groups
-        self._num_replaced = 0  # groups that a variant took the place of
+        self._num_replaced = 0  # groups that a rewrite took the place of
         self._outcomes: dict[str, list[float]] = {}  # template -> groups kept and groups filtered, faded
 
     @property
-    def variant_ids(self) -> Set[str]:
-        """Ids of all variants."""
+    def rewrite_ids(self) -> Set[str]:
+        """Ids of all rewrites."""
         return self._template_of.keys()
 
     def at_visit(self, prompt_id: str, visit: int) -> str:
-        """Return the id to generate from at visit number `visit` of the run, from 0: the prompt's own or a variant's."""
-        own = self._variants.get(prompt_id, {})
+        """Return the id to generate from at visit number `visit` of the run, from 0: the prompt's own or a rewrite's."""
+        own = self._rewrites.get(prompt_id, {})
         rng = random.Random(f"{self._seed}/{visit}/injection")
         if not own or not self._at_visits or rng.random() >= self._rate_at(visit):
             return prompt_id
         return rng.choice(list(own.values()))
 
     def in_place_of(self, prompt_id: str, decision: FilterDecision, num_held: int, visit: int) -> str | None:
-        """Learn from the filter's decision on a group; return the id of the variant to sample in its place, None for none.
+        """Learn from the filter's decision on a group; return the id of the rewrite to sample in its place, None for none.
 
         Args:
             prompt_id: of the group.
             decision: of dynamic sampling, see `FilterDecision`.
-            num_held: variants that wait for their responses or for their batch; never more than a batch may have.
+            num_held: rewrites that wait for their responses or for their batch; never more than a batch may have.
             visit: number of visits so far.
         """
         if template := self._template_of.get(prompt_id):
@@ -174,7 +174,7 @@ class Injection:
             self._outcomes = {name: [_FADING * count for count in two] for name, two in self._outcomes.items()}
             self._outcomes[template][0 if decision == "kept" else 1] += 1
         wanted = {"all_right": HARDER, "all_wrong": EASIER}.get(decision, {})
-        own = {template: name for template, name in self._variants.get(prompt_id, {}).items() if template in wanted}
+        own = {template: name for template, name in self._rewrites.get(prompt_id, {}).items() if template in wanted}
         has_room = num_held < math.floor(self._rate_at(visit) * self._batch_groups)
         if not own or self._at_visits or not has_room:
             return None
@@ -208,8 +208,8 @@ def injection_of(
     seed: int,
     batch_groups: int,
 ) -> tuple[Injection, dict[str, Prompt]]:
-    """Return the choice among the variants of `prompts`, and the variants by id; see `variants` and `Injection`."""
-    by_parent = variants(prompts, config.templates, template, max_prompt_tokens, seed)
+    """Return the choice among the rewrites of `prompts`, and the rewrites by id; see `rewrites` and `Injection`."""
+    by_parent = rewrites(prompts, config.templates, template, max_prompt_tokens, seed)
     ids = {parent: {one.extra[TEMPLATE]: one.prompt_id for one in own} for parent, own in by_parent.items()}
     by_id = {one.prompt_id: one for own in by_parent.values() for one in own}
     at_visits = config.when == "visit"

@@ -1,7 +1,7 @@
 """The order of prompts: endless shuffled epochs with an exact state.
 
 Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. A prompt that was
-drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts, as does the variant of a prompt
+drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts, as does the rewrite of a prompt
 whose group was filtered.
 """
 
@@ -26,7 +26,7 @@ class PromptStream:
         prompt_ids: of the data set, unique, in its order.
         seed: of the shuffles.
         max_epochs: number of epochs; None: endless.
-        injection: of variants of prompts; None: none.
+        injection: of rewrites of prompts; None: none.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PromptStream:
             raise ValueError(f"max_epochs must be at least 1 or None, got {max_epochs}")
         self._injection = injection
         if injection is not None:
-            self._known |= injection.variant_ids
+            self._known |= injection.rewrite_ids
         self._seed = seed
         self._max_epochs = max_epochs
         self._fingerprint = fingerprint(self._prompt_ids)
@@ -96,16 +96,16 @@ class PromptStream:
         self._requeued.append(prompt_id)
 
     def judged(self, prompt_id: str, decision: FilterDecision, num_held: int) -> None:
-        """Learn how the filter decided on a prompt's group; its variant comes next where the injection has one.
+        """Learn how the filter decided on a prompt's group; its rewrite comes next where the injection has one.
 
-        `num_held` is the number of variants drawn that still may be trained.
+        `num_held` is the number of rewrites drawn that still may be trained.
         """
         if self._injection is None:
             return
-        num_waiting = sum(name in self._injection.variant_ids for name in self._requeued)
-        variant = self._injection.in_place_of(prompt_id, decision, num_held + num_waiting, self.num_drawn)
-        if variant is not None:
-            self._requeued.append(variant)
+        num_waiting = sum(name in self._injection.rewrite_ids for name in self._requeued)
+        rewrite = self._injection.in_place_of(prompt_id, decision, num_held + num_waiting, self.num_drawn)
+        if rewrite is not None:
+            self._requeued.append(rewrite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state; its size does not depend on the data set."""
@@ -146,7 +146,7 @@ class PromptStream:
         unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
         if unknown and all(name.partition(SEPARATOR)[0] in self._known for name in unknown):
             raise ValueError(
-                f"the checkpoint's prompt stream holds {len(unknown)} variants of prompts, such as {unknown[0]!r}, that this run "
+                f"the checkpoint's prompt stream holds {len(unknown)} rewrites of prompts, such as {unknown[0]!r}, that this run "
                 "does not have: resume with the data.injection.templates of the checkpoint"
             )
         is_in_range = 0 <= state["position"] <= len(self._prompt_ids) and state["epoch"] >= 0

@@ -10,7 +10,7 @@ every group started before its last one is decided. So responses that are traine
 With oversample = 1 the batch is a function of the prompt stream, the seeds and the weights alone: the first groups, in
 order of their start, that pass the filter. Each group is started when one is missing and none in flight may still
 supply it: a rejected group costs one replacement, not a round. With data.injection the next collection starts with
-variants of prompts that this one rejected.
+rewrites of prompts that this one rejected.
 
 With oversample > 1 later groups are generated while the batch waits for its longest response. They belong to the next
 batches: no more are started than these can train within max_staleness, by the share of groups that passed the filter
@@ -287,11 +287,11 @@ class GroupCollector(Collector):
                 self._counters.num_filtered += 1
 
     def _tell_stream(self) -> None:
-        """Report the filter's decisions in order of the groups' start, so that variants do not depend on who was fast."""
+        """Report the filter's decisions in order of the groups' start, so that rewrites do not depend on who was fast."""
         held = (*self._unfinished.values(), *self._buffer)
-        num_variants = sum(TEMPLATE in group.prompt.extra for group in held)
+        num_rewrites = sum(TEMPLATE in group.prompt.extra for group in held)
         for _, prompt_id, decision in sorted(self._judged):
-            self._stream.judged(prompt_id, decision, num_variants)
+            self._stream.judged(prompt_id, decision, num_rewrites)
         self._judged.clear()
 
     # Holding and queueing again

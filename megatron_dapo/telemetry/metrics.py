@@ -80,7 +80,7 @@ _STEP = [
         (
             "injected_share",
             "fraction",
-            "share of the trained groups whose prompt was a variant (data.injection)",
+            "share of the trained groups whose prompt was a rewrite (data.injection)",
         ),
         ("injected_accuracy", "fraction", "mean accuracy of their responses (0 if none)"),
         ("duplicate_share", "fraction", "share of the trained responses equal to another one of their group"),

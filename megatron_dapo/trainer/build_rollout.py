@@ -122,7 +122,7 @@ def _prompts(
 def prompt_injection(
     config: Config, prompts: Sequence[Prompt], inputs: ModelInputs
 ) -> tuple[Injection | None, dict[str, Prompt]]:
-    """Return the choice of variants of prompts, and these by id; None and none without templates."""
+    """Return the choice of rewrites of prompts, and these by id; None and none without templates."""
     section = config.data.injection
     if not section.templates:
         return None, {}
@@ -135,7 +135,7 @@ def prompt_injection(
         config.data.shuffle_seed,
         config.rollout.prompts_per_step,
     )
-    logger.info("adversarial injection: %d variants of %d prompts", len(by_id), len(prompts))
+    logger.info("adversarial injection: %d rewrites of %d prompts", len(by_id), len(prompts))
     return injection, by_id
 
 

@@ -60,7 +60,7 @@ def rewards(directory: Path) -> list[float]:
 
 
 def stream_state(directory: Path, step: int) -> dict[str, Any]:
-    """Position, waiting variants and outcomes of templates in a checkpoint."""
+    """Position, waiting rewrites and outcomes of templates in a checkpoint."""
     return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())["stream"]
 
 
@@ -71,9 +71,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     recipe = write_recipe(directory)
     steps = run(recipe, directory / "run", "tp1", 3)
     assert len(steps) == 3 and steps[0]["rollout/injected_share"] == 0
-    assert steps[1]["rollout/injected_share"] > 0, "what step 1 filtered has variants in step 2"
+    assert steps[1]["rollout/injected_share"] > 0, "what step 1 filtered has rewrites in step 2"
     before, after = (stream_state(directory / "run", step)["injection"] for step in (2, 3))
-    assert after["outcomes"] != before["outcomes"], "step 3 samples variants of what step 2 filtered"
+    assert after["outcomes"] != before["outcomes"], "step 3 samples rewrites of what step 2 filtered"
     for name in ("reward/perplexity_mean", "reward/format_mean", "actor/gkl_weighted_mse", "actor/gkl_cross_entropy"):
         assert all(step[name] != 0 for step in steps), name
     return recipe, directory / "run"

@@ -169,7 +169,7 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
     assert found[0].values and found[0].suggestion and found[0].formula
 
 
-def test_variants_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
+def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
     found = validate(make(data__injection__templates=["noise"], rollout__prompt_filter__name="model"))
     text = str(found[0])
     assert "data.injection.templates = ('noise',), rollout.prompt_filter.name = 'model'" in text and "\n" not in text

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_dapo.config.rollout_schema import InjectionConfig
-from megatron_dapo.data.injection import HARDER, TEMPLATE, TEMPLATES, Injection, injection_of, variants
+from megatron_dapo.data.injection import HARDER, TEMPLATE, TEMPLATES, Injection, injection_of, rewrites
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.types import Prompt
@@ -32,8 +32,8 @@ PLAIN = PromptTemplate(Letters(), "plain")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_variant_changes_the_users_turn_and_keeps_answer_and_problem(template: str) -> None:
-    [one] = variants([prompt()], [template], PLAIN, 500, seed=0)["a"]
+def test_a_rewrite_changes_the_users_turn_and_keeps_answer_and_problem(template: str) -> None:
+    [one] = rewrites([prompt()], [template], PLAIN, 500, seed=0)["a"]
     assert one.prompt_id == f"a~{template}" and one.answer == "79"
     assert one.messages[0] == prompt().messages[0] and one.messages[1]["role"] == "user"
     text = one.messages[1]["content"]
@@ -45,38 +45,38 @@ def test_a_variant_changes_the_users_turn_and_keeps_answer_and_problem(template:
 
 def test_a_hint_is_never_right_and_needs_a_whole_number() -> None:
     for seed in range(200):
-        [one] = variants([prompt(answer="-7")], ["wrong_hint"], PLAIN, 500, seed)["a"]
+        [one] = rewrites([prompt(answer="-7")], ["wrong_hint"], PLAIN, 500, seed)["a"]
         hint = re.match(r"A colleague is sure that the answer is (-?\d+)\.", one.messages[-1]["content"])
         assert int(hint[1]) != -7
     for template in ("wrong_hint", "answer_range"):
-        assert variants([prompt(answer="1/2"), prompt("b", answer="x")], [template], PLAIN, 500, 0) == {}
+        assert rewrites([prompt(answer="1/2"), prompt("b", answer="x")], [template], PLAIN, 500, 0) == {}
 
 
 def test_a_range_holds_the_answer_at_every_place() -> None:
     places = set()
     for seed in range(200):
-        [one] = variants([prompt(answer="-7")], ["answer_range"], PLAIN, 500, seed)["a"]
+        [one] = rewrites([prompt(answer="-7")], ["answer_range"], PLAIN, 500, seed)["a"]
         found = re.match(r"The answer is one of the numbers from (-?\d+) to (-?\d+)\.", one.messages[-1]["content"])
         assert int(found[2]) - int(found[1]) == 9
         places.add(-7 - int(found[1]))
     assert places == set(range(10))
 
 
-def test_long_variants_and_prompts_without_a_users_turn_are_left_out() -> None:
-    assert variants([prompt()], ["distractor"], PLAIN, len(TEXT), 0) == {}
-    assert variants([prompt(role="assistant")], list(TEMPLATES), PLAIN, 500, 0) == {}
+def test_long_rewrites_and_prompts_without_a_users_turn_are_left_out() -> None:
+    assert rewrites([prompt()], ["distractor"], PLAIN, len(TEXT), 0) == {}
+    assert rewrites([prompt(role="assistant")], list(TEMPLATES), PLAIN, 500, 0) == {}
     known = "distractor, wrong_hint, noise, answer_range"
     with pytest.raises(ValueError, match=f"unknown injection template 'hint': choose among {known}"):
-        variants([prompt()], ["hint"], PLAIN, 500, 0)
+        rewrites([prompt()], ["hint"], PLAIN, 500, 0)
 
 
-def test_equal_seeds_give_equal_variants_whatever_the_other_prompts_are() -> None:
-    alone = variants([prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"]
-    assert variants([prompt("a"), prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"] == alone
-    assert variants([prompt("b")], list(TEMPLATES), PLAIN, 500, 8)["b"] != alone
+def test_equal_seeds_give_equal_rewrites_whatever_the_other_prompts_are() -> None:
+    alone = rewrites([prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"]
+    assert rewrites([prompt("a"), prompt("b")], list(TEMPLATES), PLAIN, 500, 7)["b"] == alone
+    assert rewrites([prompt("b")], list(TEMPLATES), PLAIN, 500, 8)["b"] != alone
 
 
-def test_the_share_of_variants_follows_rate_and_ramp() -> None:
+def test_the_share_of_rewrites_follows_rate_and_ramp() -> None:
     ids = {"a": {"x": "a~x", "y": "a~y"}}
     injection = Injection(ids, at_visits=True, rate=0.25, ramp_prompts=1000, seed=1, batch_groups=8)
     chosen = [injection.at_visit("a", visit) for visit in range(5000)]
@@ -89,7 +89,7 @@ def test_the_share_of_variants_follows_rate_and_ramp() -> None:
     assert {injection.at_visit("b", visit) for visit in range(100)} == {"b"}
 
 
-def test_a_resumed_stream_chooses_the_same_variants_and_takes_them_back() -> None:
+def test_a_resumed_stream_chooses_the_same_rewrites_and_takes_them_back() -> None:
     prompts = [prompt(name) for name in "abcdefgh"]
     config = InjectionConfig(templates=tuple(HARDER), when="visit", rate=0.5)
     injection, by_id = injection_of(prompts, config, PLAIN, 500, 3, 8)
@@ -112,7 +112,7 @@ def test_a_resumed_stream_chooses_the_same_variants_and_takes_them_back() -> Non
     assert [second.next() for _ in range(28)] == [injected, *expected[13:]]
     without = PromptStream([one.prompt_id for one in prompts], 3)
     with pytest.raises(
-        ValueError, match="holds 1 variants of prompts, such as .*resume with the data.injection.templates"
+        ValueError, match="holds 1 rewrites of prompts, such as .*resume with the data.injection.templates"
     ):
         without.load_state_dict(first.state_dict())
 

@@ -151,7 +151,7 @@ class World:
     on_progress: Callable[[CollectProgress], None] | None = None
     version: int = 0
     injection: Callable[[], Injection] | None = None  # made anew by every process
-    variants: Sequence[Prompt] = ()
+    rewrites: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         prompts = [
@@ -163,7 +163,7 @@ class World:
         self.stream = PromptStream([prompt.prompt_id for prompt in prompts], 7, self.max_epochs, injection)
         inputs = CollectorInputs(
             stream=self.stream,
-            prompts={prompt.prompt_id: prompt for prompt in (*prompts, *self.variants)},
+            prompts={prompt.prompt_id: prompt for prompt in (*prompts, *self.rewrites)},
             engine=self.engine,
             scorer=SampleScorer(FakeVerifier(), decode, self.addends),
             on_progress=self.on_progress,

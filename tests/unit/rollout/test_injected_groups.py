@@ -1,4 +1,4 @@
-"""Variants in the place of groups that dynamic sampling dropped: harder after all right, easier after all wrong."""
+"""Rewrites in the place of groups that dynamic sampling dropped: harder after all right, easier after all wrong."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_dapo.data.injection import TEMPLATE, Injection
 from megatron_dapo.types import Prompt
 
 GOLDEN = json.loads((Path(__file__).resolve().parents[2] / "golden" / "golden.json").read_text())["seeds"]
-Rates = Mapping[str, float]  # template -> pass rate of the variants by it
+Rates = Mapping[str, float]  # template -> pass rate of the rewrites by it
 
 
-def with_variants(
-    make_world: Callable[..., World], rates: Sequence[float], variants: Mapping[int, Rates], rate: float, **changes: Any
+def with_rewrites(
+    make_world: Callable[..., World], rates: Sequence[float], rewrites: Mapping[int, Rates], rate: float, **changes: Any
 ) -> World:
-    """A world whose prompt number i has the variants `variants[i]`."""
-    ids = {f"p{i}": {template: f"p{i}~{template}" for template in own} for i, own in variants.items()}
+    """A world whose prompt number i has the rewrites `rewrites[i]`."""
+    ids = {f"p{i}": {template: f"p{i}~{template}" for template in own} for i, own in rewrites.items()}
     prompts = [
         Prompt(name, ({"role": "user", "content": name},), (9, round(1000 * own[template])), str(RIGHT), extra={TEMPLATE: template})
-        for i, own in variants.items()
+        for i, own in rewrites.items()
         for template, name in ids[f"p{i}"].items()
     ]  # fmt: skip
     make = lambda: Injection(ids, False, rate, 0, 5, changes["prompts_per_step"])  # noqa: E731
-    return make_world(rates, injection=make, variants=prompts, **changes)
+    return make_world(rates, injection=make, rewrites=prompts, **changes)
 
 
 def trained(batch: Any) -> list[str]:
@@ -51,11 +51,11 @@ def golden_world(make_world: Callable[..., World], rate: float) -> World:
         1: {"noise": 0.5},  # never wanted
     }
     sizes = {"group_size": 16, "prompts_per_step": 4, "max_num_gen_batches": 10}
-    return with_variants(make_world, rates, children, rate, on_exhausted="train_partial", **sizes)
+    return with_rewrites(make_world, rates, children, rate, on_exhausted="train_partial", **sizes)
 
 
 def test_the_golden_step_trains_the_same_groups(make_world: Callable[..., World]) -> None:
-    """Prompts q1 to q5 are p0 to p4; q4's variant is all right again. Variants come in the next collection."""
+    """Prompts q1 to q5 are p0 to p4; q4's rewrite is all right again. Rewrites come in the next collection."""
     case = GOLDEN["adversarial_injection"]
     names = {"q2": "p1", "q5": "p4", "q1~adv": "p0~noise", "q3~hint": "p2~answer_range"}
     world = golden_world(make_world, rate=1.0)
@@ -64,7 +64,7 @@ def test_the_golden_step_trains_the_same_groups(make_world: Callable[..., World]
     assert sum("~" in name for name in found) / len(found) == case["injected_fraction"]
 
 
-def test_the_golden_cap_leaves_one_variant_in_the_batch(make_world: Callable[..., World]) -> None:
+def test_the_golden_cap_leaves_one_rewrite_in_the_batch(make_world: Callable[..., World]) -> None:
     assert "<= 0.25" in GOLDEN["adversarial_injection"]["cap"]
     world = golden_world(make_world, rate=0.25)
     assert sorted(trained(world.collector.collect(4))) == ["p1", "p4"]
@@ -75,16 +75,16 @@ ENDLESS = {"max_epochs": None, "max_num_gen_batches": 0, "prompts_per_step": 8}
 
 
 def solved_world(make_world: Callable[..., World], rate: float = 0.25, **changes: Any) -> World:
-    """Half of the prompts are always solved; of their variants by noise all groups are kept, by distractor none."""
+    """Half of the prompts are always solved; of their rewrites by noise all groups are kept, by distractor none."""
     children = {i: {"noise": 0.5, "distractor": 1.0} for i in range(0, 32, 2)}
-    return with_variants(make_world, [1.0, 0.5] * 16, children, rate, **{**ENDLESS, **changes})
+    return with_rewrites(make_world, [1.0, 0.5] * 16, children, rate, **{**ENDLESS, **changes})
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"oversample": 2.0, "max_staleness": 1}, {"oversample": 2.0, "max_staleness": 2, "partial_rollout": True}]
 )  # fmt: skip
 @pytest.mark.parametrize("jitter", [0, 1])
-def test_no_batch_has_more_variants_than_its_share(
+def test_no_batch_has_more_rewrites_than_its_share(
     make_world: Callable[..., World], changes: dict[str, Any], jitter: int
 ) -> None:
     world = solved_world(make_world, jitter=jitter, **changes)
@@ -121,13 +121,13 @@ def test_the_ramp_starts_at_nothing(make_world: Callable[..., World]) -> None:
     assert max(count for visits, count in counts if visits > 450) == 2
 
 
-def test_variants_do_not_depend_on_which_group_was_fast(make_world: Callable[..., World]) -> None:
+def test_rewrites_do_not_depend_on_which_group_was_fast(make_world: Callable[..., World]) -> None:
     worlds = [solved_world(make_world, jitter=jitter) for jitter in range(4)]
     batches = [[trained(world.collector.collect(8)) for _ in range(10)] for world in worlds]
     assert batches[1:] == batches[:-1] and any("~" in name for batch in batches[0] for name in batch)
 
 
-def test_a_resumed_run_chooses_the_same_variants(make_world: Callable[..., World]) -> None:
+def test_a_resumed_run_chooses_the_same_rewrites(make_world: Callable[..., World]) -> None:
     changes = {"oversample": 1.0, "max_staleness": 0}
     whole = solved_world(make_world, **changes)
     expected = [trained(whole.collector.collect(8)) for _ in range(12)]
@@ -138,7 +138,7 @@ def test_a_resumed_run_chooses_the_same_variants(make_world: Callable[..., World
     assert any("~" in name for batch in expected[5:] for name in batch)
 
 
-def test_a_state_without_a_history_of_prompts_keeps_its_variants(make_world: Callable[..., World]) -> None:
+def test_a_state_without_a_history_of_prompts_keeps_its_rewrites(make_world: Callable[..., World]) -> None:
     world = solved_world(make_world)
     for _ in range(3):
         world.collector.collect(8)
