@@ -34,7 +34,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.recovery.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
-from megatron_dapo.recovery.watcher import MESSAGE_BYTES, PAGE_BYTES
+from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from megatron_dapo.parallel.coordination import Progress

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_dapo.recovery.attempts import ATTEMPTS, completed_steps
 from megatron_dapo.recovery.evidence import parent
-from megatron_dapo.recovery.watcher import PAGE_BYTES
+from megatron_dapo.recovery.watched_rank import PAGE_BYTES
 from tools.fault_injection.cells import PHASES
 from tools.resume_proof.compare_runs import checkpoint_steps
 from tools.virtual_cluster import CONTROLLER, JobState, VirtualCluster
