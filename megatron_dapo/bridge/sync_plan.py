@@ -21,6 +21,7 @@ from megatron_dapo.reshard.checksum import signed, slice_checksum
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, PartialLayout, Shard, ShiftedLayout, TensorSpec, shard_view
 from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
+from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
@@ -352,17 +353,10 @@ def _cut(bounds: Slice, limit: int) -> Iterator[Slice]:
 
 def _pack(writes: Sequence[Write], specs: Specs, bucket_bytes: int) -> list[tuple[int, tuple[Write, ...]]]:
     """Pack writes greedily: whole parameters together, single writes of parameters larger than a bucket."""
-    buckets: list[list[Write]] = []
-    filled = bucket_bytes + 1  # the first unit opens a bucket
-    for unit in _interleaved(_units(writes, specs, bucket_bytes), specs):
-        size = _aligned_bytes(unit, specs)
-        # A write that alignment makes larger than a bucket gets one alone: no alignment is needed after the last chunk.
-        if filled and filled + size > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1] += unit
-        filled += size
-    return [_with_offsets(bucket, specs) for bucket in buckets]
+    units = _interleaved(_units(writes, specs, bucket_bytes), specs)
+    # A write that alignment makes larger than a bucket gets one alone: no alignment is needed after the last chunk.
+    cuts = pieces([_aligned_bytes(unit, specs) for unit in units], bucket_bytes)
+    return [_with_offsets([write for unit in units[cut] for write in unit], specs) for cut in cuts]
 
 
 def _units(writes: Sequence[Write], specs: Specs, limit: int) -> list[list[Write]]:

@@ -18,6 +18,7 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
 from megatron_dapo.reshard.execution import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import plan
 
 DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors on rank 0 between two writes
@@ -120,14 +121,9 @@ class _CriticSource(StoredModel):
 
 
 def _batches(tensors: Mapping[str, TensorSpec], batch_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    batch: dict[str, TensorSpec] = {}
-    for name, spec in tensors.items():
-        if batch and sum(s.num_bytes for s in batch.values()) + spec.num_bytes > batch_bytes:
-            yield batch
-            batch = {}
-        batch[name] = spec
-    if batch:
-        yield batch
+    named = list(tensors.items())
+    for piece in pieces([spec.num_bytes for spec in tensors.values()], batch_bytes):
+        yield dict(named[piece])
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.reshard.layout import Shard, shard_view
+from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Traffic, Transfer
 from megatron_dapo.reshard.slices import Slice
 
@@ -115,17 +116,8 @@ def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
 
 def _buckets(plan: ReshardPlan, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
     """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
-    bucket: list[Transfer] = []
-    filled = 0
-    for transfer in transfers:
-        num_bytes = _wire_bytes(plan, transfer)
-        if bucket and filled + num_bytes > bucket_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(transfer)
-        filled += num_bytes
-    if bucket:
-        yield bucket
+    for piece in pieces([_wire_bytes(plan, transfer) for transfer in transfers], bucket_bytes):
+        yield list(transfers[piece])
 
 
 def _exchange(

@@ -21,6 +21,7 @@ from megatron_dapo.engines.sglang.engine import RequestGivenUp
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.recovery.signals import Stopped
+from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample
 
@@ -173,14 +174,8 @@ _CHUNK_TOKENS = 1 << 23  # 64 MB: what a rank holds for a moment of the other ra
 
 def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
     """Yield the indices of samples that travel together, at least one and at most _CHUNK_TOKENS tokens."""
-    start = num_tokens = 0
-    for index, sample in enumerate(samples):
-        if num_tokens and num_tokens + sample.num_tokens > _CHUNK_TOKENS:
-            yield range(start, index)
-            start, num_tokens = index, 0
-        num_tokens += sample.num_tokens
-    if num_tokens:
-        yield range(start, len(samples))
+    for piece in pieces([sample.num_tokens for sample in samples], _CHUNK_TOKENS):
+        yield range(len(samples))[piece]
 
 
 class _Rank0Failed(RuntimeError):
