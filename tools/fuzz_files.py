@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.fuzzing.fuzzer import fuzz  # noqa: E402
-from tools.fuzzing.readers import targets  # noqa: E402
+from tools.fuzzing.fuzzer import fuzz
+from tools.fuzzing.readers import targets
 
 _MEMORY = 4 << 30  # of address space beyond what the imports take
 
