@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,11 @@ from actor_checks import (
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.megatron import layers
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.model import DeferredOutputLayer
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, quantized_along_tokens
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
 
@@ -57,14 +62,31 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS}
+# One key-value head a tensor rank, local and global layers, norms before and after attention and MLP.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 128,
+    "sliding_window": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
+    "rope_theta": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS, "gemma3": GEMMA3}
 
 
 def wide_model(**changes: Any) -> Reference:
     """Random weights without a transformers reference."""
     architecture = ModelArchitecture.from_config({**WIDE, **changes})
+    one = 1 if architecture.gemma3 is None else 0  # Gemma 3 stores the difference from 1
     weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
-    weights |= {name: 1 + tensor for name, tensor in weights.items() if "norm" in name}
+    weights |= {name: one + tensor for name, tensor in weights.items() if "norm" in name}
     return Reference(architecture, weights, 0.0, {}, ())
 
 
@@ -114,6 +136,63 @@ def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     # Every rank holds a full replica and the whole batch: nothing is cut.
     reference = _replicated(alone)
     return [measured(build_actor(want, _layout(case), settings_of()), reference)[1] for case in arguments["layouts"]]
+
+
+def against_exact_sums(arguments: dict[str, Any]) -> list[dict[str, dict[str, float]]]:
+    """Worker: errors of each layout against the replicated model whose products are summed in fp64; "fp64" with the
+    layout's own sums in fp64 as well, "fp32" as it is."""
+    want = wide_model(**FAMILIES[arguments["family"]])
+    results = []
+    for case in arguments["layouts"]:
+        layout = _layout(case)
+        # Padded alike: torch's attention sums over keys in another order where there is more padding behind them.
+        alone = ParallelLayout(layout.world_size, token_multiple=layout.micro_batch_alignment)
+        with sums_in_fp64():
+            reference = _replicated(build_actor(want, alone, settings_of()))
+            fp64 = measured(build_actor(want, layout, settings_of()), reference)[1]
+        fp32 = measured(build_actor(want, layout, settings_of()), reference)[1]
+        results.append({"fp64": fp64, "fp32": fp32})
+    return results
+
+
+class _Fp64Product(torch.autograd.Function):
+    """The three products of `blockwise_linear`: the same operands, widened from e4m3, with sums and results in fp64."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return quantize_hidden(hidden).widened().double() @ quantize_weight(weight).widened().double().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        to_hidden = quantize_hidden(gradient).widened().double() @ quantize_weight(weight).widened().double()
+        to_weight = quantized_along_tokens(gradient).double().t() @ quantized_along_tokens(hidden).double()
+        return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype)
+
+
+@contextmanager
+def sums_in_fp64() -> Iterator[None]:
+    """Sum the products of FP8 layers and of the log-prob head in fp64, also over tensor ranks; all else stays in fp32."""
+    column, row, head = layers.Fp8NormColumnParallelLinear, layers.Fp8RowParallelLinear, DeferredOutputLayer
+    of_column, of_row, of_head = column._forward_impl, row.forward, head.forward
+
+    def multiply(self: Any, input: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return of_column(self, input=input.double(), **settings).float()
+
+    def multiply_and_sum(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = of_row(self, hidden)
+        return output.float(), bias
+
+    def enter_head(self: Any, hidden: torch.Tensor, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        return of_head(self, hidden.double(), *arguments, **settings)
+
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(layers, "blockwise_linear", _Fp64Product.apply))
+        replaced.enter_context(patch.object(column, "_forward_impl", multiply))
+        replaced.enter_context(patch.object(row, "forward", multiply_and_sum))
+        replaced.enter_context(patch.object(head, "forward", enter_head))
+        yield
 
 
 def _layout(fields: dict[str, Any]) -> ParallelLayout:
