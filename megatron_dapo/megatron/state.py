@@ -147,7 +147,7 @@ def load_state_shards(
             parameter.copy_(tensors[f"parameter/{name}"])
         for part in parts:
             _load_shard(part, tensors)
-    _set_random_states(
+    set_random_states(
         {key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")}
     )
 
@@ -202,10 +202,61 @@ def _difference(saved: Any, own: Any) -> str:
     return f"{name}: saved {saved.get(name)}, here {own.get(name)}"
 
 
-def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
     if GENERATOR in states:
         torch.set_rng_state(states.pop(GENERATOR).cpu())
         get_cuda_rng_tracker().set_states({name: state.clone() for name, state in states.items()})
+
+
+# ---- loading in place
+
+
+def loading_state(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return tensors to load this rank's parameters, main params and moments into, by their names in `state_shards`.
+
+    They are the live ones, except of what cannot be written in place: weights held as FP8, and moments before the first
+    step. `finish_loading` puts these in place.
+    """
+    found = {
+        f"parameter/{name}": torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if is_float8tensor(parameter)
+        else parameter.detach()
+        for name, parameter in parameters.items()
+    }
+    for part in owned_shards(parameters, optimizer):
+        state = part.inner.state.get(part.main, {})
+        if _has_main_param(part):
+            found[f"master/{part.name}"] = part.main.detach()
+        for moment in MOMENTS:
+            found[f"{moment}/{part.name}"] = (
+                state[moment] if moment in state else torch.zeros_like(part.main, dtype=torch.float32)
+            )
+    return found
+
+
+@torch.no_grad()
+def finish_loading(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: Any,
+    loaded: Mapping[str, torch.Tensor],
+    steps: Mapping[str, float],
+) -> None:
+    """Put the tensors of `loading_state` in place; `steps`: optimizer steps of each local parameter."""
+    for name, parameter in parameters.items():
+        if is_float8tensor(parameter):
+            parameter.copy_(loaded[f"parameter/{name}"])
+    for part in owned_shards(parameters, optimizer):
+        step = steps[part.name]
+        if "step" in part.group:
+            part.group["step"] = int(step)
+        if not step:
+            part.inner.state.pop(part.main, None)  # as before the first step
+            continue
+        state = {moment: loaded[f"{moment}/{part.name}"] for moment in MOMENTS}
+        if "step" not in part.group:
+            # A step tensor of its own for every parameter: Adam adds in place.
+            state["step"] = torch.tensor(step, dtype=torch.float32)
+        part.inner.state[part.main] = state
 
 
 # ---- main params from a checkpoint

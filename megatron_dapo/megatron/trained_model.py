@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +22,7 @@ from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
 from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
+from megatron_dapo.megatron.model_state import ModelState
 from megatron_dapo.megatron.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
 from megatron_dapo.megatron.precision import load_scales, scales
@@ -187,10 +189,30 @@ class TrainedModel:
         """Restore the state that `state_shards` returned on the same layout. ValueError where it does not fit."""
         self.onload()
         state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
-        saved = {key.removeprefix(f"{FP8}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{FP8}/")}
+        saved = _of_kind(FP8, tensors)
         if saved:
             load_scales(self.chunks, saved, get_fp8_recipe(self.config))
         self.offload()
+
+    @cached_property
+    def saved_state(self) -> ModelState:
+        """Return this rank's part of the saved state."""
+        return ModelState(self)
+
+    def loading_state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to load this rank's state into; see `state.loading_state`."""
+        return state.loading_state(self.named_local_parameters(), self.optimizer)
+
+    def finish_loading(self, loaded: Mapping[str, torch.Tensor], steps: Mapping[str, float]) -> None:
+        """Put loaded tensors in place; see `state.finish_loading`."""
+        state.finish_loading(self.named_local_parameters(), self.optimizer, loaded, steps)
+
+    def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what belongs to this rank alone in `state_shards`: random states and scales of FP8 modules."""
+        state.set_random_states(_of_kind("random", tensors))
+        saved = _of_kind(FP8, tensors)
+        if saved:
+            load_scales(self.chunks, saved, get_fp8_recipe(self.config))
 
     def _forward(self, micro_batches: Sequence[MicroBatch], read: ReadOutput[Output]) -> list[Output | None]:
         """Return `read` of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
@@ -228,3 +250,8 @@ class TrainedModel:
         self.onload(("optimizer",))
         grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer, self.part.group)
         return StepResult(metrics, grad_norm, applied)
+
+
+def _of_kind(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    prefix = f"{kind}/"
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

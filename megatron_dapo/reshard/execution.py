@@ -6,7 +6,7 @@ what crosses between processes is the narrower of the two types.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from megatron_dapo.reshard.planner import ReshardPlan, Traffic, Transfer
 from megatron_dapo.reshard.slices import Slice
 
 Buffers = Mapping[str, torch.Tensor]
+DtypeOf = Callable[[str], torch.dtype]
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # Offsets in a bucket are multiples of this, so that a part of it can be viewed as any element type.
@@ -69,8 +70,34 @@ def execute_distributed(
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     if plan.num_ranks > size:
         raise ValueError(f"reshard: the plan is for {plan.num_ranks} ranks, the process group has {size}")
-    incoming = _by_peer((t, t.source) for t in plan.receives(rank, tensors))
-    outgoing = _by_peer((t, t.destination) for t in plan.sends(rank, tensors))
+    return execute_transfers(
+        plan.receives(rank, tensors),
+        plan.sends(rank, tensors),
+        lambda tensor: wire_dtype(plan, tensor),
+        sources,
+        destinations,
+        group,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def execute_transfers(
+    receives: Iterable[Transfer],
+    sends: Iterable[Transfer],
+    dtype_of: DtypeOf,
+    sources: Buffers,
+    destinations: Buffers,
+    group: dist.ProcessGroup | None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Traffic:
+    """Carry out what this rank receives and sends, those to itself included in both; see `execute_distributed`.
+
+    What one rank sends to another is in one order on both. `dtype_of`: a tensor's element type on the way.
+    """
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    incoming = _by_peer((t, t.source) for t in receives)
+    outgoing = _by_peer((t, t.destination) for t in sends)
     local = 0
     for transfer in incoming.pop(rank, ()):
         local += _copy_local(transfer, sources, destinations)
@@ -79,10 +106,11 @@ def execute_distributed(
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
         pairs = zip_longest(
-            _buckets(plan, outgoing.get(to, []), bucket_bytes), _buckets(plan, incoming.get(source, []), bucket_bytes)
+            _buckets(dtype_of, outgoing.get(to, []), bucket_bytes),
+            _buckets(dtype_of, incoming.get(source, []), bucket_bytes),
         )
         for send, receive in pairs:
-            counts = _exchange(plan, send or [], receive or [], to, source, sources, destinations, group)
+            counts = _exchange(dtype_of, send or [], receive or [], to, source, sources, destinations, group)
             sent, received = sent + counts[0], received + counts[1]
     return Traffic(sent=sent, received=received, local=local)
 
@@ -109,19 +137,23 @@ def _by_peer(pairs: Iterable[tuple[Transfer, int]]) -> dict[int, list[Transfer]]
     return peers
 
 
-def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
+def _num_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
+    return transfer.bounds.volume * dtype_of(transfer.tensor).itemsize
+
+
+def _wire_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
     """Bytes of a transfer within a bucket, its alignment included."""
-    return -(-plan.num_bytes(transfer) // _ALIGNMENT) * _ALIGNMENT
+    return -(-_num_bytes(dtype_of, transfer) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _buckets(plan: ReshardPlan, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
+def _buckets(dtype_of: DtypeOf, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
     """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
-    for piece in pieces([_wire_bytes(plan, transfer) for transfer in transfers], bucket_bytes):
+    for piece in pieces([_wire_bytes(dtype_of, transfer) for transfer in transfers], bucket_bytes):
         yield list(transfers[piece])
 
 
 def _exchange(
-    plan: ReshardPlan,
+    dtype_of: DtypeOf,
     send: list[Transfer],
     receive: list[Transfer],
     to: int,
@@ -134,36 +166,36 @@ def _exchange(
     operations, inbound, outbound = [], None, None
     if receive:
         device = destinations[receive[0].destination_shard.local].device
-        inbound = torch.empty(sum(_wire_bytes(plan, t) for t in receive), dtype=torch.uint8, device=device)
+        inbound = torch.empty(sum(_wire_bytes(dtype_of, t) for t in receive), dtype=torch.uint8, device=device)
         # P2POp takes ranks of the world, whatever the group.
         operations.append(dist.P2POp(dist.irecv, inbound, dist.get_global_rank(group, source), group))
     if send:
-        outbound = _pack(plan, send, sources)
+        outbound = _pack(dtype_of, send, sources)
         operations.append(dist.P2POp(dist.isend, outbound, dist.get_global_rank(group, to), group))
     # In one batch: under NCCL two ranks that both send first would wait for each other's receive.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    for transfer, part in _parts(plan, receive, inbound):
+    for transfer, part in _parts(dtype_of, receive, inbound):
         shard = transfer.destination_shard
         shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
-    return sum(map(plan.num_bytes, send)), sum(map(plan.num_bytes, receive))
+    return sum(_num_bytes(dtype_of, t) for t in send), sum(_num_bytes(dtype_of, t) for t in receive)
 
 
-def _pack(plan: ReshardPlan, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:
+def _pack(dtype_of: DtypeOf, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:
     device = sources[transfers[0].source_shard.local].device
-    bucket = torch.zeros(sum(_wire_bytes(plan, t) for t in transfers), dtype=torch.uint8, device=device)
-    for transfer, part in _parts(plan, transfers, bucket):
+    bucket = torch.zeros(sum(_wire_bytes(dtype_of, t) for t in transfers), dtype=torch.uint8, device=device)
+    for transfer, part in _parts(dtype_of, transfers, bucket):
         part.copy_(shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds))
     return bucket
 
 
 def _parts(
-    plan: ReshardPlan, transfers: list[Transfer], bucket: torch.Tensor | None
+    dtype_of: DtypeOf, transfers: list[Transfer], bucket: torch.Tensor | None
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
     """Each transfer with its part of the bucket, viewed in its element type and shape."""
     position = 0
     for transfer in transfers:
-        dtype = wire_dtype(plan, transfer.tensor)
-        end = position + plan.num_bytes(transfer)
+        dtype = dtype_of(transfer.tensor)
+        end = position + _num_bytes(dtype_of, transfer)
         yield transfer, bucket[position:end].view(dtype).view(transfer.bounds.shape)
-        position += _wire_bytes(plan, transfer)
+        position += _wire_bytes(dtype_of, transfer)

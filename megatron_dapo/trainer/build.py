@@ -140,7 +140,7 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
         return MegatronCritic.build(start, layout, settings, beside=beside, part=part, random_seed=config.run.seed)
     critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=beside, part=part)
-    if load_training_state(start, critic, layout, critic.rank, part.group):
+    if load_training_state(start, critic.saved_state):
         logger.info("the critic resumes with the optimizer state of %s", start)
     return critic
 

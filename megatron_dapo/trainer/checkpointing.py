@@ -1,29 +1,25 @@
 """Checkpoints of a run: everything from which it resumes bit for bit as if it had never stopped.
 
-rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 main params, moments, steps and random states
-critic_rank_00000.*                       the same of the critic, if there is one, numbered by its own ranks
-run.json                                  counters, and measurements so far
-collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors
+policy_00000.safetensors, ...          the policy's parameters, fp32 main params, moments and steps: each rank's part, no replicas
+policy.json                            where each box of each tensor is (`checkpoints.saved_model`); any layout loads it
+critic_00000.safetensors, critic.json  the same of the critic, if there is one, numbered by its own ranks
+run.json                               counters, and measurements so far
+collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors
 
-collection/step_000123/ has the last two alone, of a collection that was interrupted behind that checkpoint.
+docs/checkpoints.md says what is exact after a resume. collection/step_000123/ has the last two alone, of a collection that
+was interrupted behind that checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-
-from megatron_dapo.checkpoints.safetensors_file import read_tensors
+from megatron_dapo.checkpoints.saved_model import OtherModelError, index_file, rank_file
 from megatron_dapo.config.schema import Config
-from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.background_save import BackgroundSaves, Saved
@@ -39,25 +35,33 @@ from megatron_dapo.recovery.checkpoint_store import (
 from megatron_dapo.recovery.disk_space import keep_policy
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.rollout.serialization import join_state, split_state
-from megatron_dapo.untrusted import blamed_on, read_json
 
 if TYPE_CHECKING:
+    import torch
+
+    from megatron_dapo.megatron.trained_model import TrainedModel
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.learner import Learner
     from megatron_dapo.trainer.topology import RunTopology
 
 logger = logging.getLogger(__name__)
 
+POLICY, CRITIC = "policy", "critic"  # names of the models in a checkpoint
 TRAINING_STATE = "training_state"
 RESUMED = "resuming from %s"  # the log line by which the proof of resume finds the checkpoint
 
 
 class Stateful(Protocol):
-    """A model whose rank-local state can be saved and loaded: policy or critic."""
+    """A rank's part of the state of a model, policy or critic; `megatron.model_state.ModelState`."""
 
-    def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+    @property
+    def rank(self) -> int: ...
 
-    def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None: ...
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def index(self, name: str) -> dict[str, Any] | None: ...
+
+    def load(self, directory: Path, name: str) -> None: ...
 
 
 @dataclass
@@ -80,7 +84,6 @@ class CriticState:
     model: Stateful | None
     counters: Any  # a dataclass
     layout: ParallelLayout
-    rank: int  # among the critic's ranks
 
 
 @dataclass
@@ -92,7 +95,6 @@ class RunState:
     learner_counters: Any  # a dataclass
     collector: AsyncCollector | None
     layout: ParallelLayout
-    rank: int  # in the world, and among the policy's ranks
     critic: CriticState | None = None
 
     @classmethod
@@ -102,10 +104,9 @@ class RunState:
         """Return what a checkpoint holds of a run, on this rank."""
         critic = None
         if learner.critic is not None:
-            rank = topology.critic.rank if topology.critic.is_member else 0
-            critic = CriticState(learner.local_critic, learner.critic.counters, topology.critic_layout, rank)
+            critic = CriticState(_state_of(learner.local_critic), learner.critic.counters, topology.critic_layout)
         layout, counters = topology.policy_layout, learner.counters
-        return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, critic)
+        return cls(_state_of(learner.local_actor), progress, counters, collector, layout, critic)
 
     def layouts(self) -> dict[str, Any]:
         """Return the layouts by their names in a checkpoint's metadata."""
@@ -113,10 +114,10 @@ class RunState:
         return {"layout": asdict(self.layout), **critic}
 
     def models(self) -> dict[str, Stateful]:
-        """Return this rank's models by the names of their files."""
-        found = {f"rank_{self.rank:05d}": self.actor}
+        """Return the state of this rank's models by their names in a checkpoint."""
+        found = {POLICY: self.actor}
         if self.critic is not None:
-            found[f"critic_rank_{self.critic.rank:05d}"] = self.critic.model
+            found[CRITIC] = self.critic.model
         return {name: model for name, model in found.items() if model is not None}
 
     def counters(self) -> dict[str, Any]:
@@ -192,16 +193,17 @@ class Checkpoints:
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state
         for name, model in state.models().items():
-            tensors, description = model.state_shards()
-            writer.save_tensors(f"{name}.safetensors", tensors)
-            writer.save_json(f"{name}.json", description)
+            writer.save_tensors(rank_file(name, model.rank), model.tensors())
+            index = model.index(name)
+            if index is not None:
+                writer.save_json(index_file(name), index)
         # Rank 0 alone has the collector and writes what all ranks share.
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
             _write_collector(writer, state.collector)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint completely. ValueError if it was written under another layout."""
+        """Restore a checkpoint completely, saved under any layout. ValueError if it is of other models."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
             self._state.collector.load_state_dict(collector_state(self._newest_collection(checkpoint)))
@@ -221,12 +223,8 @@ class Checkpoints:
     def restore_policy(self, checkpoint: Checkpoint) -> None:
         """Restore models, optimizers and counters, not the data."""
         state = self._state
-        for name, current in state.layouts().items():
-            _check_layout(checkpoint, name, current)
         for name, model in state.models().items():
-            model.load_state_shards(
-                checkpoint.load_tensors(f"{name}.safetensors"), checkpoint.load_json(f"{name}.json")
-            )
+            model.load(checkpoint.directory, name)
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])
@@ -246,20 +244,8 @@ def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return join_state(document, checkpoint.load_tensors("collector.safetensors"))
 
 
-def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint has another layout of that name, or none."""
-    saved = checkpoint.metadata.get(name)
-    if saved is None:
-        raise ValueError(
-            f"checkpoint {checkpoint.directory} holds no {name}: it was written by an algorithm without a critic; start a "
-            "new run from its Hugging Face export"
-        )
-    if saved != current:
-        different = {key: (saved.get(key), current[key]) for key in current if saved.get(key) != current[key]}
-        raise ValueError(
-            f"checkpoint {checkpoint.directory} was written under another {name} (saved, configured): {different}; "
-            "resume with the layout it was written under, or start a new run from its Hugging Face export"
-        )
+def _state_of(model: TrainedModel | None) -> Stateful | None:
+    return None if model is None else model.saved_state
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
@@ -277,59 +263,39 @@ def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
 # ---- the optimizer state beside an exported critic
 
 
-def save_training_state(directory: Path, model: Stateful, layout: ParallelLayout, rank: int) -> None:
-    """Write this rank's optimizer state into <directory>/training_state, beside the critic's Hugging Face directory."""
+def save_training_state(directory: Path, state: Stateful) -> None:
+    """Write this rank's part of a critic's state into <directory>/training_state, beside its Hugging Face directory.
+
+    Collective among the critic's ranks on first use of the state.
+    """
     target = directory / TRAINING_STATE
     target.mkdir(parents=True, exist_ok=True)
-    tensors, description = model.state_shards()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, _tensors(target, rank))
-    _description(target, rank).write_text(json.dumps(description) + "\n", encoding="utf-8")
-    if rank == 0:
-        (target / "layout.json").write_text(json.dumps(asdict(layout)) + "\n", encoding="utf-8")
+    HERE.write_tensors(target / rank_file(CRITIC, state.rank), state.tensors())
+    index = state.index(CRITIC)
+    if index is not None:
+        HERE.write_json(target / index_file(CRITIC), index)
 
 
-def load_training_state(
-    directory: Path, model: Stateful, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None
-) -> bool:
-    """Load the optimizer state beside a critic, so that training continues where pretraining stopped.
+def load_training_state(directory: Path, state: Stateful) -> bool:
+    """Load the optimizer state beside a critic, so that training continues where pretraining stopped, in any layout.
 
-    Returns False if there is none. State of another layout, type of numbers or division over ranks is not loaded: the
-    critic starts from the directory's weights with moments of 0, and that is logged. Collective over `group`, the
-    model's ranks.
+    Returns False if there is none. State of another model or type of numbers, or in the format of earlier releases, is not
+    loaded: the critic starts from the directory's weights with moments of 0, and that is logged. Collective among the
+    critic's ranks.
     """
     source = directory / TRAINING_STATE
-    if not (source / "layout.json").is_file():
+    if not source.is_dir():
         return False
-    saved = read_json(source / "layout.json")
-    if saved != asdict(layout):
-        _log_new_start(source, f"layout {saved}, now {asdict(layout)}")
+    if not (source / index_file(CRITIC)).is_file():
+        _log_new_start(f"{source} is of an earlier release and not read")
         return False
-    description = read_json(_description(source, rank))
-    own = model.state_shards()[1]
-    # All ranks load or none: moments of a part of the model would be worse than none.
-    different = [name for name in own if description.get(name) != own[name]]
-    refuses = float(bool(different))
-    if dist.is_initialized():
-        refuses = max_over({"refuses": refuses}, group)["refuses"]
-    if refuses:
-        _log_new_start(source, ", ".join(different) or "the state of other ranks")
+    try:
+        state.load(source, CRITIC)
+    except OtherModelError as error:
+        _log_new_start(str(error))
         return False
-    with blamed_on(source):
-        model.load_state_shards(read_tensors(_tensors(source, rank)), description)
     return True
 
 
-def _log_new_start(source: Path, difference: str) -> None:
-    logger.warning(
-        "%s does not fit this critic (%s): its optimizer starts with moments of 0, from the same weights",
-        source,
-        difference,
-    )
-
-
-def _tensors(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank:05d}.safetensors"
-
-
-def _description(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank:05d}.json"
+def _log_new_start(reason: str) -> None:
+    logger.warning("%s: the critic's optimizer starts with moments of 0, from the weights of its directory", reason)

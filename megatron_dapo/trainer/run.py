@@ -111,7 +111,7 @@ class PreparedRun:
         if critic is not None:
             with replace_directory(target, critic.part.group) as directory:
                 critic.export(directory, critic_start(self.config))
-                save_training_state(directory, critic, critic.layout, critic.rank)
+                save_training_state(directory, critic.saved_state)
         self.topology.coordination.barrier("the export of the critic")
         return target
 

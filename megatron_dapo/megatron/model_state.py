@@ -1,0 +1,284 @@
+"""A rank's part of a model's saved state: the pieces that it writes, and loading from any layout.
+
+Which rank writes and reads which piece is arithmetic (`checkpoints.state_layout`, `reshard.reading`), computed once a model: a
+second save plans nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from megatron_dapo.checkpoints.saved_model import (
+    MAIN,
+    MOMENTS,
+    PARAMETER,
+    STEP,
+    OtherModelError,
+    SavedModel,
+    kinds_of,
+    piece_name,
+    rank_file,
+    state_index,
+)
+from megatron_dapo.checkpoints.state_layout import EXPERTS, LAYER_ORDER, Range, StateLayout
+from megatron_dapo.megatron.state import owned_shards
+from megatron_dapo.parallel.collectives import broadcast_json, max_over
+from megatron_dapo.reshard.execution import execute_transfers
+from megatron_dapo.reshard.layout import Shard, local_holes
+from megatron_dapo.reshard.reading import Needs, ReadPlan
+from megatron_dapo.reshard.regions import ReplicaGroups
+
+if TYPE_CHECKING:
+    from megatron_dapo.megatron.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
+
+ROUND_ELEMENTS = 1 << 24  # of one kind that a rank reads before they are sent on: 64 MiB of fp32
+
+
+class _View(NamedTuple):
+    """A piece as a view of a local tensor: elements [start, start + size) of it flattened."""
+
+    key: str
+    local: str
+    start: int
+    shape: tuple[int, ...]
+
+
+class ModelState:
+    """The saved state of one model, as this rank sees it. Methods that load are collective among the model's ranks."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+
+    @property
+    def rank(self) -> int:
+        """Rank among the model's ranks."""
+        return self._model.rank
+
+    @cached_property
+    def layout(self) -> StateLayout:
+        """The layout of the state. Collective on first use, among the model's ranks."""
+        model = self._model
+        parameters = model.named_local_parameters()
+        distributed = model.settings.use_distributed_optimizer
+        layout = StateLayout(model.tensors, distributed, _layer_order(parameters))
+        live = {
+            part.name: (part.start, part.end)
+            for part in owned_shards(parameters, model.optimizer)
+            if part.start < part.end
+        }
+        differs = float(live != layout.ranges(model.rank))
+        group = model.part.collective_group
+        if group is not None:
+            differs = max_over({"differs": differs}, group)["differs"]
+        if differs:
+            # Weights held as FP8 are in buffers of their own, and which these are depends on the layer.
+            logger.info("ranges of the distributed optimizer are not those of one buffer: ranks tell each other theirs")
+            layout = StateLayout(model.tensors, distributed, ranges=_exchanged(live, model))
+        return layout
+
+    @cached_property
+    def _views(self) -> list[_View]:
+        kinds = kinds_of(self._dtype)
+        owned = self.layout.ranges(self.rank)
+        views = []
+        for shard in self.layout.saved(self.rank):
+            name = piece_name(shard.tensor, shard.bounds)
+            for kind in kinds:
+                base = 0 if kind == PARAMETER else owned[shard.local][0]
+                local, start = f"{kind}/{shard.local}", shard.local_offset[0] - base
+                views.append(_View(f"{kind}/{name}", local, start, shard.shape))
+            if not any(shard.global_offset):
+                views.append(_View(f"{STEP}/{shard.tensor}", f"{STEP}/{shard.local}", 0, ()))
+        return views
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        [dtype] = {spec.dtype for spec in self._model.tensors.tensors.values()}
+        return dtype
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what this rank saves, by the names of `checkpoints.saved_model`. Tensors are live: write or copy them
+        before the next step. Collective on first use."""
+        local, _ = self._model.state_shards()
+        found = {}
+        for key, name, start, shape in self._views:
+            if name in local:
+                found[key] = local[name].view(-1)[start : start + prod(shape)].view(shape)
+            else:  # moments and steps before the first step; a view of one zero
+                found[key] = torch.zeros(()).expand(shape)
+        for key, tensor in local.items():
+            if key.partition("/")[0] not in (PARAMETER, MAIN, *MOMENTS, STEP):
+                found[key] = tensor
+        return found
+
+    def index(self, name: str) -> dict[str, Any] | None:
+        """Return the index of all ranks' files on the model's first rank, None on the others. Collective on first use."""
+        layout = self.layout
+        if self.rank:
+            return None
+        if self._index is None:
+            pieces = {rank_file(name, rank): layout.saved(rank) for rank in range(layout.num_ranks)}
+            self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, pieces)
+        return self._index
+
+    _index: dict[str, Any] | None = None
+
+    def load(self, directory: Path, name: str) -> None:
+        """Load the state that any layout saved. Collective among the model's ranks.
+
+        Random states and scales of FP8 modules are those of ranks: they are loaded where the layout is the same. ValueError
+        on all ranks where it does not fit this model or cannot be read; the model may then be loaded in part.
+        """
+        model, group = self._model, self._model.part.collective_group
+        with _failing_together(group):
+            saved = SavedModel(directory, name)
+        with closing(saved):
+            with _failing_together(group):
+                _check_tensors(saved, model)
+            model.onload()
+            buffers = model.loading_state()
+            self._fill(saved, buffers)
+            model.finish_loading(buffers, self._steps(saved))
+            if saved.layout == asdict(model.layout) and saved.distributed == self.layout.distributed:
+                with _failing_together(group):
+                    model.load_rank_state(saved.read_local(self.rank))
+            elif self.rank == 0:
+                logger.info(
+                    "%s/%s was saved by another layout: random states start from the seed", saved.path, saved.name
+                )
+            model.offload()
+
+    def _fill(self, saved: SavedModel, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Fill the buffers of `loading_state`, and zero what is padding."""
+        model, layout, rank = self._model, self.layout, self.rank
+        group = model.part.collective_group
+        shapes = model.tensors.local_shapes(rank)
+        padded = {local for local, holes in local_holes(model.tensors.shards(rank), shapes).items() if holes}
+        for key, buffer in buffers.items():
+            if key.partition("/")[2] in padded:
+                buffer.zero_()
+        places = {tensor: place for place, tensor in enumerate(saved.specs)}
+        pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
+        updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
+        plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
+        device = next(iter(buffers.values())).device
+        for kind, dtype in saved.kinds.items():
+            needs = weights if kind == PARAMETER else updates
+            mine = _of_rank(needs, rank)
+            named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
+            for pieces_now in plan.rounds:
+                sources = {}
+                with _failing_together(group):
+                    for index in plan.read_by(rank, pieces_now):
+                        piece = pieces[index]
+                        values = torch.empty(piece.bounds.volume, dtype=dtype, device=device)
+                        saved.read(kind, piece, values.view(piece.bounds.shape))
+                        sources[str(index)] = values
+                receives = plan.receives(rank, pieces_now, mine)
+                sends = plan.sends(rank, pieces_now, needs)
+                execute_transfers(receives, sends, lambda tensor, dtype=dtype: dtype, sources, named, group)
+
+    def _steps(self, saved: SavedModel) -> dict[str, float]:
+        """Return the optimizer steps of each local parameter; each is read by one rank."""
+        model, group = self._model, self._model.part.collective_group
+        places = {tensor: place for place, tensor in enumerate(saved.specs)}
+        steps = torch.zeros(len(places))
+        firsts = [piece for piece in saved.pieces if not any(piece.bounds.offset)]
+        with _failing_together(group):
+            for index, piece in enumerate(firsts):
+                if index % self.layout.num_ranks == self.rank:
+                    steps[places[piece.tensor]] = saved.read_step(piece.tensor, piece.file)
+        if group is not None:
+            steps = max_over({"steps": steps}, group)["steps"]  # the others have 0
+        found: dict[str, float] = {}
+        for shard in model.tensors.shards(self.rank):
+            found.setdefault(shard.local, float(steps[places[shard.tensor]]))
+        return found | {local: 0.0 for local in model.named_local_parameters() if local not in found}
+
+
+def _layer_order(parameters: Mapping[str, object]) -> list[str]:
+    """Return the names of a layer's parameters in the order of this rank's modules, then those that it has not."""
+    found: dict[str, None] = {}
+    for local in parameters:
+        name = local.partition(".decoder.layers.")[2].partition(".")[2]
+        if EXPERTS in local:
+            name = name.partition("local_experts.")[2].partition(".")[2]
+        if name:
+            found[name] = None
+    return [*found, *(name for name in LAYER_ORDER if name not in found)]
+
+
+def _exchanged(live: Mapping[str, Range], model: TrainedModel) -> list[dict[str, Range]]:
+    """Return every rank's ranges. Collective."""
+    group, count = model.part.collective_group, model.layout.world_size
+    if group is None:
+        return [dict(live)]
+    everyone = (broadcast_json(live if source == model.rank else None, source, group) for source in range(count))
+    return [{local: (start, end) for local, (start, end) in ranges.items()} for ranges in everyone]
+
+
+def _needs_of_updates(layout: StateLayout) -> Needs:
+    """Return what each rank's optimizer updates, as shards of flat buffers that begin with its range."""
+    found: dict[str, list[tuple[Sequence[int], Shard]]] = {}
+    for rank in range(layout.num_ranks):
+        ranges = layout.ranges(rank)
+        for shard in layout.updated(rank):
+            place = (shard.local_offset[0] - ranges[shard.local][0],)
+            found.setdefault(shard.tensor, []).append(((rank,), shard._replace(local_offset=place)))
+    return found
+
+
+def _needs_of_weights(layout: StateLayout) -> Needs:
+    groups = ReplicaGroups(layout.weights)
+    return {
+        tensor: [(groups.ranks[group], shard) for group, shard in shards]
+        for tensor, shards in groups.by_tensor().items()
+    }
+
+
+def _of_rank(needs: Needs, rank: int) -> dict[str, list[Shard]]:
+    return {tensor: [shard for ranks, shard in found if rank in ranks] for tensor, found in needs.items()}
+
+
+def _check_tensors(saved: SavedModel, model: TrainedModel) -> None:
+    own = model.tensors.tensors
+    different = [name for name in dict.fromkeys((*own, *saved.specs)) if saved.specs.get(name) != own.get(name)]
+    if different:
+        name = different[0]
+        there, here = (_described(specs.get(name)) for specs in (saved.specs, own))
+        raise OtherModelError(
+            f"{saved.path}: {saved.name} is another model: {len(different)} tensors differ, first {name}: saved {there}, here "
+            f"{here}; set model.path, model.dtype and critic.path to those of the checkpoint, or start a new run"
+        )
+
+
+def _described(spec: Any) -> str:
+    return "none" if spec is None else f"{tuple(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+@contextmanager
+def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
+    """Raise on all ranks of the group where the body raises ValueError or OSError on one, so that no rank waits for it."""
+    problem: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem = error
+    failed = float(problem is not None)
+    if group is not None:
+        failed = max_over({"failed": failed}, group)["failed"]
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ValueError("the state was not loaded: another rank could not read its part; its own message says why")

@@ -1,0 +1,72 @@
+"""State of real models, trained, saved under one layout and loaded under another by ranks over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import run_distributed
+
+CASES: list[dict[str, Any]] = [
+    {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}},
+    {
+        "model": "llama3",  # tied
+        "source": {"layout": {"pipeline": 2, "virtual_pipeline": 2}},
+        "target": {"layout": {"tensor": 2, "pipeline": 2}},
+        "dtype": "bfloat16",
+    },
+    {
+        "model": "qwen3-moe-mixed",
+        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}},
+        "target": {"layout": {"pipeline": 2, "expert": 2}},
+        "dtype": "bfloat16",
+    },
+    {
+        "model": "qwen3",
+        "source": {"layout": {"context": 2}, "distributed": False},
+        "target": {"layout": {"tensor": 4, "sequence_parallel": True}},
+        "dtype": "bfloat16",
+    },
+    {
+        "model": "qwen3-moe",
+        "source": {"layout": {"pipeline": 2}},
+        "target": {"layout": {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}, "distributed": False},
+    },
+    {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}, "steps": 0},
+    {"model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
+    {"model": "qwen3-moe", "critic": True, "source": {"layout": {"expert": 2}}, "target": {"layout": {"tensor": 2}}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from actor_checks import write_reference
+
+    directory = tmp_path_factory.mktemp("references")
+    for name in sorted({case["model"] for case in CASES if "critic" not in case}):
+        write_reference(directory, name)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def critic_references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from critic_checks import write_critic
+
+    directory = tmp_path_factory.mktemp("critic_references")
+    for name in sorted({case["model"] for case in CASES if "critic" in case}):
+        write_critic(directory, name)
+    return str(directory)
+
+
+@pytest.mark.timeout(300)
+def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
+    references: str, critic_references: str, tmp_path: Path
+) -> None:
+    arguments = {"references": references, "critics": critic_references, "cases": CASES, "directory": str(tmp_path)}
+    for case, found in zip(
+        CASES, run_distributed("state_checks:there_and_back", 4, arguments, timeout_s=280), strict=True
+    ):
+        assert found["difference"] == [] and found["back"] == [], (case, found)
+        assert found["steps"] == [float(case.get("steps", 2))] and 0 < found["norm"] < 1e3, (case, found)
+        assert found["read"] == 1.0, (case, found)
