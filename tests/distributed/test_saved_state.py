@@ -40,16 +40,6 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from actor_checks import write_reference
-
-    directory = tmp_path_factory.mktemp("references")
-    for name in sorted({case["model"] for case in CASES if "critic" not in case}):
-        write_reference(directory, name)
-    return str(directory)
-
-
-@pytest.fixture(scope="module")
 def critic_references(tmp_path_factory: pytest.TempPathFactory) -> str:
     from critic_checks import write_critic
 
@@ -61,9 +51,14 @@ def critic_references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.timeout(300)
 def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
-    references: str, critic_references: str, tmp_path: Path
+    actor_references: str, critic_references: str, tmp_path: Path
 ) -> None:
-    arguments = {"references": references, "critics": critic_references, "cases": CASES, "directory": str(tmp_path)}
+    arguments = {
+        "references": actor_references,
+        "critics": critic_references,
+        "cases": CASES,
+        "directory": str(tmp_path),
+    }
     for case, found in zip(
         CASES, run_distributed("state_checks:there_and_back", 4, arguments, timeout_s=280), strict=True
     ):

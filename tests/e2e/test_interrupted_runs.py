@@ -165,13 +165,29 @@ def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp
     shutil.copytree(finished.directory, directory)
     for step in (1, 2, 5):
         shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
-    flip_a_byte(directory / "checkpoints" / "step_000004" / "rank_00001.safetensors")
+    flip_a_byte(directory / "checkpoints" / "step_000004" / "policy_00001.safetensors")
     run = finished.run(directory)
     assert run.wait() == 0, run.exit_reason()
     log = run.log.read_text()
-    assert "step_000004: contents of rank_00001.safetensors changed since they were written; trying the one" in log
+    assert "step_000004: contents of policy_00001.safetensors changed since they were written; trying the one" in log
     assert "checkpoints/step_000003" in log.partition("resuming from ")[2].splitlines()[0]
     assert next(run_differences(finished.directory, directory), "") == ""
+
+
+def test_a_run_goes_on_in_another_layout(finished: Finished, recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "narrower"
+    shutil.copytree(finished.directory, directory)
+    for step in (4, 5):
+        shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
+    outcome = train(recipe, directory, "tp1", *NO_EVALUATION, *finished.settings.overrides)
+    assert outcome.code == 0, outcome.text
+    assert "checkpoints/step_000003" in outcome.text.partition("resuming from ")[2].splitlines()[0]
+    assert "policy was saved by another layout" in outcome.text
+    rows, before = (lines_of(run / "metrics.jsonl") for run in (directory, finished.directory))
+    assert [row["train_step"] for row in rows] == [row["train_step"] for row in before]
+    # The first step in the new layout trains what the old one would have, up to the order of floating-point sums.
+    for key in ("actor/grad_norm", "actor/loss"):
+        assert rows[3][key] == pytest.approx(before[3][key], rel=1e-3, abs=1e-5), key
 
 
 def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe: Path, tmp_path: Path) -> None:
@@ -179,7 +195,7 @@ def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe
     shutil.copytree(finished.directory / "checkpoints", directory / "checkpoints")
     for step in (1, 2, 3):
         shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
-    flip_a_byte(directory / "checkpoints" / "step_000004" / "rank_00000.safetensors")
+    flip_a_byte(directory / "checkpoints" / "step_000004" / "policy_00000.safetensors")
     (directory / "checkpoints" / "step_000005" / "manifest.json").unlink()
     before = checkpoint_names(directory)
     outcome = train(recipe, directory, "tp1", *NO_EVALUATION)

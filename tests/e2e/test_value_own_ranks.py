@@ -75,8 +75,8 @@ def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp
     outcome = train(vapo, tmp_path / "run", "tp2", OWN, f'critic.path="{pretrained / "critic"}"', *one_step)
     assert outcome.code == 0, outcome.text
     row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
-    state = json.loads((pretrained / "critic" / "training_state" / "layout.json").read_text())
-    assert state["world_size"] == 1, "the critic's own processes are its world"
+    state = json.loads((pretrained / "critic" / "training_state" / "critic.json").read_text())
+    assert state["layout"]["world_size"] == 1, "the critic's own processes are its world"
     before = rows[-1]["critic/optimizer_steps"]
     assert before > 0 and row["critic/optimizer_steps"] > 0 and row["actor/grad_norm"] > 0
     assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
