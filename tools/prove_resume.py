@@ -7,6 +7,7 @@ dapo   an oversampled buffer with groups for later steps
 vapo   a critic on a layout of its own, with its optimizer
 tppo   the same, and unfinished windows; each window must be trained exactly once
 
+--to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums.
 --set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
 offload models to host memory.
 """
@@ -131,6 +132,11 @@ def main(arguments: list[str]) -> int:
         description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", default="tp2", help="parallel layout, e.g. tp2, dp2, pp2, tp2dp2")
+    parser.add_argument(
+        "--to-layout",
+        default="",
+        help="go on in this layout; records up to the kill and later steps' counts are compared",
+    )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="dapo")
     parser.add_argument("--points", type=int, default=20, help="kills at random moments")
     parser.add_argument("--aimed", type=int, default=0, help="kills during checkpoint writes, in addition")
@@ -151,6 +157,7 @@ def main(arguments: list[str]) -> int:
             num_points=parsed.points,
             num_aimed=parsed.aimed,
             seed=parsed.seed,
+            to_layout=parsed.to_layout,
         )
         report = prove_resume(settings, lambda line: print(line, file=sys.stderr, flush=True))
         num_windows = require_windows_once(directory / "reference" / "samples.jsonl")

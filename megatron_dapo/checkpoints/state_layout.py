@@ -126,20 +126,14 @@ class StateLayout:
     def _saved(self) -> dict[int, tuple[Shard, ...]]:
         pieces: dict[int, list[Shard]] = {}
         for rank, local, start, end in self._assigned():
-            for piece_start in range(start, end, self._max_piece):
-                piece_end = min(piece_start + self._max_piece, end)
+            for piece_start in range(start, end, MAX_PIECE):
+                piece_end = min(piece_start + MAX_PIECE, end)
                 pieces.setdefault(rank, []).extend(self._pieces(rank, local, piece_start, piece_end))
         return {rank: tuple(found) for rank, found in pieces.items()}
 
-    def saved_elements(self) -> dict[int, int]:
-        """Return the number of elements that each rank saves."""
-        total = dict.fromkeys(range(self.num_ranks), 0)
-        for rank, _, start, end in self._assigned():
-            total[rank] += end - start
-        return total
-
     @cached_property
-    def _max_piece(self) -> int:
+    def _dealt_out(self) -> int:
+        """Largest number of elements in one part of what is dealt out among replicas."""
         elements = sum(spec.num_elements for spec in self.weights.tensors.values())
         return max(MIN_PIECE, min(MAX_PIECE, elements // (_PIECES_PER_RANK * self.num_ranks)))
 
@@ -170,7 +164,7 @@ class StateLayout:
             holders = [(rank, instance.local) for instance in instances for rank in instance.owners.ranks]
             # At borders of rows where rows are short enough: fewer boxes.
             row = prod(shape[1:])
-            step = max(self._max_piece // row, 1) * row if row <= self._max_piece else self._max_piece
+            step = max(self._dealt_out // row, 1) * row if row <= self._dealt_out else self._dealt_out
             yield from ((holders, start, min(start + step, size)) for start in range(0, size, step))
             return
         held = [

@@ -30,6 +30,7 @@ from megatron_dapo.checkpoints.saved_model import (
     state_index,
 )
 from megatron_dapo.checkpoints.state_layout import EXPERTS, LAYER_ORDER, Range, StateLayout
+from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.state import owned_shards
 from megatron_dapo.parallel.collectives import broadcast_json, max_over
 from megatron_dapo.reshard.execution import execute_transfers
@@ -69,7 +70,7 @@ class ModelState:
     def layout(self) -> StateLayout:
         """The layout of the state. Collective on first use, among the model's ranks."""
         model = self._model
-        parameters = model.named_local_parameters()
+        parameters = named_local_parameters(model.chunks)  # not the model's: it would bring them back to the device
         distributed = model.settings.use_distributed_optimizer
         layout = StateLayout(model.tensors, distributed, _layer_order(parameters))
         live = {
@@ -204,7 +205,9 @@ class ModelState:
         found: dict[str, float] = {}
         for shard in model.tensors.shards(self.rank):
             found.setdefault(shard.local, float(steps[places[shard.tensor]]))
-        return found | {local: 0.0 for local in model.named_local_parameters() if local not in found}
+        # A buffer of padding alone belongs to no tensor; one count too low would set back its whole group of the optimizer.
+        rest = float(steps.max())
+        return {local: found.get(local, rest) for local in model.tensors.local_specs(self.rank)}
 
 
 def _layer_order(parameters: Mapping[str, object]) -> list[str]:

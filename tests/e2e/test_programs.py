@@ -43,6 +43,7 @@ RUN_BY = {
     "benchmarks/peers/weight_sink.py": "test_weight_sync",
     "benchmarks/peers/weight_trainer.py": "test_weight_sync",
     "benchmarks/plan_scale.py": "test_plan_scale",
+    "benchmarks/checkpoint_plan_scale.py": "test_checkpoint_plan_scale",
     "benchmarks/rollout_throughput.py": "test_rollout_throughput",
     "benchmarks/scale_start.py": "test_scale_start",
     "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
@@ -249,6 +250,13 @@ def test_plan_scale(repository: Path) -> None:
     assert result["bytes_difference"] == 0
     [check] = result["checks"].values()
     assert check["unfilled_elements"] == 0 < check["bytes_moved"]
+
+
+def test_checkpoint_plan_scale(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/checkpoint_plan_scale.py", "--tiny")
+    [case] = result["cases"]
+    assert case["ranks"] == 128 and case["written_ratio"] == 1 and 1 <= case["balance"] < 1.01
+    assert result["first_plan_seconds"] <= 30 and result["cached_plan_ms"] <= 5 and result["max_gb"] <= 1
 
 
 def test_scale_start(repository: Path) -> None:

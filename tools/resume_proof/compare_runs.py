@@ -19,6 +19,7 @@ from typing import Any
 CLOCK_KEYS = frozenset({"train_seconds", "eval/seconds"})
 CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/")
 COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared
+EXACT_IN_ANY_LAYOUT = frozenset({"train_step", "actor/learning_rate", "critic/learning_rate"})
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 
 
@@ -35,6 +36,21 @@ def differences_until(step: int, first: Path, second: Path) -> Iterator[str]:
     yield from _one_checkpoint(*(run / "checkpoints" / f"step_{step:06d}" for run in (first, second)))
     for name in RECORDS:
         yield from _record_differences(first / name, second / name, step)
+
+
+def moved_differences(step: int, first: Path, second: Path) -> Iterator[str]:
+    """Yield one line for each difference of a run that went on in another layout from the checkpoint of `step`.
+
+    Records up to that step are equal. Behind it the other order of floating-point sums may change what is sampled; each step
+    is on record once, in order, with the same learning rates.
+    """
+    for name in RECORDS:
+        yield from _record_differences(first / name, second / name, step)
+    ours, theirs = (
+        [{key: row[key] for key in row if key in EXACT_IN_ANY_LAYOUT} for row in _lines(run / "metrics.jsonl")]
+        for run in (first, second)
+    )
+    yield from value_differences(ours, theirs, "metrics.jsonl")
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import psutil
 
 from megatron_dapo.launch.local import worker_pid_file
 from megatron_dapo.trainer.checkpointing import RESUMED
-from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
+from tools.resume_proof.compare_runs import checkpoint_steps, moved_differences, run_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.002
@@ -58,6 +58,7 @@ class ResumeProofSettings:
     num_aimed: int = 0  # kills during checkpoint writes, in addition
     seed: int = 0
     run_timeout_s: float = 600.0
+    to_layout: str = ""  # the killed run goes on in this layout, if there is one; see `compare_runs.moved_differences`
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
         say(f"point {index + 1}: {kills[-1]}")
     differences = [kill.difference for kill in kills if kill.difference]
     return ResumeProofReport(
-        layout=settings.layout,
+        layout=f"{settings.layout} -> {settings.to_layout}" if settings.to_layout else settings.layout,
         points=len(kills),
         equal=len(kills) - len(differences),
         first_difference=differences[0] if differences else None,
@@ -376,12 +377,15 @@ def kill_at(settings: ResumeProofSettings, directory: Path, moment: Moment) -> K
 
 def resume_and_compare(settings: ResumeProofSettings, reference: Path, directory: Path) -> tuple[str, str]:
     """Restart the run until its end; return (checkpoint it resumed from or "", first difference or "")."""
-    run = RunProcess(settings, directory)
+    run = RunProcess(replace(settings, layout=settings.to_layout or settings.layout), directory)
     code = run.wait()
     log = run.log.read_text(encoding="utf-8", errors="replace")
     resumed = resumed_from(log)
     if code:
         return resumed, f"{directory}: the restarted run ended with exit code {code}: {run.exit_reason()}"
+    if settings.to_layout:
+        step = int(resumed.removeprefix("step_") or 0)
+        return resumed, next(moved_differences(step, reference, directory), "")
     return resumed, next(run_differences(reference, directory), "")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.resume_proof.compare_runs import checkpoint_steps, is_clocked, run_differences
+from tools.resume_proof.compare_runs import checkpoint_steps, is_clocked, moved_differences, run_differences
 
 
 def write_json(path: Path, value: object) -> None:
@@ -116,3 +116,13 @@ def test_every_other_difference_is_found(change: str, run: Path, other: Path) ->
     for first, second in ((run, other), (other, run)):
         assert list(run_differences(first, second)), change
     assert place in next(run_differences(run, other))
+
+
+def test_in_another_layout_records_are_equal_up_to_the_checkpoint_and_counted_behind_it(run: Path, other: Path) -> None:
+    metrics = other / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + second.replace("0.5", "0.25"))
+    assert list(moved_differences(1, run, other)) == []
+    assert "metrics.jsonl line 2 (step 2): actor/loss" in next(moved_differences(2, run, other))
+    metrics.write_text(first + second + second)
+    assert next(moved_differences(1, run, other)).startswith("metrics.jsonl: ")
