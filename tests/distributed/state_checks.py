@@ -72,10 +72,10 @@ def _case(arguments: Mapping[str, Any], case: Mapping[str, Any], directory: Path
     second = build(arguments, case, case["target"])
     reads = count_reads(second, directory / "first")
     save(second, directory / "second")
+    [(_, norm)] = steps(second, [12])
     third = build(arguments, case, case["source"])
     third.saved_state.load(directory / "second", NAME)
     back = differing(of_model(snapshot(first)), of_model(snapshot(third)))
-    [(_, norm)] = steps(second, [12])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (back, reads))
     found = {"back": sorted({key for keys, _ in everyone for key in keys}), "norm": norm}
