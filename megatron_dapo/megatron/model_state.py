@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from math import prod
@@ -116,8 +116,11 @@ class ModelState:
         for key, name, start, shape in self._views:
             if name in local:
                 found[key] = local[name].view(-1)[start : start + prod(shape)].view(shape)
-            else:  # moments and steps before the first step; a view of one zero
-                found[key] = torch.zeros(()).expand(shape)
+            else:
+                assert key.startswith((*MOMENTS, STEP)), (
+                    f"{name}: only moments and steps may be missing, before the first step"
+                )
+                found[key] = torch.zeros(()).expand(shape)  # views of one zero
         for key, tensor in local.items():
             if key.partition("/")[0] not in (PARAMETER, MAIN, *MOMENTS, STEP):
                 found[key] = tensor
@@ -144,7 +147,7 @@ class ModelState:
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
             saved = SavedModel(directory, name)
-        with closing(saved):
+        with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)
             model.onload()
