@@ -47,6 +47,7 @@ setup(
     description="DAPO, VAPO and T-PPO on Megatron-core: exact losses in any layout, verified weight sync, exact resume",
     python_requires=">=3.10,<3.13",
     packages=[*find_packages(include=["megatron_dapo", "megatron_dapo.*"]), "checkpoint_converters"],
+    package_data={"megatron_dapo.nodes": ["reference.json"]},
     install_requires=BASE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-dapo = megatron_dapo.cli.main:app"]},

@@ -72,6 +72,42 @@ for _name, _command in (
 
 
 @app.command()
+def nodes(
+    run: Annotated[Path, typer.Argument(help="a run's directory")],
+    seconds: Annotated[int, typer.Option(min=1, help="newest seconds that are shown and searched")] = 900,
+    metric: Annotated[
+        str | None, typer.Option(help="metric to show; default: an alert's, or where a node differs most")
+    ] = None,
+    continuity: Annotated[
+        int, typer.Option(min=1, help="seconds that a node must stand out, for a run without alerts")
+    ] = 240,
+    svg: Annotated[
+        Path | None, typer.Option(help="file for the picture; default: nodes/timeline.svg in the run")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show the metrics of a run's nodes over time, and the node that stands out.
+
+    Exit code: 0 none stands out or too early to say, 1 one does, 2 arguments or files that cannot be read.
+    """
+    from megatron_dapo.cli.nodes import report_nodes
+    from megatron_dapo.nodes.detection import DetectorSettings
+    from megatron_dapo.telemetry.node_timeline import to_lines, to_svg
+
+    picture = svg or run / "nodes/timeline.svg"
+    try:
+        report = report_nodes(run, seconds, metric, DetectorSettings(continuity_s=continuity))
+        picture.write_text(to_svg(report.drawn), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    if json_output:
+        typer.echo(json.dumps({"alerts": [asdict(alert) for alert in report.alerts], "remarks": list(report.remarks)}))
+    else:
+        typer.echo("\n".join([*to_lines(report.shown), *report.remarks, f"picture: {picture}"]))
+    raise typer.Exit(1 if report.alerts else 0)
+
+
+@app.command()
 def compare(
     run: Annotated[Path, typer.Argument(help="a run's directory")],
     reference: Annotated[

@@ -16,6 +16,8 @@ from typing import Any
 from megatron_dapo.nodes.samples import NodeAlert, NodeSample, NodeSeries
 
 ALERTS = "alerts.jsonl"
+_HEADER = {"node": int, "name": str, "role": str, "metrics": list}
+_SAMPLE = {"t": (int, float), "phase": str, "step": int, "v": list}
 
 
 def samples_name(node: int) -> str:
@@ -41,10 +43,10 @@ def alert_line(alert: NodeAlert) -> str:
 
 def read_nodes(directory: Path) -> list[NodeSeries]:
     """Return the samples of every node in `directory`, by node number. Raises ValueError where there is no file of a node."""
-    files = {int(path.stem.split("_")[1]): path for path in directory.glob("node_*.jsonl")}
+    files = {int(path.stem.split("_")[1]): path for path in directory.glob("node_*.jsonl") if path.stem[5:].isdigit()}
     if not files:
         raise ValueError(f"{directory} has no node_K.jsonl: the run has not sampled its nodes")
-    return [parse_lines(_lines(files[node])) for node in sorted(files)]
+    return [_read_node(files[node]) for node in sorted(files)]
 
 
 def read_alerts(directory: Path) -> list[NodeAlert]:
@@ -66,16 +68,23 @@ def parse_lines(lines: Iterable[str]) -> NodeSeries:
     samples: list[NodeSample] = []
     for line in lines:
         entry = _object(line)
-        if "metrics" in entry:
+        if all(isinstance(entry.get(key), kind) for key, kind in _HEADER.items()):
             header = entry
-        elif header and "v" in entry and len(entry["v"]) == len(header["metrics"]):
-            pairs = zip(header["metrics"], entry["v"], strict=True)
-            values = {name: value for name, value in pairs if value is not None}
+        elif header and all(isinstance(entry.get(key), kind) for key, kind in _SAMPLE.items()):
+            pairs = zip(header["metrics"], entry["v"])
+            values = {name: float(value) for name, value in pairs if isinstance(value, (int, float))}
             samples.append(NodeSample(entry["t"], values, entry["phase"], entry["step"]))
     if not header:
         raise ValueError("no header line: not the samples of a node")
     samples.sort(key=lambda sample: sample.time)
     return NodeSeries(header["node"], header["name"], header["role"], samples)
+
+
+def _read_node(path: Path) -> NodeSeries:
+    try:
+        return parse_lines(_lines(path))
+    except ValueError as error:  # also of bytes that are no text
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _lines(path: Path) -> list[str]:

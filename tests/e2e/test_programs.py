@@ -31,6 +31,7 @@ RUN_BY = {
     "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
     "benchmarks/diversity.py": "test_diversity",
     "benchmarks/driver_throughput.py": "test_driver_throughput",
+    "benchmarks/faulty_nodes.py": "test_faulty_nodes",
     "benchmarks/fp8_costs.py": "test_fp8_costs",
     "benchmarks/fp8_learning.py": "test_fp8_learning",
     "benchmarks/gae.py": "test_gae",
@@ -60,6 +61,7 @@ RUN_BY = {
     "tools/fuzz_files.py": "test_fuzz_files",
     "tools/kill_saves.py": "test_kill_saves",
     "tools/listening.py": "test_listening",
+    "tools/make_node_models.py": "test_make_node_models",
     "tools/make_quickstart.py": "test_make_quickstart",
     "tools/make_smoke_model.py": "test_make_smoke_model",
     "tools/make_smollm2.py": "test_make_smollm2",
@@ -170,6 +172,17 @@ def test_prompt_filter(repository: Path) -> None:
     result = run_json(repository, "benchmarks/prompt_filter.py", "--tiny")
     assert result["saved"] > 0 and result["precision"] > 0.7 and result["calibration_error"] < 0.2
     assert {row["filter"] for row in result["rows"]} == {"none", "bounds", "model"}
+
+
+def test_faulty_nodes(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/faulty_nodes.py", "--tiny")
+    assert result["simulated"] and 0 < result["seconds"]
+    (found,) = result["results"]
+    rows = found["rows"]
+    assert rows["continuity 120 s"]["recall"] >= rows["continuity 240 s"]["recall"] > 0
+    assert rows["continuity 240 s"]["precision"] > rows["without continuity"]["precision"]
+    for row in rows.values():
+        assert row["right"] + row["missed"] == result["num_tasks"]
 
 
 def test_dapo_vs_trl(repository: Path) -> None:
@@ -430,6 +443,14 @@ def test_make_quickstart(repository: Path, tmp_path: Path) -> None:
         shipped = (repository / "examples/quickstart" / name).read_bytes()
         assert (tmp_path / name).read_bytes() == shipped, f"{name} is not what the shipped seed makes"
     assert (tmp_path / "base_model/model.safetensors").is_file()
+
+
+def test_make_node_models(repository: Path, tmp_path: Path) -> None:
+    result = run_json(repository, "-m", "tools.make_node_models", tmp_path / "models.json", "--tiny")
+    stored = json.loads((tmp_path / "models.json").read_text(encoding="utf-8"))
+    assert set(stored["models"]) == set(result["mean_squared_error"]) >= {"any", "cpu_usage"}
+    shipped = json.loads((repository / "megatron_dapo/nodes/reference.json").read_text(encoding="utf-8"))
+    assert set(shipped["models"]) == set(stored["models"]) and shipped["notes"]["data"] == "simulated"
 
 
 def test_make_smoke_model(repository: Path, tmp_path: Path) -> None:

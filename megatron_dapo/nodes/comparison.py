@@ -1,0 +1,127 @@
+"""Arithmetic of the comparison between nodes: gaps, min-max, pairwise distances, z-scores, threshold, continuity.
+
+Minder (arXiv 2411.01791, section 4): in each window the sum of a node's distances to all others, normalised over the nodes,
+says how unlike the others it is. The paper states no threshold. One outlier among n nodes has a z-score of at most
+sqrt(n - 1), so that a fixed threshold of 2 could never be passed on 4 nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+NORMS = {"euclidean": 2.0, "manhattan": 1.0, "chebyshev": math.inf}
+MIN_NODES = 3  # two nodes are as far from each other as the other way round
+_EXACT_NODES = 256  # above it, distances come from one matrix product: they are then exact to a few thousandths
+
+
+def fill_gaps(values: np.ndarray) -> np.ndarray:
+    """Return `values` [..., num_seconds] with each NaN replaced by the nearest sample, the earlier one of two.
+
+    A row without any sample stays NaN.
+    """
+    num_seconds = values.shape[-1]
+    places = np.arange(num_seconds)
+    there = ~np.isnan(values)
+    before = np.maximum.accumulate(np.where(there, places, -1), axis=-1)
+    after = np.minimum.accumulate(np.where(there, places, 2 * num_seconds)[..., ::-1], axis=-1)[..., ::-1]
+    has_before, has_after = before >= 0, after < num_seconds
+    is_nearer = ~has_after | (has_before & (places - before <= after - places))
+    nearest = np.where(is_nearer, before, after)
+    found = np.take_along_axis(values, np.clip(nearest, 0, num_seconds - 1), axis=-1)
+    return np.where(has_before | has_after, found, np.nan)
+
+
+def min_max(values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return one metric of all nodes scaled to [0, 1], and the range that became 1. Equal values all become 0.
+
+    NaN is left as it is. Minder normalises so over all machines and seconds of a call.
+    """
+    low, high = (float(bound) for bound in (np.nanmin(values), np.nanmax(values)))
+    spread = high - low
+    return (values - low) / (spread or 1.0), spread
+
+
+def windows(values: torch.Tensor, size: int, starts: Sequence[int]) -> torch.Tensor:
+    """Return the windows of [num_nodes, num_seconds] that begin at `starts`, as [num_windows, num_nodes, size]."""
+    return values.unfold(1, size, 1)[:, list(starts)].transpose(0, 1)
+
+
+def mean_distances(vectors: torch.Tensor, distance: str = "euclidean") -> torch.Tensor:
+    """Return the mean distance of each node to the others, [num_windows, num_nodes].
+
+    vectors: [num_windows, num_nodes, size]. Raises ValueError for an unknown `distance`.
+    """
+    if distance not in NORMS:
+        raise ValueError(f"distance {distance!r}: choose one of {', '.join(NORMS)}")
+    num_nodes = vectors.shape[1]
+    mode = "donot_use_mm_for_euclid_dist" if num_nodes <= _EXACT_NODES else "use_mm_for_euclid_dist"
+    centered = vectors - vectors.mean(1, keepdim=True)  # small numbers lose least in a matrix product
+    return torch.stack(
+        [torch.cdist(one, one, NORMS[distance], compute_mode=mode).sum(1) / (num_nodes - 1) for one in centered]
+    )
+
+
+def mean_distances_in_phase(
+    vectors: torch.Tensor, phases: torch.Tensor, distance: str = "euclidean"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean distances over the seconds in which two nodes are in the same phase, and who has any to compare with.
+
+    vectors, phases: [num_windows, num_nodes, size]; a negative phase is like no other. A pair with m of size seconds in
+    common has its distance scaled as if it had all of them: a sum by size / m, a sum of squares likewise, a largest one not
+    at all. Both results are [num_windows, num_nodes], the second one booleans.
+    """
+    norm, size = NORMS[distance], vectors.shape[2]
+    means, are_compared = [], []
+    for values, phase in zip(vectors, phases, strict=True):
+        common = (phase[:, None] == phase[None]) & (phase >= 0)[:, None]  # [num_nodes, num_nodes, size]
+        common &= ~torch.eye(len(values), dtype=torch.bool)[:, :, None]
+        gaps = (values[:, None] - values[None]).abs() * common
+        seconds = common.sum(2)
+        if norm == math.inf:
+            pairs = gaps.amax(2)
+        else:
+            pairs = (gaps.pow(norm).sum(2) * size / seconds.clamp(min=1)).pow(1 / norm)
+        others = (seconds > 0).sum(1)
+        means.append(pairs.sum(1) / others.clamp(min=1))
+        are_compared.append(others > 0)
+    return torch.stack(means), torch.stack(are_compared)
+
+
+def z_scores(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return z-scores over the last axis, by the population's standard deviation; all 0 where that is 0.
+
+    counts: booleans of the same shape; the others have no part in it and score 0.
+    """
+    counts = torch.ones_like(values, dtype=torch.bool) if counts is None else counts
+    number = counts.sum(-1, keepdim=True).clamp(min=1)
+    deviations = torch.where(counts, values - (values * counts).sum(-1, keepdim=True) / number, 0.0)
+    spread = (deviations.square().sum(-1, keepdim=True) / number).sqrt()
+    level = (values.abs() * counts).amax(-1, keepdim=True)
+    is_alike = spread <= 1e-6 * level  # rounding alone
+    return torch.where(is_alike, 0.0, deviations / torch.where(is_alike, 1.0, spread))
+
+
+def threshold(num_nodes: int, noise_chance: float, largest_share: float = 0.5) -> float:
+    """Return the z-score above which a node is a candidate.
+
+    noise_chance: of any of `num_nodes` nodes with Gaussian distances to pass it in a window. That alone would be out of
+    reach on few nodes, so it is at most `largest_share` of sqrt(n - 1), the largest z-score that there can be.
+    """
+    noise = NormalDist().inv_cdf(1 - noise_chance / num_nodes)
+    return min(largest_share * math.sqrt(num_nodes - 1), noise)
+
+
+def continuity(candidates: Sequence[int | None], num_windows: int) -> tuple[int, int] | None:
+    """Return the first node that is the candidate of `num_windows` consecutive windows, and the last of these windows."""
+    length, node = 0, None
+    for place, candidate in enumerate(candidates):
+        length = length + 1 if candidate == node else 1
+        node = candidate
+        if node is not None and length >= num_windows:
+            return node, place
+    return None

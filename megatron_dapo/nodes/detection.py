@@ -1,0 +1,224 @@
+"""Detection of a faulty node (Minder, arXiv 2411.01791): denoise, compare, wait for continuity, one metric after another.
+
+A metric is scaled to [0, 1] over all nodes and seconds; its denoiser reconstructs every window of every node; the node whose
+windows are farthest from the others' is the window's candidate if its z-score is above the threshold. The same candidate in
+consecutive windows for long enough is an alert; without one the next metric is tried.
+
+Differences to the paper: nodes are compared within their role and in seconds of the same phase only; the threshold is scaled
+by the number of nodes; a candidate must differ by more than its metric's resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dapo.nodes.comparison import (
+    MIN_NODES,
+    NORMS,
+    fill_gaps,
+    mean_distances,
+    mean_distances_in_phase,
+    min_max,
+    threshold,
+    windows,
+    z_scores,
+)
+from megatron_dapo.nodes.denoiser import ANY_METRIC, Denoiser
+from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
+
+_CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
+
+
+@dataclass(frozen=True)
+class DetectorSettings:
+    """How nodes are compared. Defaults are the paper's where it states a value. Raises ValueError for values that cannot be."""
+
+    continuity_s: int = 240  # seconds of consecutive windows in which one node must be the candidate
+    window_s: int = 8
+    noise_chance: float = 1e-3  # of a candidate in a window of healthy nodes, as far as their noise is Gaussian
+    largest_share: float = 0.5  # of the largest possible z-score; the threshold is never above it
+    distance: str = "euclidean"  # or manhattan, chebyshev
+    # Every node above the threshold is a candidate, not the farthest one alone as in the paper: a disturbance on another node
+    # then does not end a candidate's continuity.
+    all_candidates: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.continuity_s, self.window_s) < 1:
+            raise ValueError(
+                f"continuity of {self.continuity_s} s, windows of {self.window_s} s: both need at least 1 s"
+            )
+        if not 0 < self.noise_chance < 1 or not 0 < self.largest_share < 1:
+            raise ValueError(
+                f"noise_chance {self.noise_chance:g}, largest_share {self.largest_share:g}: both must be between 0 and 1"
+            )
+        if self.distance not in NORMS:
+            raise ValueError(f"distance {self.distance!r}: choose one of {', '.join(NORMS)}")
+
+    @property
+    def seconds_needed(self) -> int:
+        """Seconds of samples without which no node can be found."""
+        return self.continuity_s + self.window_s - 1
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Mean distances of nodes to the others in some windows, [num_windows, num_nodes]."""
+
+    means: torch.Tensor
+    are_compared: torch.Tensor  # booleans; False: the node has nothing that it can be compared in
+    resolution: float = 0.0  # no candidate has less
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A node that is a candidate from window `first` to window `last`."""
+
+    node: int
+    first: int
+    last: int
+    score: float  # mean z-score over sqrt(n - 1)
+
+
+def detect(
+    samples: NodeSamples, settings: DetectorSettings, denoisers: Mapping[str, Denoiser] | None = None
+) -> NodeAlert | None:
+    """Return an alert for the first metric, in the order of `samples.metrics`, in which a node has long been an outlier.
+
+    denoisers: by metric, with ANY_METRIC for the others; None compares the samples as they are, and so does a metric for
+    which there is none. Samples shorter than `settings.seconds_needed` have no alert, nor have roles of less than 3 nodes.
+    """
+    num_windows = samples.num_seconds - settings.window_s + 1
+    if num_windows < settings.continuity_s:
+        return None
+    for place, metric in enumerate(samples.metrics):
+        denoiser = None if denoisers is None else denoisers.get(metric.name, denoisers.get(ANY_METRIC))
+        for rows in rows_by_role(samples, place):
+            distances = metric_distances(samples, place, rows, settings, denoiser)
+            outlier = None if distances is None else find_outlier(distances, num_windows, settings)
+            if outlier is not None:
+                return _alert(samples, place, rows, outlier, settings)
+    return None
+
+
+def rows_by_role(samples: NodeSamples, place: int) -> list[np.ndarray]:
+    """Return the nodes of each role that have any sample of metric number `place`, where they are enough to be compared."""
+    has_samples = ~np.isnan(samples.values[:, :, place]).all(1)
+    roles = np.array(samples.roles)
+    found = [np.flatnonzero((roles == role) & has_samples) for role in dict.fromkeys(samples.roles)]
+    return [rows for rows in found if len(rows) >= MIN_NODES]
+
+
+def metric_distances(
+    samples: NodeSamples, place: int, rows: np.ndarray, settings: DetectorSettings, denoiser: Denoiser | None
+) -> Callable[[Sequence[int]], Distances] | None:
+    """Return a function from the starts of windows to distances of `rows` in one metric; None where all nodes are alike."""
+    values, metric = samples.values[rows, :, place], samples.metrics[place]
+    scaled, spread = min_max(values)
+    if spread <= metric.resolution:
+        return None
+    series = torch.from_numpy(fill_gaps(scaled).astype(np.float32))
+    has_sample = torch.from_numpy(~np.isnan(values))
+    phases = torch.from_numpy(samples.phases[rows])
+    norm = NORMS[settings.distance]
+    resolution = metric.resolution / spread * settings.window_s ** (1 / norm)
+
+    def distances(starts: Sequence[int]) -> Distances:
+        vectors = windows(series, settings.window_s, starts)
+        vectors = vectors if denoiser is None else denoiser.denoise(vectors)
+        phase = windows(phases, settings.window_s, starts)
+        has_any = windows(has_sample, settings.window_s, starts).any(2)
+        if bool(has_any.all()) and bool((phase == phase[:, :1]).all()) and bool((phase >= 0).all()):
+            return Distances(mean_distances(vectors, settings.distance), has_any, resolution)
+        phase = torch.where(has_any[:, :, None], phase, -1)
+        return Distances(*mean_distances_in_phase(vectors, phase, settings.distance), resolution)
+
+    return distances
+
+
+def find_outlier(
+    distances: Callable[[Sequence[int]], Distances], num_windows: int, settings: DetectorSettings
+) -> Outlier | None:
+    """Return the node that is first a candidate in `settings.continuity_s` consecutive windows of `num_windows`.
+
+    So many consecutive windows contain a known number of every k-th window. Those are compared first, and the ones between
+    them only for nodes that are candidates in all of these: the same result, from a small part of the windows.
+    """
+    need = settings.continuity_s
+    stride = max(1, need // 4)
+    coarse = range(0, num_windows, stride)
+    scores = _Scores(distances, settings, num_windows)
+    for place in range(len(coarse) - need // stride + 1):
+        points = coarse[place : place + need // stride]
+        found = scores.at(points)
+        is_candidate = (found > 0).all(0)
+        nodes = [int(node) for node in is_candidate.nonzero()]
+        for node in sorted(nodes, key=lambda node: -float(found[:, node].mean())):
+            first = last = points[0]
+            while first > 0 and scores.is_candidate(first - 1, node):
+                first -= 1
+            while (
+                last - first + 1 < need and last + 1 < num_windows and scores.is_candidate(last + 1, node, ahead=True)
+            ):
+                last += 1
+            if last - first + 1 >= need:
+                return Outlier(node, first, last, float(scores.at(range(first, last + 1))[:, node].mean()))
+    return None
+
+
+class _Scores:
+    """Scores of the candidates of windows, z / sqrt(n - 1), computed where they are asked for; 0: no candidate."""
+
+    def __init__(
+        self, distances: Callable[[Sequence[int]], Distances], settings: DetectorSettings, num_windows: int
+    ) -> None:
+        self._distances, self._settings, self._num_windows = distances, settings, num_windows
+        self._known: dict[int, torch.Tensor] = {}
+
+    def at(self, starts: Sequence[int]) -> torch.Tensor:
+        """Return the scores of the windows that begin at `starts`, [num_windows, num_nodes]."""
+        missing = [start for start in starts if start not in self._known]
+        for first in range(0, len(missing), _CHUNK):
+            part = missing[first : first + _CHUNK]
+            self._known.update(zip(part, _candidate_scores(self._distances(part), self._settings), strict=True))
+        return torch.stack([self._known[start] for start in starts])
+
+    def is_candidate(self, start: int, node: int, ahead: bool = False) -> bool:
+        """Return whether `node` is a candidate of the window at `start`; its neighbors are compared with it, as they come next."""
+        if start not in self._known:
+            after = range(start, min(start + _CHUNK, self._num_windows))
+            self.at(after if ahead else range(max(0, start - _CHUNK + 1), start + 1))
+        return bool(self._known[start][node] > 0)
+
+
+def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Tensor:
+    scores = z_scores(found.means, found.are_compared)
+    numbers = found.are_compared.sum(1)
+    bounds = torch.tensor(
+        [threshold(max(MIN_NODES, int(number)), settings.noise_chance, settings.largest_share) for number in numbers]
+    )
+    is_candidate = (scores > bounds[:, None]) & (found.means >= found.resolution) & (numbers >= MIN_NODES)[:, None]
+    if not settings.all_candidates:
+        is_candidate &= scores == scores.amax(1, keepdim=True)
+    return torch.where(is_candidate, scores / (numbers.clamp(min=2) - 1).sqrt()[:, None], 0.0)
+
+
+def _alert(
+    samples: NodeSamples, place: int, rows: np.ndarray, outlier: Outlier, settings: DetectorSettings
+) -> NodeAlert:
+    part = samples.values[rows, outlier.first : outlier.last + settings.window_s, place]
+    is_sampled = ~np.isnan(part)
+    means = np.where(is_sampled, part, 0).sum(1) / np.maximum(1, is_sampled.sum(1))
+    others = np.delete(means, outlier.node)[np.delete(is_sampled.any(1), outlier.node)]
+    return NodeAlert(
+        samples.nodes[rows[outlier.node]],
+        samples.metrics[place].name,
+        samples.start + outlier.first,
+        float(outlier.last - outlier.first + settings.window_s),
+        outlier.score,
+        float(means[outlier.node]),
+        float(np.median(others)),
+    )

@@ -1,0 +1,198 @@
+"""Picture of a run's nodes over time: one row a node, how far it is from the others in a metric, and the alerts.
+
+As SVG, with the metric of the alert or the one in which the nodes differ most, and as lines for a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from megatron_dapo.nodes.comparison import fill_gaps
+from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
+from megatron_dapo.telemetry.svg import BLUE, GRAY, document, text
+
+RED = "#cf222e"
+_LEFT, _TOP, _ROW, _WIDTH, _FOOT = 130, 44, 26, 720, 34  # pixels
+_LEVELS = " .:-=+*#"  # of a terminal, by distance
+_MAX_ROWS = 48  # of nodes; a picture of more shows those farthest from the others
+_MAX_POINTS = 600  # of a curve
+
+
+@dataclass(frozen=True)
+class NodeTimeline:
+    """A metric of some nodes over time, means of `seconds_per_point` seconds."""
+
+    metric: str
+    unit: str
+    start: float  # unix time, seconds
+    seconds_per_point: int
+    nodes: tuple[str, ...]
+    num_all_nodes: int
+    values: np.ndarray  # [num_nodes, num_points]; NaN: no sample
+    deviations: np.ndarray  # of the same shape: distance to the median of the node's role, over the metric's spread
+    alerts: tuple[NodeAlert, ...]
+
+    @property
+    def seconds(self) -> int:
+        """Seconds that the timeline spans, rounded up to whole points."""
+        return self.values.shape[1] * self.seconds_per_point
+
+
+def timeline(
+    samples: NodeSamples, alerts: Sequence[NodeAlert] = (), metric: str | None = None, num_points: int = _MAX_POINTS
+) -> NodeTimeline:
+    """Return the timeline of `metric`; None: of the newest alert, else of the metric in which a node differs most.
+
+    Raises ValueError for a metric without samples, naming those that have some.
+    """
+    names = [each.name for place, each in enumerate(samples.metrics) if _has_samples(samples, place)]
+    if not names:
+        raise ValueError(f"{len(samples.nodes)} nodes in {samples.num_seconds} s have no value of any metric")
+    if metric is not None and metric not in names:
+        raise ValueError(f"metric {metric!r} has no samples: choose one of {', '.join(names)}")
+    all_names = [each.name for each in samples.metrics]
+    if metric is None:
+        alarmed = [alert.metric for alert in alerts if alert.metric in names]
+        metric = alarmed[-1] if alarmed else max(names, key=lambda name: _spread(samples, all_names.index(name)))
+    place = all_names.index(metric)
+    per_point = max(1, math.ceil(samples.num_seconds / num_points))
+    values = _means(samples.values[:, :, place], per_point)
+    deviations = _deviations(values, samples.roles, samples.metrics[place].resolution)
+    is_named = np.isin(samples.nodes, [alert.node for alert in alerts])
+    farthest = np.argsort(-(np.nan_to_num(deviations).mean(1) + 1e9 * is_named), kind="stable")[:_MAX_ROWS]
+    rows = np.sort(farthest)
+    return NodeTimeline(
+        metric,
+        samples.metrics[place].unit,
+        samples.start,
+        per_point,
+        tuple(samples.nodes[row] for row in rows),
+        len(samples.nodes),
+        values[rows],
+        deviations[rows],
+        tuple(alerts),
+    )
+
+
+def to_svg(found: NodeTimeline) -> str:
+    """Return the timeline as an SVG document: a curve a node, red where an alert names it."""
+    height = _TOP + _ROW * len(found.nodes) + _FOOT
+    title = f"{found.metric} ({found.unit}) of {len(found.nodes)} of {found.num_all_nodes} nodes"
+    parts = [text(10, 18, title, anchor="start")]
+    low, high = _bounds(found.values)
+    parts.append(text(_LEFT + _WIDTH, 18, f"rows from {low:.4g} to {high:.4g}", GRAY, "end"))
+    for row, node in enumerate(found.nodes):
+        top = _TOP + _ROW * row
+        named = [alert for alert in found.alerts if alert.node == node]
+        color = RED if named else BLUE
+        parts.append(text(_LEFT - 8, top + _ROW - 9, _short(node), RED if named else "#24292f", "end"))
+        for alert in named:
+            left, right = (_x(found, second) for second in (alert.since, alert.since + alert.seconds))
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{max(2.0, right - left):.1f}" height="{_ROW - 2}" fill="{RED}" '
+                f'fill-opacity="0.15"><title>{escape(str(alert))}</title></rect>'
+            )
+        parts += [_curve(points, color) for points in _pieces(found, row, top, low, high)]
+    foot = _TOP + _ROW * len(found.nodes) + 18
+    parts += [
+        text(_LEFT + _WIDTH * share, foot, f"{share * found.seconds:.0f} s", GRAY, anchor)
+        for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
+    ]
+    return document(_LEFT + _WIDTH + 20, height, parts)
+
+
+def to_lines(found: NodeTimeline) -> list[str]:
+    """Return the timeline for a terminal: a character a point, denser the farther a node is from the others; `!` in an alert."""
+    width = max(len(_short(node)) for node in found.nodes)
+    lines = [f"{found.metric} ({found.unit}), {found.seconds} s, a character is {found.seconds_per_point} s"]
+    for row, node in enumerate(found.nodes):
+        cells = [_cell(found, row, point) for point in range(found.values.shape[1])]
+        mean = np.nanmean(found.values[row]) if np.isfinite(found.values[row]).any() else math.nan
+        lines.append(f"{_short(node):{width}} |{''.join(cells)}| mean {mean:.4g}")
+    if len(found.nodes) < found.num_all_nodes:
+        lines.append(f"{found.num_all_nodes - len(found.nodes)} nodes nearer to the others are not shown")
+    return lines
+
+
+def _cell(found: NodeTimeline, row: int, point: int) -> str:
+    begin = found.start + point * found.seconds_per_point
+    for alert in found.alerts:
+        overlaps = alert.since < begin + found.seconds_per_point and begin < alert.since + alert.seconds
+        if alert.node == found.nodes[row] and overlaps:
+            return "!"
+    deviation = found.deviations[row, point]
+    return "?" if math.isnan(deviation) else _LEVELS[min(len(_LEVELS) - 1, int(deviation * len(_LEVELS)))]
+
+
+def _has_samples(samples: NodeSamples, place: int) -> bool:
+    return bool(np.isfinite(samples.values[:, :, place]).any())
+
+
+def _spread(samples: NodeSamples, place: int) -> float:
+    """Return how far a node is from its role's median at most, as a mean over time in resolutions of the metric."""
+    deviations = _deviations(samples.values[:, :, place], samples.roles, samples.metrics[place].resolution)
+    means = np.nan_to_num(deviations).mean(1)
+    return float(means.max()) * (_bounds(samples.values[:, :, place])[1] > 0)
+
+
+def _deviations(values: np.ndarray, roles: Sequence[str], resolution: float) -> np.ndarray:
+    """Return |value - median of the role| over the largest one of all, at least the resolution: in [0, 1]."""
+    found = np.full(values.shape, np.nan)
+    for role in dict.fromkeys(roles):
+        rows = [row for row, each in enumerate(roles) if each == role]
+        filled = fill_gaps(values[rows])
+        there = filled[np.isfinite(filled).all(1)]
+        if len(there):
+            found[rows] = np.abs(values[rows] - np.median(there, axis=0))
+    largest = np.nanmax(found) if np.isfinite(found).any() else 0.0
+    return found / max(float(largest), resolution)
+
+
+def _means(values: np.ndarray, per_point: int) -> np.ndarray:
+    """Return means of `per_point` neighbors, [num_nodes, num_points]; NaN without any sample."""
+    num_points = math.ceil(values.shape[1] / per_point)
+    padded = np.full((len(values), num_points * per_point), np.nan)
+    padded[:, : values.shape[1]] = values
+    parts = padded.reshape(len(values), num_points, per_point)
+    there = np.isfinite(parts)
+    counts = there.sum(2)
+    return np.where(counts > 0, np.where(there, parts, 0).sum(2) / np.maximum(1, counts), np.nan)
+
+
+def _bounds(values: np.ndarray) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+
+
+def _x(found: NodeTimeline, time: float) -> float:
+    share = (time - found.start) / max(1, found.seconds)
+    return _LEFT + _WIDTH * min(1.0, max(0.0, share))
+
+
+def _pieces(found: NodeTimeline, row: int, top: float, low: float, high: float) -> list[list[tuple[float, float]]]:
+    """Return the points of a node's curve, cut where it has no samples."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for point, value in enumerate(found.values[row]):
+        if math.isnan(value):
+            pieces.append([])
+            continue
+        share = (value - low) / (high - low) if high > low else 0.5
+        x = _x(found, found.start + (point + 0.5) * found.seconds_per_point)
+        pieces[-1].append((x, top + (_ROW - 4) * (1 - share) + 1))
+    return [piece for piece in pieces if piece]
+
+
+def _curve(points: Sequence[tuple[float, float]], color: str) -> str:
+    if len(points) == 1:
+        return f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="1.2" fill="{color}"/>'
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.2"/>'
+
+
+def _short(node: str) -> str:
+    return node if len(node) <= 18 else f"{node[:8]}..{node[-8:]}"
