@@ -19,9 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.nodes.baselines import detect_by_mahalanobis, detect_concatenated
 from megatron_dapo.nodes.denoiser import Denoiser, reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
+from megatron_dapo.nodes.prioritization import largest_scores, prioritize
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
 from megatron_dapo.nodes.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
 
@@ -121,10 +124,14 @@ def measure(
     denoisers = reference_denoisers()
     counts = {name: Counts() for name in methods}
     lasting = dict.fromkeys((120, 240), 0)
+    scores, labels = [], []  # of windows, for the order of metrics
     for seed in range(num_tasks + num_healthy):
         task = simulate(replace(settings, has_fault=seed < num_tasks), seed)
         fault = task.fault
         faulty = None if fault is None else task.samples.nodes[fault.node]
+        scores.append(largest_scores(with_metrics(task.samples, PUBLISHED_METRICS), FOUR.window_s))
+        middles = np.arange(len(scores[-1])) * FOUR.window_s + FOUR.window_s // 2
+        labels.append((middles >= fault.since) & (middles < fault.until) if fault else np.zeros(len(middles), bool))
         for seconds in lasting:
             lasting[seconds] += fault is not None and fault.until - fault.since >= seconds and bool(fault.metrics)
         for name in methods:
@@ -134,7 +141,9 @@ def measure(
         report(f"task {seed}: {fault}")
     rows = {name: each.row(num_tasks + num_healthy) for name, each in counts.items()}
     bounds = {f"continuity {seconds} s": number / max(1, num_tasks) for seconds, number in lasting.items()}
-    return {"num_jitters": settings.num_jitters, "recall_bound": bounds, "rows": rows}
+    order = prioritize(np.concatenate(scores), np.concatenate(labels))
+    names = [PUBLISHED_METRICS[place].name for place in order]
+    return {"num_jitters": settings.num_jitters, "recall_bound": bounds, "order_of_metrics": names, "rows": rows}
 
 
 def main() -> None:
@@ -191,6 +200,7 @@ def show(found: Mapping[str, Any]) -> None:
             + (f"  golden {golden[0]}, {golden[1]}" if golden else ""),
             flush=True,
         )
+    print(f"order of metrics by a decision tree: {', '.join(found['order_of_metrics'])}")
     for name, holds in found["orderings"].items():
         print(f"{name}: {'holds' if holds else 'does not hold'}")
 

@@ -16,7 +16,7 @@ TERMINAL_POINTS = 80
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What is known of a run's nodes: a picture for a terminal, one for a file, the alerts, and remarks."""
+    """State of a run's nodes: a picture for a terminal, one for a file, the alerts, and remarks."""
 
     shown: NodeTimeline
     drawn: NodeTimeline

@@ -1,6 +1,6 @@
 """Arithmetic of the comparison between nodes: gaps, min-max, pairwise distances, z-scores, threshold, continuity.
 
-Minder (arXiv 2411.01791, section 4): in each window the sum of a node's distances to all others, normalised over the nodes,
+Minder (arXiv 2411.01791, section 4): in each window the sum of a node's distances to all others, normalized over the nodes,
 says how unlike the others it is. The paper states no threshold. One outlier among n nodes has a z-score of at most
 sqrt(n - 1), so that a fixed threshold of 2 could never be passed on 4 nodes.
 """
@@ -39,7 +39,7 @@ def fill_gaps(values: np.ndarray) -> np.ndarray:
 def min_max(values: np.ndarray) -> tuple[np.ndarray, float]:
     """Return one metric of all nodes scaled to [0, 1], and the range that became 1. Equal values all become 0.
 
-    NaN is left as it is. Minder normalises so over all machines and seconds of a call.
+    NaN is left as it is. Minder normalizes so over all machines and seconds of a call.
     """
     low, high = (float(bound) for bound in (np.nanmin(values), np.nanmax(values)))
     spread = high - low

@@ -170,7 +170,7 @@ def find_outlier(
 
 
 class _Scores:
-    """Scores of the candidates of windows, z / sqrt(n - 1), computed where they are asked for; 0: no candidate."""
+    """Scores of the candidates of windows, z / sqrt(n - 1), computed when they are requested; 0: no candidate."""
 
     def __init__(
         self, distances: Callable[[Sequence[int]], Distances], settings: DetectorSettings, num_windows: int

