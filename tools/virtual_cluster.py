@@ -39,6 +39,7 @@ FAULTS = ("crash", "power-off", "unplug", "mute", "deafen", "throttle", "plug", 
 THROTTLE = ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 GIB = 1024**3
+CPU_PERIOD_US = 100_000
 
 SLURM_CONF = """\
 ClusterName=virtual
@@ -252,6 +253,14 @@ class VirtualCluster:
             time.sleep(0.5)
         return job
 
+    def limit_cpu(self, name: str, cores: float) -> None:
+        """Let a node have `cores` of CPU time, as a cgroup's quota; 0: as much as there is."""
+        for path in self.cgroups(name):
+            if (path / "cpu.cfs_quota_us").exists():
+                (path / "cpu.cfs_quota_us").write_text(str(int(cores * CPU_PERIOD_US) or -1))
+            elif (path / "cpu.max").exists():
+                (path / "cpu.max").write_text(f"{int(cores * CPU_PERIOD_US) or 'max'} {CPU_PERIOD_US}")
+
     def fault(self, kind: str, name: str) -> None:
         """Inject a fault into a node.
 
@@ -380,7 +389,9 @@ class VirtualCluster:
         """Directories of a node's cgroup: one for each controller under cgroup v1, a single one under v2."""
         leaf = f"{self.id}-{name}"
         if CGROUP_V1.is_dir():
-            return (CGROUP_V1 / leaf, CGROUP_V1.parent / "cpu" / leaf)
+            others = [CGROUP_V1.parent / name for name in ("cpu", "cpuacct")]
+            # Where both are one controller, one is a link to the other.
+            return (CGROUP_V1 / leaf, *dict.fromkeys(other.resolve() / leaf for other in others if other.is_dir()))
         return (CGROUP_V1.parent / leaf,)
 
 
@@ -420,13 +431,13 @@ def _enter_cgroup(cluster: VirtualCluster, name: str) -> None:
     for path in cluster.cgroups(name):
         path.mkdir(exist_ok=True)
         if name != CONTROLLER:
-            memory, cpu = int(settings.memory_gib * GIB), int(settings.cpu_cores * 100_000)
-            for file, value in (("memory.limit_in_bytes", memory), ("memory.max", memory), ("cpu.cfs_quota_us", cpu)):
-                if value and (path / file).exists():
-                    (path / file).write_text(str(value))
-            if cpu and (path / "cpu.max").exists():
-                (path / "cpu.max").write_text(f"{cpu} 100000")
+            memory = int(settings.memory_gib * GIB)
+            for file in ("memory.limit_in_bytes", "memory.max"):
+                if memory and (path / file).exists():
+                    (path / file).write_text(str(memory))
         (path / "cgroup.procs").write_text(str(os.getpid()))
+    if name != CONTROLLER and settings.cpu_cores:
+        cluster.limit_cpu(name, settings.cpu_cores)
 
 
 def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
@@ -437,8 +448,10 @@ def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
     (own / "systemd").mkdir()
     # slurmd does not start without a cgroup hierarchy, although no plugin here uses one: this has no controllers.
     _mount("-t", "cgroup", "-o", "none,name=virtual", "cgroup", str(own / "systemd"))
-    (own / "memory").mkdir()
-    _mount("--bind", str(cluster.cgroups(name)[0]), str(own / "memory"))
+    for path in cluster.cgroups(name):
+        controller = path.parent.name if CGROUP_V1.is_dir() else "memory"
+        (own / controller).mkdir()
+        _mount("--bind", str(path), str(own / controller))
     _mount("-t", "sysfs", "sysfs", "/sys")
     _mount("--rbind", str(own), "/sys/fs/cgroup")
 

@@ -8,7 +8,8 @@
 # Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves, the job is requeued,
 # and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
 # made no train step. Where nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and the trainer alone starts again
-# in the same job. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
+# in the same job. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO. PREFLIGHT=1 before it measures the
+# nodes first, and ends the job where one is slow. With nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -20,7 +21,7 @@
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
-    sed -n '2,11p' "$0"
+    sed -n '2,13p' "$0"
     exit 2
 fi
 layout=$1
@@ -43,6 +44,10 @@ cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-n
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
 step=(srun --overlap --immediate=300 --kill-on-bad-exit=1 --cpu-bind=none)
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
+# PREFLIGHT=1: every node is measured first, and a slow one named: see docs/nodes.md.
+if [ "${PREFLIGHT:-0}" = 1 ]; then
+    "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight --directory "${PREFLIGHT_DIRECTORY:-.}"
+fi
 # A step of its own: what a step has started ends with it. Without servers to keep it ends at once.
 "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_ON_NODE" "${worker[@]}" --keep-servers </dev/null &
@@ -55,7 +60,8 @@ while :; do
     fi
     # The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
     code=0
-    scope=$("${worker[@]}" --verdict "$began") || code=$?
+    answer=$("${worker[@]}" --verdict "$began") || code=$?
+    read -r scope excluded <<<"$answer"
     if [ "$scope" != trainer ] || ! kill -0 "$supervisors" 2>/dev/null; then
         break
     fi
@@ -66,6 +72,12 @@ if [ "$code" != 0 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %D)" != "$SLURM_JOB_
 fi
 # A job that scancel or its time limit is ending is not requeued by what its tasks left behind.
 if [ "$code" = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+    trap '' TERM # of the requeue, before the next line is done
     scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$excluded" ]; then
+        # nodes.action = "exclude": found by their metrics. What sbatch --exclude named stays out too.
+        before=$(squeue -h -j "$SLURM_JOB_ID" -o %x)
+        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded${before:+,$before}"
+    fi
 fi
 exit "$code"

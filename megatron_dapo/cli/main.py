@@ -234,6 +234,26 @@ def check_loss(
     raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype))
 
 
+@app.command()
+def preflight(
+    directory: Annotated[Path, typer.Option(help="where runs write: the disk that is measured")] = Path("runs"),
+    tolerance: Annotated[float, typer.Option(help="share of the median below which a node is slow")] = 0.6,
+) -> None:
+    """Measure every node before a run, under srun or torchrun: matrix product, memory, all-reduce and disk against the median.
+
+    Exit code: 0 all nodes are alike, 1 slow ones are named, 2 arguments or environment that cannot be used.
+    """
+    if not 0 < tolerance < 1:
+        _refuse(f"--tolerance {tolerance:g}: has to be above 0 and below 1")
+    from megatron_dapo.cli.preflight import preflight as measure
+
+    try:
+        code = measure(directory, tolerance, typer.echo)
+    except ValueError as error:
+        _refuse(error)
+    raise typer.Exit(code)
+
+
 @plan_app.command("sync")
 def plan_sync(
     recipe: RecipeArgument,

@@ -49,6 +49,7 @@ from megatron_dapo.config.section import (
 )
 
 Resume = Literal["auto", "never", "must"]
+NodeAction = Literal["warn", "exclude"]
 
 
 class RunConfig(Section):
@@ -216,6 +217,28 @@ class QualityConfig(Section):
     """Mean probability of sampled tokens above which there is a warning, before entropy has collapsed; 0.95, say. 1: none."""
 
 
+class NodesConfig(Section):
+    """The watch over the nodes of a run: a sample of their metrics a second, and a node that is unlike the others named
+    (Minder, arXiv 2411.01791; docs/nodes.md). Runs of one node have none; with fewer than four no node is judged."""
+
+    enabled: bool = True
+    """Sample every node into <run.output_dir>/nodes, compare the nodes, and report the slowest rank of each phase."""
+
+    period_seconds: PositiveFloat = 480.0  # as the published system is called
+    """Seconds between two looks at the samples. A look covers 15/8 of it, at least twice continuity_seconds."""
+
+    continuity_seconds: PositiveFloat = 240.0
+    """Seconds that the same node must be the outlier of a metric, without a break, before there is an alert."""
+
+    noise_chance: Annotated[float, Bounds(gt=0, lt=1)] = 1e-3
+    """Chance of a candidate in one window among healthy nodes, as far as their noise is Gaussian; lower is less sensitive. The
+    similarity threshold follows from it and from the number of nodes."""
+
+    action: NodeAction = "warn"
+    """After an alert. warn: a line in the log and a record. exclude: also save and end with exit code 75; slurm.sh requeues the
+    job without that node, which needs a spare one in the partition."""
+
+
 class Config(Section):
     """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this
     tree."""
@@ -282,6 +305,9 @@ class Config(Section):
 
     telemetry: TelemetryConfig = TelemetryConfig()
     """Metrics, samples, progress."""
+
+    nodes: NodesConfig = NodesConfig()
+    """Faulty nodes and slow ranks."""
 
     quality: QualityConfig = QualityConfig()
     """Alarms on repetition and certainty of responses."""

@@ -69,7 +69,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="SINCE",
         help="run nothing; the exit code is that of the last attempt that the calling script has started, after SINCE in seconds "
         "since 1970 if given: 0 finished, 75 worth starting again, another one a failure that would repeat. Prints "
-        '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job"',
+        '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job", and behind it the nodes that the '
+        "next attempt is to leave out, with commas",
     )
     parser.add_argument(
         "--keep-servers",
@@ -108,9 +109,12 @@ def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:
 
 
 def _report_verdict(loaded: LoadedConfig, since: float) -> int:
+    from megatron_dapo.recovery.attempts import excluded_nodes
+
     found = judge(loaded, since)
     is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.keeps_servers
-    sys.stdout.write("trainer\n" if is_in_place else "job\n")
+    excluded = ",".join(excluded_nodes(loaded.config.run.output_dir, batch_job()))
+    sys.stdout.write(f"{'trainer' if is_in_place else 'job'} {excluded}".rstrip() + "\n")
     if found is None:
         sys.stderr.write(f"no attempt is on record in {loaded.config.run.output_dir}: the workers did not start\n")
         return 1

@@ -35,6 +35,7 @@ METRICS = (
     NodeMetric("gpu_graphics_activity", "share", 0.05),
     NodeMetric("gpu_tensor_activity", "share", 0.03),
     NodeMetric("nvlink_bandwidth", "bytes/s", 1e9),
+    NodeMetric("network_send_queue", "bytes", 2e4),  # TCP bytes that other nodes have not acknowledged
     NodeMetric("network_retransmits", "packets/s", 5.0),
     NodeMetric("network_rate", "bytes/s", 1e6),
 )

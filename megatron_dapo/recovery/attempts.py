@@ -1,9 +1,10 @@
 """Attempts of a run, in attempts.jsonl of its directory, and whether it is worth another one.
 
     {"attempt": 2, "began": 1700000000.0, "job": "17", "completed_steps": 7}
+    {"attempt": 2, "alert": {"node": "node3", "metric": "cpu_throttled", ...}, "job": "17", "excluded": "node3"}
     {"attempt": 2, "ended": 1700003600.0, "reason": "stopped by a signal", "exit_code": 75}
 
-Rank 0 writes both lines; an attempt without the second one failed or was killed. Started again is what did not end by
+Rank 0 writes first and last line, the watch over the nodes those between; an attempt without the second one failed or was killed. Started again is what did not end by
 itself, as long as attempts make progress: train steps on record beyond those of all attempts before.
 """
 
@@ -60,6 +61,20 @@ def record_end(run_directory: Path, reason: str) -> None:
     attempt = next((record["attempt"] for record in _records(run_directory / ATTEMPTS) if "began" in record), 1)
     end = {"attempt": attempt, "ended": time.time(), "reason": reason, "exit_code": exit_code_at(reason)}
     _append(run_directory, end)
+
+
+def record_alert(run_directory: Path, attempt: int, alert: Mapping[str, Any], excluded: str) -> None:
+    """Note an alert of the watch over the nodes; `excluded`: the node that the next attempt of the job is to leave out, or ""."""
+    begun = next((record for record in _records(run_directory / ATTEMPTS) if "began" in record), {})
+    _append(
+        run_directory, {"attempt": attempt, "alert": dict(alert), "job": begun.get("job", ""), "excluded": excluded}
+    )
+
+
+def excluded_nodes(run_directory: Path, job: str) -> list[str]:
+    """Return the host names that attempts of the batch job `job` are to leave out."""
+    records = _records(run_directory / ATTEMPTS)
+    return sorted({record["excluded"] for record in records if record.get("excluded") and record["job"] == job})
 
 
 def completed_steps(run_directory: Path) -> int:

@@ -26,13 +26,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.recovery.evidence import read_text
 from megatron_dapo.recovery.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
 from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, PAGE_BYTES
 
@@ -104,6 +105,12 @@ class Heartbeat:
         self._exit_code, self._culprit = EXIT_CODE, -1
         self._has_warned = self._has_reported = False
         self.file_process: FileProcess | None = None  # shown to the watcher, which looks at it when this rank is silent
+        self.place: Place | None = None
+        self.train_step: Callable[[], int] = lambda: -1  # shown to the node's sampler
+        self._seconds: dict[str, tuple[float, float]] = {}  # by phase: of the clock, and of work
+        self._clocks, self._turn_lock = _clocks(), threading.Lock()
+        self._page_file = -1
+        self._sampler = ""  # its address, until it has this rank's page
         self._node = socket.gethostname()
 
     @property
@@ -122,6 +129,7 @@ class Heartbeat:
         self._progress, self._deadline_s = progress or before[0], deadline_s
         if self._progress is not None:
             self._progress.mark()
+        self._turn()
         self._phases.append(name)
         self._raised_in = ""
         self._write_page()
@@ -131,11 +139,26 @@ class Heartbeat:
             self._raised_in = self._raised_in or name
             raise
         finally:
+            self._turn()
             self._phases.pop()
             self._progress, self._deadline_s = before
             if self._progress is not None:
                 self._progress.mark()
             self._write_page()
+
+    def show_to_sampler(self, address: str) -> None:
+        """Hand this rank's page to the sampler of its node at that abstract socket, once it is there."""
+        self._sampler = address
+
+    def _turn(self) -> None:
+        """Add the time since the last call to the phase that it was."""
+        with self._turn_lock:
+            before, self._clocks = self._clocks, _clocks()
+            elapsed, worked = self._seconds.get(self._phases[-1], (0.0, 0.0))
+            elapsed, worked = (
+                total + now - then for total, now, then in zip((elapsed, worked), self._clocks, before, strict=True)
+            )
+            self._seconds[self._phases[-1]] = round(elapsed, 3), round(worked, 3)
 
     def describe(self, run_directory: Path, attempt: int | None) -> None:
         """Tell the watcher where records go, who may read them (by this process's umask), and, on rank 0, the number of this start."""
@@ -158,6 +181,7 @@ class Heartbeat:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             return
         address = f"\0megatron-dapo-{os.getuid()}-{place.run_id}-{place.node_rank}"
+        self.place = place
         if place.local_rank == 0:
             _start_watcher(place, address)
         self._socket = _connected(address)
@@ -167,7 +191,7 @@ class Heartbeat:
         self._page = mmap.mmap(page, PAGE_BYTES)
         hello = {"kind": "hello", "rank": place.rank, "pid": os.getpid(), "node": self._node}
         socket.send_fds(self._socket, [json.dumps(hello).encode()], [page, stacks])
-        os.close(page)
+        self._page_file = page
         # A death by SIGSEGV leaves its stack there as well. The descriptor stays open for the life of the process.
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -268,7 +292,11 @@ class Heartbeat:
         wait, doing = waiting_for(sys._current_frames().get(threading.main_thread().ident or 0))
         self._sample = {"wait": wait, "doing": doing, **_sequence_numbers()}
         self._beats += 1
+        self._turn()
         self._write_page()
+        if self._sampler and self._page_file >= 0 and _handed_over(self._sampler, self.rank, self._page_file):
+            os.close(self._page_file)
+            self._sampler, self._page_file = "", -1
         if self._progress is None or self._has_reported:
             return
         idle_s, deadline_s = self._progress.idle_s, self._deadline_s
@@ -295,6 +323,7 @@ class Heartbeat:
             return
         page = {"phase": self.phase_name, "beats": self._beats, **self._sample}
         page["progress"] = self._progress.count if self._progress is not None else 0
+        page["step"], page["seconds"] = self.train_step(), dict(self._seconds)
         if self.file_process is not None:
             page["file_process"] = [self.file_process.pid, self.file_process.doing]
         text = json.dumps(page).encode()
@@ -353,6 +382,27 @@ def _connected(address: str) -> socket.socket:
                     "rank starts it: see that rank's log"
                 ) from None
             time.sleep(0.02)
+
+
+def _handed_over(address: str, rank: int, page: int) -> bool:
+    """Return True once the sampler at an abstract socket has a rank's page."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_SAMPLE_S)
+            connection.connect(f"\0{address}")
+            socket.send_fds(connection, [json.dumps({"rank": rank}).encode()], [page])
+            return True
+    except OSError:
+        return False
+
+
+def _clocks() -> tuple[float, float]:
+    """Return the time, and how long the main thread has been on a CPU or waiting for one, in seconds.
+
+    On a crowded or throttled node a rank waits for a CPU in the phases in which ranks of other nodes wait for it.
+    """
+    work = read_text("/proc/self/schedstat").split()[:2]
+    return time.monotonic(), sum(map(int, work)) / 1e9
 
 
 def waiting_for(frame: FrameType | None) -> tuple[str, str]:

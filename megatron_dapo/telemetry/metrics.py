@@ -245,6 +245,18 @@ _STEP = [
             "of the newest checkpoint known to be in place since the row before, from its begin to its commit (0 if none)",
         ),
     ),
+    *_section(
+        "nodes",
+        ("alerts", "alerts", "faulty nodes found by their metrics in this attempt, so far (docs/nodes.md)"),
+        *(
+            row
+            for name in PHASES
+            for row in (
+                (f"{name}_slowest_rank", "rank", f"rank that worked longest in phase {name} lately (-1: not compared)"),
+                (f"{name}_over_median", "fraction", "how much longer than the median of the ranks (0 if not compared)"),
+            )
+        ),
+    ),
     *_section("memory", ("host_rss_mib", "MiB", "resident host memory of rank 0 at the end of the step")),
     *_section(
         "time",

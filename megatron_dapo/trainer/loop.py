@@ -42,13 +42,14 @@ from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
-from megatron_dapo.trainer.metrics import quality_warnings, step_metrics, training_seconds
+from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Phases, Recorder
 from megatron_dapo.trainer.rollout import Rollout, TrainBatch
 
 if TYPE_CHECKING:
+    from megatron_dapo.recovery.node_watch import NodeWatch
     from megatron_dapo.recovery.signals import StopRequest
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.build_engines import Publisher
@@ -73,6 +74,7 @@ class Parts:
     recorder: Recorder | None
     collector: AsyncCollector | None
     context: RolloutContext | None
+    node_watch: NodeWatch | None = None  # on rank 0 of several nodes
 
 
 class TrainingLoop:
@@ -284,11 +286,12 @@ class TrainingLoop:
             "checkpoint/blocked_seconds": times["checkpoint"],
             "checkpoint/save_seconds": self._recorded_save,
         }
-        disagreement = context.disagreement_share()
+        disagreement, watch = context.disagreement_share(), self._parts.node_watch
         trained = self._progress.train_step - 1
         return {
             **progress,
             **step_metrics(self._config, batch, batch.rollout, trained, result.metrics, times, disagreement),
+            **(node_metrics(watch.num_alerts, watch.stragglers) if watch is not None else {}),
         }
 
     def _evaluate(self) -> bool:

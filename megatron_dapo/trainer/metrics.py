@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,7 +15,7 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
-from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, ScoredSample, num_distinct
 
@@ -58,9 +59,24 @@ def step_metrics(
         **absent,
         **learned,
         **throughput_metrics(rollout, times, batch.generation_seconds),
+        **node_metrics(),
         "memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20,
         **{f"time/{name}": seconds for name, seconds in times.items()},
     }
+
+
+def node_metrics(num_alerts: int = 0, stragglers: Sequence[Mapping[str, Any]] = ()) -> dict[str, float]:
+    """Return the metrics of the section "nodes", by default those of a run without a watch over its nodes.
+
+    stragglers: "phase", "rank" and "over_median" of each phase that was compared.
+    """
+    compared = {each["phase"]: each for each in stragglers}
+    found: dict[str, float] = {"nodes/alerts": num_alerts}
+    for phase in PHASES:
+        slowest = compared.get(phase, {"rank": -1, "over_median": 0.0})
+        found[f"nodes/{phase}_slowest_rank"] = slowest["rank"]
+        found[f"nodes/{phase}_over_median"] = slowest["over_median"]
+    return found
 
 
 def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -32,7 +34,10 @@ from megatron_dapo.recovery.disk_space import checkpoint_space
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.recovery.node_metrics import SamplerSettings, start_sampler
+from megatron_dapo.recovery.node_watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.recovery.signals import StopRequest
+from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
 from megatron_dapo.trainer.build_engines import start_engines
@@ -194,8 +199,10 @@ def prepared_run(
         heartbeat = heartbeat or Heartbeat(rank)
         files = _start_files(heartbeat, stack)
         watch = _watch(config, topology, heartbeat)
+        node_watch = _start_node_watch(config, heartbeat, stack)
         with watch("build"):
-            run = _build(config, topology, stop_rule, stop, stack, watch, files)
+            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch)
+        heartbeat.train_step = lambda: run.progress.train_step
         yield run
     # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
@@ -210,6 +217,7 @@ def _build(
     stack: ExitStack,
     watch: Callable[[str], AbstractContextManager[None]],
     files: Files,
+    node_watch: NodeWatch | None = None,
 ) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=watch)
@@ -249,6 +257,7 @@ def _build(
         recorder=recorder,
         collector=collector,
         context=context,
+        node_watch=node_watch,
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
@@ -262,6 +271,37 @@ def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:
     if isinstance(files, FileProcess):
         heartbeat.file_process = files
     return files
+
+
+def _start_node_watch(config: Config, heartbeat: Heartbeat, stack: ExitStack) -> NodeWatch | None:
+    """Have this node sampled and, on rank 0, all nodes watched. One node alone has none to be compared with."""
+    nodes, place = config.nodes, heartbeat.place
+    if not nodes.enabled or place is None or place.num_nodes < 2:
+        return None
+    output = config.run.output_dir.absolute()
+    address = f"megatron-dapo-nodes-{os.getuid()}-{place.run_id}-{place.node_rank}"
+    heartbeat.show_to_sampler(address)
+    if place.local_rank == 0:
+        is_critic = place.rank >= place.world_size - config.num_critic_processes
+        role, name = "critic" if is_critic else "policy", socket.gethostname()
+        settings = SamplerSettings(str(output / DIRECTORY), place.node_rank, name, role, address, nodes.period_seconds)
+        stack.callback(start_sampler(settings).kill)
+    if place.rank > 0:
+        return None
+    found = NodeWatch(
+        WatchSettings(
+            str(output),
+            heartbeat.attempt,
+            place.num_nodes,
+            nodes.period_seconds,
+            nodes.continuity_seconds,
+            nodes.noise_chance,
+            nodes.action,
+            tuple(PHASES),
+        )
+    )
+    stack.callback(found.close)
+    return found
 
 
 def _watch(

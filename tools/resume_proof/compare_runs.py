@@ -17,7 +17,7 @@ from typing import Any
 
 # Values that a clock decides. Everything else a run records is a function of its configuration.
 CLOCK_KEYS = frozenset({"train_seconds", "eval/seconds"})
-CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/")
+CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/", "nodes/")
 COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared
 EXACT_IN_ANY_LAYOUT = frozenset({"train_step", "actor/learning_rate", "critic/learning_rate"})
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")

@@ -17,9 +17,9 @@ ARGUMENTS = {
     "dapo_qwen2.5_32b_slurm.sh": ["model", "train.jsonl", "eval.jsonl"],
 }
 STUBS = {
-    "scontrol": '[ "$1" = requeue ] && echo "requeue $2" || { echo node0; echo node1; }',
-    "megatron-dapo": "true",
-    "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) echo "$NODES_LEFT";; *) echo 2026-11-22T10:00:00;; esac',
+    "scontrol": 'case "$1" in requeue) echo "requeue $2";; update) echo "$@";; *) echo node0; echo node1;; esac',
+    "megatron-dapo": "true",  # the dry run
+    "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) echo "$NODES_LEFT";; %x) echo "$EXCLUDED";; *) echo 2026-11-22T10:00:00;; esac',
     # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
     "srun": """if [ "${@: -1}" = --keep-servers ]; then
     printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
@@ -41,6 +41,8 @@ def run_script(
     attempts: int = 99,
     state: str = "RUNNING",
     nodes_left: int = 2,
+    excluded: str = "",
+    **variables: object,
 ) -> tuple[int, list[str]]:
     """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not."""
     (directory / "attempts").unlink(missing_ok=True)
@@ -60,7 +62,9 @@ def run_script(
         "ATTEMPTS": attempts,
         "STATE": state,
         "NODES_LEFT": nodes_left,
+        "EXCLUDED": excluded,
         "SLURM_JOB_NUM_NODES": 2,
+        **variables,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
     command = ["bash", str(SCRIPTS / script), *ARGUMENTS[script], "--set", "run.name=x"]
@@ -109,6 +113,19 @@ def test_a_job_that_lost_a_node_before_its_step_began_is_requeued(tmp_path: Path
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left=1)
     assert code == 75 and "requeue 17" in lines
     assert "--immediate=300" in lines and "--immediate=300" in (tmp_path / "supervisors").read_text().split()
+
+
+@pytest.mark.parametrize(("excluded", "named"), [("", "node3,node5"), ("node9", "node3,node5,node9")])
+def test_a_node_that_is_to_go_is_excluded_beside_those_that_were(tmp_path: Path, excluded: str, named: str) -> None:
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, scope="job node3,node5", excluded=excluded)
+    assert code == 75 and lines[-2:] == ["requeue 17", f"update JobId=17 ExcNodeList={named}"]
+
+
+def test_the_nodes_are_measured_first_if_asked_and_a_slow_one_ends_the_job(tmp_path: Path) -> None:
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, PREFLIGHT=1)
+    assert code == 1 and "preflight" in lines and "requeue 17" not in lines
+    assert "megatron_dapo.launch.worker" not in lines, "nothing is trained"
+    assert "preflight" not in run_script("slurm.sh", tmp_path, 17)[1]
 
 
 def is_running(pid: int) -> bool:
