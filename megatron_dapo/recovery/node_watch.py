@@ -2,7 +2,7 @@
 
     RUN/nodes/node_K.jsonl   every node's sampler writes them (recovery.node_metrics)
     main                     a process of its own on the node of rank 0, at the lowest priority: every period it reads what is
-                             new, runs the detector (nodes.detector) and writes alerts.jsonl, stragglers.json, attempts.jsonl
+                             new, runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
     NodeWatch                rank 0 starts it and reads what it says: a line in the log, metrics of the next step, and with
                              action "exclude" a stop as by SIGTERM: a checkpoint, then exit code 75
 
