@@ -36,6 +36,7 @@ from megatron_dapo.config.rollout_schema import (
     SglangConfig,
 )
 from megatron_dapo.config.section import (
+    AtLeastOne,
     Bounds,
     Fraction,
     InputPath,
@@ -224,10 +225,10 @@ class NodesConfig(Section):
     enabled: bool = True
     """Sample every node into <run.output_dir>/nodes, compare the nodes, and report the slowest rank of each phase."""
 
-    period_seconds: PositiveFloat = 480.0  # as the published system is called
+    period_seconds: AtLeastOne = 480.0  # as the published system is called
     """Seconds between two looks at the samples. A look covers 15/8 of it, at least twice continuity_seconds."""
 
-    continuity_seconds: PositiveFloat = 240.0
+    continuity_seconds: AtLeastOne = 240.0
     """Seconds that the same node must be the outlier of a metric, without a break, before there is an alert."""
 
     noise_chance: Annotated[float, Bounds(gt=0, lt=1)] = 1e-3

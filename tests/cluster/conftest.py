@@ -58,6 +58,13 @@ def four_nodes(tmp_path_factory: pytest.TempPathFactory, small_shared_disk: Path
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def five_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
+    """Five idle nodes: four for a run and a spare one."""
+    with _cluster(tmp_path_factory, ClusterSettings(num_nodes=5, kill_wait_s=15)) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def job_environment() -> dict[str, str]:
     """Environment of a user who submits jobs: the trainer's interpreter first on the path."""

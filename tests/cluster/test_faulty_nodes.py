@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,13 @@ from jobs import attempts, log_of, recorded_steps, submit, wait_for, write_layou
 
 from megatron_dapo.nodes.records import read_alerts
 from megatron_dapo.nodes.samples import NodeAlert
-from tools.virtual_cluster import CONTROLLER, ClusterSettings, VirtualCluster, unavailable, virtual_cluster
+from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
 HEALTHY_S = float(os.environ.get("MEGATRON_DAPO_HEALTHY_S", "180"))
 FOUND_S = 90.0
 SETS = "nodes.period_seconds=5.0 nodes.continuity_seconds=30.0 checkpoint.interval=20 checkpoint.keep=2"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + HEALTHY_S)]
-
-
-@pytest.fixture(scope="module")
-def five_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    """Four nodes for a run and a spare one."""
-    if reason := unavailable():
-        pytest.skip(f"no virtual cluster on this machine: {reason}; see `make test-cluster`")
-    with virtual_cluster(tmp_path_factory.mktemp("cluster"), ClusterSettings(num_nodes=5, kill_wait_s=15)) as cluster:
-        yield cluster
 
 
 class WatchedJob:
