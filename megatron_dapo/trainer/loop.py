@@ -101,7 +101,8 @@ class TrainingLoop:
     def run(self) -> str:
         """Train until a limit, the data or a signal ends the run; return which. The last state is saved.
 
-        It is saved as well where no batch can be collected, or the servers are lost for good, before that is raised.
+        It is saved as well where no batch can be collected, an evaluation fails, or the servers are lost for good, before that
+        is raised.
         """
         self._begin()
         try:
@@ -303,7 +304,8 @@ class TrainingLoop:
             self._update_weights()
         with self._phases.phase("evaluate"):
             self._parts.learner.models.offload_all()  # the engines generate with the whole device
-            metrics = self._parts.evaluator.evaluate(step)
+        metrics = self._evaluated(self._parts.evaluator)
+        with self._phases.phase("evaluate"):
             is_cut = max_over({"is_cut": float(self._parts.recorder is not None and metrics is None)})["is_cut"]
         if not self._is_sampling:
             self._release_engines()
@@ -321,6 +323,17 @@ class TrainingLoop:
         if not is_cut:
             self._evaluated_step = step
         return not is_cut
+
+    def _evaluated(self, evaluator: Evaluator) -> dict[str, float] | None:
+        """Return what an evaluation returns. Behind an error, which reaches all ranks, the state is whole: it is saved."""
+        try:
+            with self._phases.phase("evaluate"):
+                return evaluator.evaluate(self._progress.train_step)
+        except (ServersFailed, TimeoutError):
+            raise  # `run` saves behind the first; behind the second ranks may not hear each other
+        except Exception:
+            self._save_after_failure()
+            raise
 
     def _release_engines(self) -> None:
         """Let engines on the trainer's devices sleep until the next evaluation, where no batch is generated."""

@@ -16,13 +16,13 @@ import torch
 
 from megatron_dapo.data.sample_tensors import critic_context_from_json
 from megatron_dapo.engines.base import PrefixReuse
-from megatron_dapo.engines.sglang.client import EngineError
-from megatron_dapo.engines.sglang.engine import RequestGivenUp
+from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.recovery.signals import Stopped
 from megatron_dapo.reshard.pieces import pieces
-from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
+from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ class Rollout:
         assert self._collector is not None, "rank 0 has the collector"
         try:
             return self._collector.next_batch(num_groups)
-        except (Stopped, CollectionExhausted, RequestGivenUp, EngineError) as end:
+        except (CommandFailed, ServersFailed, TimeoutError):
+            raise  # all ranks know of the first two; behind the last one they may not hear each other
+        except Exception as end:  # of a verifier, say: what was collected is whole, and all ranks can save
             return end
 
     def _agree_on_end(self, collected: RolloutBatch | Exception | None) -> TrainBatch | None:

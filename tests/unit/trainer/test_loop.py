@@ -213,3 +213,16 @@ def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: i
     world.loop._parts.evaluator = SimpleNamespace(evaluate=seen.append)
     assert world.loop.run() == "training seconds used up"
     assert seen == evaluated and world.calls == ["save 2", "saved 2"]
+
+
+def test_a_failing_evaluation_is_raised_after_a_checkpoint() -> None:
+    world = World({})
+    world.loop._config.evaluation.interval = 2
+
+    def fail(step: int) -> None:
+        raise KeyError("no verdict")
+
+    world.loop._parts.evaluator = SimpleNamespace(evaluate=fail)
+    with pytest.raises(KeyError, match="no verdict"):
+        world.loop.run()
+    assert world.calls == ["save 2", "saved 2"]

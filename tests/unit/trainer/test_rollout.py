@@ -1,14 +1,19 @@
 """Train samples from scored groups, and the advantages of groups."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_dapo.algorithms.group_advantages import equal_prompt_weights, estimate_group_advantages
 from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
+from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.engines.sglang.client import EngineError
+from megatron_dapo.engines.sglang.servers import ServersFailed
+from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.rollout import build_train_samples
+from megatron_dapo.trainer.rollout import Rollout, build_train_samples
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
 GRPO = GrpoAdvantageConfig()
@@ -110,3 +115,30 @@ def test_prompts_of_unequal_groups_count_alike() -> None:
     weights = equal_prompt_weights(index)
     sums = torch.zeros(3, dtype=torch.float64).index_add_(0, index, weights)
     torch.testing.assert_close(sums, torch.full((3,), 8.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_shared"),
+    [
+        (ZeroDivisionError("in a verifier"), True),
+        (EngineError("server 0", "/generate", "gone"), True),
+        (CommandFailed(RuntimeError("a handler failed on every rank")), False),
+        (TimeoutError("no answer of the other ranks"), False),
+        (ServersFailed("server 0 is lost"), False),
+    ],
+)
+def test_an_error_of_the_collection_reaches_all_ranks_where_they_can_save(error: Exception, is_shared: bool) -> None:
+    def fail(num_groups: int) -> None:
+        raise error
+
+    engine = SimpleNamespace(run_on_rank0=lambda body: body(), prefix_reuse=PrefixReuse())
+    collector = SimpleNamespace(next_batch=fail, generation_step=7)
+    coordination = SimpleNamespace(rank=0, size=1, broadcast=lambda facts: facts)
+    engines = SimpleNamespace(engine=engine, servers=None)
+    rollout = Rollout(engines, collector, coordination, filter_overlong=False)
+    if not is_shared:
+        with pytest.raises(type(error)):
+            rollout.generate(4, lambda samples: ())
+        return
+    batch = rollout.generate(4, lambda samples: ())
+    assert batch.error is error and not batch.samples and batch.generation_step == 7
