@@ -43,31 +43,41 @@ LEARNING_RATE = 3e-3
 # A larger epsilon than usual: gradients that are pure rounding error (of key biases) must not become whole steps.
 OPTIMIZER = {"betas": (0.8, 0.9), "epsilon": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
 SINGLE = ParallelLayout(world_size=1)
+VALUE_HEAD = "ForTokenClassification"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the implementations that compute in fp64
 
 
 def model_of(name: str, head: str, **fields: Any) -> Any:
     """A transformers model of `actor_checks.MODELS` with another head, fp32, random in every tensor."""
-    import transformers
-
-    family, own = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **fields})
-    model = getattr(transformers, family + head)(config)
+    model_class = class_of(name, head)
+    model = model_class(model_class.config_class(**{**SIZES, **MODELS[name][1], **fields}))
+    one = 0 if MODELS[name][0] == "Gemma3" else 1  # Gemma 3 stores the difference from 1
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
+            parameter.copy_(one + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
     return model
+
+
+def class_of(name: str, head: str) -> Any:
+    """The transformers class of `actor_checks.MODELS` with another head."""
+    import transformers
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    family, _ = MODELS[name]
+    if (family, head) != ("Gemma3", VALUE_HEAD):
+        return getattr(transformers, family + head)
+    # transformers has none for the tokens of a Gemma 3: this is its generic one.
+    bases = GenericForTokenClassification, transformers.Gemma3PreTrainedModel
+    return type("Gemma3TextForTokenClassification", bases, {"config_class": transformers.Gemma3TextConfig})
 
 
 def write_critic(directory: str | Path, name: str) -> None:
     """Write the directory `directory`/`name` of a critic, and beside it its fp64 reference."""
-    import transformers
-
     path = Path(directory) / name
-    model_of(name, "ForTokenClassification", num_labels=1).save_pretrained(path)
-    model = transformers.AutoModelForTokenClassification.from_pretrained(path, **EAGER).double().eval()
+    model_of(name, VALUE_HEAD, num_labels=1).save_pretrained(path)
+    model = class_of(name, VALUE_HEAD).from_pretrained(path, **EAGER).double().eval()
     loss, values = _loss_and_values(model, seed=3)
     loss.backward()
     tensors = {f"values/{index}": part.detach().contiguous() for index, part in enumerate(values)}

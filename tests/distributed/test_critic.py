@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from checkpoint_converters.convert import first_difference
 
-MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe")
+MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe", "gemma3")
 CASES: list[dict[str, Any]] = [
     {"model": "qwen2", "layout": {"tensor": 2}},
     {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}},
@@ -23,6 +23,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen2", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "recompute": "full"},
     {"model": "llama3", "layout": {"tensor": 2, "context": 2, "sequence_parallel": True}, "distributed": False},
     {"model": "qwen3-moe", "layout": {"tensor": 2, "sequence_parallel": True, "expert": 2}},
+    {"model": "gemma3", "layout": {"tensor": 2, "pipeline": 2}},
+    {"model": "gemma3", "layout": {"tensor": 2, "context": 2, "sequence_parallel": True}},
 ]
 
 
