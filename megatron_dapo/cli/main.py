@@ -99,7 +99,7 @@ def nodes(
         report = report_nodes(run, seconds, metric, DetectorSettings(continuity_s=continuity))
         picture.write_text(to_svg(report.drawn), encoding="utf-8")
     except (ValueError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     if json_output:
         typer.echo(json.dumps({"alerts": [asdict(alert) for alert in report.alerts], "remarks": list(report.remarks)}))
     else:
@@ -244,13 +244,13 @@ def preflight(
     Exit code: 0 all nodes are alike, 1 slow ones are named, 2 arguments or environment that cannot be used.
     """
     if not 0 < tolerance < 1:
-        _refuse(f"--tolerance {tolerance:g}: has to be above 0 and below 1")
+        refuse(f"--tolerance {tolerance:g}: has to be above 0 and below 1")
     from megatron_dapo.cli.preflight import preflight as measure
 
     try:
         code = measure(directory, tolerance, typer.echo)
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
     raise typer.Exit(code)
 
 
