@@ -56,7 +56,7 @@ def test_phases_that_are_short_or_of_one_rank_are_not_compared() -> None:
 
 
 def test_a_throttled_node_is_named_once(tmp_path: Path) -> None:
-    start = time.time()
+    start = float(int(time.time()))  # samples have milliseconds
     for node in range(4):
         write_node(tmp_path, node, start, [0.8 if node == 2 and second > 20 else 0.0 for second in range(70)])
     watch = RunWatch(settings(tmp_path), start)
@@ -70,7 +70,7 @@ def test_a_throttled_node_is_named_once(tmp_path: Path) -> None:
 
 
 def test_nodes_that_are_alike_and_fewer_than_four_have_no_alert(tmp_path: Path) -> None:
-    start = time.time()
+    start = float(int(time.time()))
     for node in range(4):
         write_node(tmp_path, node, start, [0.0] * 70)
     assert RunWatch(settings(tmp_path), start).look(start + 70)["alerts"] == []
@@ -79,7 +79,7 @@ def test_nodes_that_are_alike_and_fewer_than_four_have_no_alert(tmp_path: Path) 
 
 
 def test_a_node_to_be_left_out_is_on_record_for_its_job(tmp_path: Path) -> None:
-    start = time.time()
+    start = float(int(time.time()))
     record_begin(tmp_path, 1, "17")
     for node in range(4):
         write_node(tmp_path, node, start, [0.8 * (node == 1)] * 70)
@@ -88,7 +88,7 @@ def test_a_node_to_be_left_out_is_on_record_for_its_job(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_as_it_grows_and_after_it_was_replaced(tmp_path: Path) -> None:
-    start = time.time()
+    start = float(int(time.time()))
     path = tmp_path / "nodes" / "node_0.jsonl"
     file = NodeFile(path, start)
     file.read(start)
@@ -109,7 +109,7 @@ def test_a_file_is_read_as_it_grows_and_after_it_was_replaced(tmp_path: Path) ->
 
 
 def test_the_report_covers_the_time_since_the_last_look(tmp_path: Path) -> None:
-    start = time.time()
+    start = float(int(time.time()))
     for look, seconds in enumerate(((2.0, 2.0), (3.0, 5.0))):
         for node, worked in enumerate(seconds):
             write_node(tmp_path, node, start, [0.0], mode="a")
