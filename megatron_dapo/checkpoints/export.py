@@ -1,4 +1,5 @@
-"""Export the policy or critic of many Megatron ranks to a Hugging Face directory that rank 0 writes, a few tensors at a time."""
+"""Export of a policy or critic to a Hugging Face directory, a few tensors at a time: from many Megatron ranks, where rank 0
+writes, or from a model on disk, in one process."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,8 +57,7 @@ def export_to_huggingface(
     appears complete or not at all. Collective over `group`; a ValueError or OSError of rank 0 becomes RuntimeError on
     the others.
     """
-    architecture, is_policy = layout.architecture, layout.architecture.head == LANGUAGE_MODEL
-    config_fields = None if is_policy else {**_LABELS, "architectures": [architecture.class_name]}
+    architecture = layout.architecture
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
@@ -68,7 +69,10 @@ def export_to_huggingface(
         with _share_failure(group, device):
             if rank == 0:
                 context = hf_checkpoint_writer(
-                    target, source, architecture, dtype=dtype, shard_bytes=shard_bytes, config_fields=config_fields
+                    *(target, source, architecture),
+                    dtype=dtype,
+                    shard_bytes=shard_bytes,
+                    config_fields=_config_fields(architecture),
                 )
                 writer = stack.enter_context(context)
         for batch in _batches(reshard.destination.tensors, batch_bytes):
@@ -81,6 +85,59 @@ def export_to_huggingface(
                     writer.write(name, tensor)
         with _share_failure(group, device):
             stack.close()  # on rank 0 it leaves the writer's context: check, then rename
+    return _report(target, source, specs, architecture)
+
+
+def export_stored_model(
+    target: str | Path,
+    model: StoredModel,
+    source_directory: str | Path,
+    *,
+    has_value_head: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> ExportReport:
+    """Write a model whose parameters are on disk, one tensor in memory at a time, as `export_to_huggingface` writes it.
+
+    model: its tensors by their Hugging Face names, of the shapes of `source_directory`'s model, for a critic with a value
+    head. Raises ValueError where it is another model, or `target` exists, and OSError; then nothing is left behind.
+    """
+    architecture = ModelArchitecture.from_directory(source_directory, heads=HEADS)
+    if has_value_head:
+        architecture = architecture.with_value_head()
+    _check_same_tensors(model, architecture, source_directory)
+    with HFCheckpoint(source_directory) as stored:
+        source = _checked_source(stored, architecture)
+        fields = _config_fields(architecture)
+        with hf_checkpoint_writer(
+            target, source, architecture, shard_bytes=shard_bytes, config_fields=fields
+        ) as writer:
+            for name in architecture.shapes():
+                writer.write(name, model.read_tensor(name))
+        return _report(target, source, output_specs(source, architecture, None), architecture)
+
+
+def _config_fields(architecture: ModelArchitecture) -> dict[str, Any] | None:
+    """Return the fields of config.json that an export replaces."""
+    if architecture.head == LANGUAGE_MODEL:
+        return None
+    return {**_LABELS, "architectures": [architecture.class_name]}
+
+
+def _check_same_tensors(model: StoredModel, architecture: ModelArchitecture, source: str | Path) -> None:
+    """Raise ValueError naming the first tensor in which a stored model is not that of `source`."""
+    expected = {name: tuple(shape) for name, shape in architecture.shapes().items()}
+    found = {name: tuple(spec.shape) for name, spec in model.specs.items()}
+    for name in sorted({*expected, *found}):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"{model.path} is a checkpoint of another model than {source}: {name} is {found.get(name, 'missing')} and "
+                f"{expected.get(name, 'missing')}; name the directory that its run started from"
+            )
+
+
+def _report(
+    target: str | Path, source: StoredModel, specs: Mapping[str, TensorSpec], architecture: ModelArchitecture
+) -> ExportReport:
     return ExportReport(
         path=Path(target),
         num_tensors=len(specs),

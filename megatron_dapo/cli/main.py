@@ -22,6 +22,8 @@ from megatron_dapo import __version__
 from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.options import DryRunOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
 from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
+from megatron_dapo.recovery.checkpoint_store import step_of
+from megatron_dapo.recovery.disk_space import size
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -33,6 +35,8 @@ app = typer.Typer(
 
 plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
 app.add_typer(plan_app, name="plan")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints of runs.")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 
 CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to_hf", "verify": "verify"}
@@ -171,19 +175,78 @@ def demo(
 
 @app.command()
 def export(
-    run: RunArgument,
-    space: Annotated[Path, typer.Option(help="directory that the Space's files are written to")],
+    source: Annotated[
+        Path, typer.Argument(help="a checkpoint, e.g. runs/x/checkpoints/step_000012; a finished run with --space")
+    ],
+    target: Annotated[Path | None, typer.Argument(help="Hugging Face directory to write, of a checkpoint")] = None,
+    critic: Annotated[bool, typer.Option("--critic", help="the critic of the checkpoint")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="directory the checkpoint's run started from; default: as its config.json says")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="check every byte of the model's files first")] = True,
+    space: Annotated[
+        Path | None, typer.Option(help="write the demo of a run as a Hugging Face Space to this directory")
+    ] = None,
     base: BaseOption = "",
     trained: TrainedOption = "",
 ) -> None:
-    """Write the demo of a run as a Hugging Face Space: page, requirements, model card, and models that are directories."""
+    """Write the model of any checkpoint as a Hugging Face directory, or the demo of a run as a Hugging Face Space."""
+    if (target is None) == (space is None):
+        refuse("export: give a checkpoint and the directory to write, or a run and --space DIRECTORY")
+    if target is not None:
+        _export_checkpoint(source, target, critic, model, verify)
+        return
+    assert space is not None, "one of the two is given"
     from megatron_dapo.demo.space import write_space
 
     try:
-        write_space(run, space, base, trained)
+        write_space(source, space, base, trained)
     except (ValueError, OSError) as error:
         refuse(error)
     typer.echo(f"{space}: push it to a Space of yours (git, or `hf upload NAME {space} --repo-type space`)")
+
+
+def _export_checkpoint(
+    source: Path, target: Path, is_critic: bool = False, model: Path | None = None, verifies: bool = True
+) -> None:
+    from megatron_dapo.cli.checkpoint import export_checkpoint
+    from megatron_dapo.recovery.checkpoint_store import CheckpointError
+
+    try:
+        report = export_checkpoint(source, target, is_critic, model, verifies)
+    except (ValueError, OSError, CheckpointError) as error:
+        refuse(error)
+    typer.echo(f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}")
+
+
+@checkpoint_app.command("inspect")
+def inspect_checkpoint(
+    directory: Annotated[
+        Path, typer.Argument(help="a run's directory, one of checkpoints, or one checkpoint (step_*)")
+    ],
+    other: Annotated[Path | None, typer.Argument(help="another checkpoint, to compare the first one with")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="read every byte and check its hash")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """List checkpoints with their layouts, sizes and tensors, verify them, or compare two, saved under any layouts.
+
+    Exit code: 0 whole, and equal to the other one; 1 damaged or different; 2 nothing that can be read.
+    """
+    from megatron_dapo.cli import checkpoint
+    from megatron_dapo.recovery.checkpoint_store import CheckpointError
+
+    try:
+        facts = checkpoint.inspect(directory, verify)
+        lines = checkpoint.inspection_lines(facts)
+        is_good = not any("problem" in one for one in facts.get("checkpoints", ()))
+        if other is not None:
+            checkpoint.inspect(other, verify)
+            facts = checkpoint.compare(directory, other)
+            lines, is_good = checkpoint.comparison_lines(facts), facts["is_equal"]
+    except (ValueError, OSError, CheckpointError) as error:
+        refuse(error)
+    typer.echo(json.dumps(facts) if json_output else "\n".join(lines))
+    raise typer.Exit(0 if is_good else 1)
 
 
 @app.command()
@@ -300,6 +363,14 @@ def convert(
     """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
     if direction not in CONVERTERS:
         refuse(f"convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments")
+    if of_runs := [argument for argument in context.args if step_of(Path(argument).resolve().name) is not None]:
+        if direction == "megatron-to-hf" and len(context.args) == 2 and of_runs[0] == context.args[0]:
+            _export_checkpoint(*map(Path, context.args))
+            return
+        refuse(
+            f"convert {direction}: {of_runs[0]} is a checkpoint of a run; `megatron-dapo export {of_runs[0]} DIRECTORY` writes its "
+            "model for Hugging Face, `megatron-dapo checkpoint inspect A B` compares two"
+        )
     # They are programs of their own, with argparse; --help and options after the direction are theirs.
     module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
     raise typer.Exit(module.main(context.args))

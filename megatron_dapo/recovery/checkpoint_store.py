@@ -137,6 +137,12 @@ def written_twice(name: str) -> str:
     return f"checkpoint file {name!r} is written twice; put the rank into its name"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint directory by its name; None for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
 class CheckpointStore:
     """The checkpoints of one run, as one of its ranks sees them; `coordination` is None in a single process.
 

@@ -133,6 +133,15 @@ def test_export_is_the_last_checkpoint_and_plain_transformers_loads_it(finished:
     assert base.state_dict().keys() == state.keys()
 
 
+def test_a_checkpoint_exports_to_what_the_run_exported_at_that_step(finished: Finished, tmp_path: Path) -> None:
+    checkpoint = finished.directory / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    run_command("export", checkpoint, tmp_path / "out")
+    exported = finished.directory / "huggingface"
+    names = sorted(path.name for path in exported.iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert [name for name in names if (tmp_path / "out" / name).read_bytes() != (exported / name).read_bytes()] == []
+
+
 def test_evaluating_the_export_alone_gives_the_summary_s_accuracy(
     finished: Finished, recipe: Path, tmp_path: Path
 ) -> None:
