@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dapo.engines.sglang.processes import end_with_parent
 from megatron_dapo.recovery.node_counters import NodeCounters
-from megatron_dapo.recovery.watcher import MESSAGE_BYTES, PAGE_BYTES
+from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, PAGE_BYTES
 
 SAMPLE_S = 1.0
 MAX_BYTES = 1 << 21  # of a node's newest file; the one before it is kept too: two hours and more of samples

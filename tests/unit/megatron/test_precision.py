@@ -322,7 +322,7 @@ ROUNDING = math.sqrt((1 / 8) ** 2 / 12 * 3 / (8 * math.log(2)))
 PRODUCT = math.sqrt(2) * ROUNDING
 
 
-@pytest.mark.parametrize("changes", [{}, {**EXPERTS, "num_experts_per_tok": 4}], ids=FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {**EXPERTS, "num_experts_per_tok": 4}], ids=["dense", "experts"])
 def test_fp8_differs_from_fp32_by_what_its_rounding_costs(changes: dict[str, Any]) -> None:
     """A gradient comes through 4 products a layer forward and back, and one of its own; errors of either sign add up as
     the root of their number. Twice that is allowed, half of it is there. All experts are chosen: another choice would be
