@@ -35,7 +35,7 @@ CASES: list[dict[str, Any]] = [
     },
     {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}, "steps": 0},
     {"model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
-    {"model": "qwen3-moe", "critic": True, "source": {"layout": {"expert": 2}}, "target": {"layout": {"tensor": 2}}},
+    {"model": "qwen3-moe", "critic": True, "source": {"layout": {"expert": 2}}, "target": {"layout": {"pipeline": 2}}},
 ]  # fmt: skip
 
 
