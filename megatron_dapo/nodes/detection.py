@@ -35,7 +35,7 @@ _CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
 
 @dataclass(frozen=True)
 class DetectorSettings:
-    """How nodes are compared. Defaults are the paper's where it states a value. Raises ValueError for values that cannot be."""
+    """Settings of the comparison of nodes. Defaults are the paper's where it states a value. Raises ValueError for values that cannot be."""
 
     continuity_s: int = 240  # seconds of consecutive windows in which one node must be the candidate
     window_s: int = 8

@@ -88,7 +88,7 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How a task is simulated."""
+    """Settings of a simulated task."""
 
     num_nodes: int = 1500
     num_seconds: int = 900
