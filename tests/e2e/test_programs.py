@@ -268,7 +268,7 @@ def test_plan_scale(repository: Path) -> None:
 def test_checkpoint_plan_scale(repository: Path) -> None:
     result = run_json(repository, "benchmarks/checkpoint_plan_scale.py", "--tiny")
     [case] = result["cases"]
-    assert case["ranks"] == 128 and case["written_ratio"] == 1 and 1 <= case["balance"] < 1.01
+    assert case["ranks"] == 128 and case["written_ratio"] == 1 and 1 <= case["balance"] <= 1.1
     assert result["first_plan_seconds"] <= 30 and result["cached_plan_ms"] <= 5 and result["max_gb"] <= 1
 
 
