@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from megatron_dapo.bridge.protocol.arena import is_running  # noqa: E402
 from megatron_dapo.recovery.background_save import BackgroundSaves  # noqa: E402
 from megatron_dapo.recovery.checkpoint_store import (  # noqa: E402
     CheckpointError,
@@ -108,9 +109,10 @@ def one_life(directory: Path, first: int, draw: random.Random) -> tuple[str, int
     for pid in pids:
         os.waitpid(pid, 0)
     told = [int(line) for report in reports for line in report.read().split()]
-    # The kernel kills the file processes with their ranks; a directory is looked at once they are gone.
+    # The kernel kills the file processes with their ranks; a directory is looked at once they are gone,
+    # or zombies: their new parent need not reap them.
     for pid in file_pids:
-        while Path(f"/proc/{pid}/comm").exists():
+        while is_running(pid):
             time.sleep(0.001)
     for report in reports:
         report.close()
