@@ -42,7 +42,27 @@ export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
-step=(srun --overlap --immediate=300 --kill-on-bad-exit=1 --cpu-bind=none)
+step=(srun --overlap --immediate=120 --kill-on-bad-exit=1 --cpu-bind=none)
+is_smaller() {
+    local left
+    left=$(squeue -h -j "$SLURM_JOB_ID" -o %D) && [ -n "$left" ] && [ "$left" != "$SLURM_JOB_NUM_NODES" ] || return 1
+    echo "a node of this job is lost: it has $left of $SLURM_JOB_NUM_NODES; it starts again on others" >&2
+}
+# requeue NODES: start the job again, without NODES. One that scancel or its time limit is ending is not: its tasks end as at every stop.
+requeue() {
+    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || return 0
+    trap '' TERM # of the requeue, before the next line is done
+    scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$1" ]; then
+        # nodes.action = "exclude": found by their metrics. What sbatch --exclude named stays out too.
+        before=$(squeue -h -j "$SLURM_JOB_ID" -o %x)
+        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$1${before:+,$before}"
+    fi
+}
+if is_smaller; then
+    requeue ""
+    exit 75
+fi
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
 # PREFLIGHT=1: every node is measured first, and a slow one named: see docs/nodes.md.
 if [ "${PREFLIGHT:-0}" = 1 ]; then
@@ -66,18 +86,10 @@ while :; do
         break
     fi
 done
-if [ "$code" != 0 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %D)" != "$SLURM_JOB_NUM_NODES" ]; then
-    echo "a node of this job is lost: it has $(squeue -h -j "$SLURM_JOB_ID" -o %D) of $SLURM_JOB_NUM_NODES; it starts again on others" >&2
+if [ "$code" != 0 ] && is_smaller; then
     code=75
 fi
-# A job that scancel or its time limit is ending is not requeued by what its tasks left behind.
-if [ "$code" = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-    trap '' TERM # of the requeue, before the next line is done
-    scontrol requeue "$SLURM_JOB_ID"
-    if [ -n "$excluded" ]; then
-        # nodes.action = "exclude": found by their metrics. What sbatch --exclude named stays out too.
-        before=$(squeue -h -j "$SLURM_JOB_ID" -o %x)
-        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded${before:+,$before}"
-    fi
+if [ "$code" = 75 ]; then
+    requeue "$excluded"
 fi
 exit "$code"

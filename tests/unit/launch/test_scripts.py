@@ -19,7 +19,7 @@ ARGUMENTS = {
 STUBS = {
     "scontrol": 'case "$1" in requeue) echo "requeue $2";; update) echo "$@";; *) echo node0; echo node1;; esac',
     "megatron-dapo": "true",  # the dry run
-    "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) echo "$NODES_LEFT";; %x) echo "$EXCLUDED";; *) echo 2026-11-22T10:00:00;; esac',
+    "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) left=($NODES_LEFT); [ -s asked ] && echo "${left[-1]}" || echo "${left[0]}"; echo x >> asked;; %x) echo "$EXCLUDED";; *) echo 2026-11-22T10:00:00;; esac',
     # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
     "srun": """if [ "${@: -1}" = --keep-servers ]; then
     printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
@@ -40,12 +40,16 @@ def run_script(
     kept: int = 0,
     attempts: int = 99,
     state: str = "RUNNING",
-    nodes_left: int = 2,
+    nodes_left: int | str = 2,
     excluded: str = "",
     **variables: object,
 ) -> tuple[int, list[str]]:
-    """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not."""
+    """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not.
+
+    `nodes_left`: what squeue says, at first and later; "" for no answer.
+    """
     (directory / "attempts").unlink(missing_ok=True)
+    (directory / "asked").unlink(missing_ok=True)
     for name, body in STUBS.items():
         (directory / name).write_text(f"#!/bin/bash\n{body}\n")
         (directory / name).chmod(0o755)
@@ -111,8 +115,17 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
 def test_a_job_that_lost_a_node_before_its_step_began_is_requeued(tmp_path: Path) -> None:
     """No attempt is on record then, which alone would end the job."""
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left=1)
-    assert code == 75 and "requeue 17" in lines
-    assert "--immediate=300" in lines and "--immediate=300" in (tmp_path / "supervisors").read_text().split()
+    assert code == 75 and lines == ["requeue 17"], "without a step that would wait for the node"
+    # Lost after that, when the step begins.
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left="2 1")
+    assert code == 75 and lines[-1] == "requeue 17"
+    assert "--immediate=120" in lines and "--immediate=120" in (tmp_path / "supervisors").read_text().split()
+
+
+def test_a_controller_that_does_not_answer_is_no_lost_node(tmp_path: Path) -> None:
+    assert run_script("slurm.sh", tmp_path, 17, nodes_left="")[0] == 0
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left="")
+    assert code == 1 and "requeue 17" not in lines
 
 
 @pytest.mark.parametrize(("excluded", "named"), [("", "node3,node5"), ("node9", "node3,node5,node9")])
