@@ -1,8 +1,9 @@
 """Fine-tuning on a diverse selection of correct responses against a random one of equal size, through the command.
 
-For each seed the recipe's model is sampled once; the random selection is the one that `rejection_sampling.selection =
-"random"` makes of these responses. The model is fine-tuned on either and evaluated on the held-out problems. The
-difference of the accuracies is paired by problem and averaged over seeds; its interval is the bootstrap's, over problems.
+For each seed the recipe's model is sampled once; the random selection draws from these responses as
+`rejection_sampling.selection = "random"` does, equal ones once. The model is fine-tuned on either and evaluated on the
+held-out problems. The difference of the accuracies is paired by problem and averaged over seeds; its interval is the
+bootstrap's, over problems.
 
     python benchmarks/diversity.py [--json] [--tiny] [--recipe R] [--seeds 3] [--prompts 256] [--samples 16] [--set a.b=c]...
 """
@@ -52,16 +53,21 @@ def selections(recipe: Path, directory: Path, seed: int, overrides: Sequence[str
 
 
 def drawn_at_random(examples: Sequence[Row], responses: Sequence[Row], seed: int) -> list[Row]:
-    """Return as many correct responses of each prompt as `examples` has, drawn by `seed`."""
+    """Return as many correct and distinct responses of each prompt as `examples` has, drawn by `seed`."""
     prompts = {row["prompt_id"]: row["prompt"] for row in examples}
     rows = []
     for prompt_id, prompt in prompts.items():
-        own = [row for row in responses if row["prompt_id"] == prompt_id]
+        whole = [row for row in responses if row["prompt_id"] == prompt_id]
+        # `sft` counts equal rows once: drawn with its copies, a response would make this selection the smaller one.
+        first = {row["response"]: row for row in reversed(whole)}
+        own = [row for row in whole if first[row["response"]] is row]
         texts, lengths = [row["response"] for row in own], [row["response_tokens"] for row in own]
         candidates = Candidates(texts, lengths, [row["outcome"] == "correct" for row in own])
-        num_kept = sum(row["fate"] == KEPT for row in own)
+        num_kept = sum(row["fate"] == KEPT for row in whole)
         for index in choose_at_random(candidates, num_kept, f"{seed}/{prompt_id}"):
-            rows.append({"prompt": prompt, "response": texts[index], "prompt_id": prompt_id, "sample": index})
+            rows.append(
+                {"prompt": prompt, "response": texts[index], "prompt_id": prompt_id, "sample": own[index]["sample"]}
+            )
     return rows
 
 

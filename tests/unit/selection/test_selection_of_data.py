@@ -75,14 +75,25 @@ def test_a_random_selection_takes_as_many() -> None:
 
 
 def test_the_benchmark_of_diversity_draws_the_random_selection_of_the_command() -> None:
-    section = RejectionSamplingConfig(embedding="ngrams", max_per_cluster=2)
-    diverse = choose_all(responses(), section, 99, by_ngrams, seed=5)
-    random = choose_all(responses(), section.model_copy(update={"selection": "random"}), 99, by_ngrams, seed=5)
+    different = [(prompt, [row[0], *row[3:]]) for prompt, row in responses()]
+    section = RejectionSamplingConfig(embedding="ngrams", max_per_prompt=2)
+    diverse = choose_all(different, section, 99, by_ngrams, seed=5)
+    random = choose_all(different, section.model_copy(update={"selection": "random"}), 99, by_ngrams, seed=5)
     drawn = drawn_at_random(list(examples_of(diverse)), list(responses_of(diverse)), seed=5)
     expected = [
         {name: row[name] for name in ("prompt", "response", "prompt_id", "sample")} for row in examples_of(random)
     ]
     assert drawn == expected and drawn != [{name: row[name] for name in drawn[0]} for row in examples_of(diverse)]
+
+
+def test_the_benchmark_of_diversity_draws_copies_once() -> None:
+    """Fine-tuning counts equal rows once: a selection with copies would be the smaller one."""
+    diverse = choose_all(responses(), RejectionSamplingConfig(embedding="ngrams"), 99, by_ngrams, seed=5)
+    examples = list(examples_of(diverse))
+    drawn = drawn_at_random(examples, list(responses_of(diverse)), seed=5)
+    distinct = {(row["prompt_id"], row["response"]) for row in drawn}
+    assert len(distinct) == len(drawn) == len(examples) == 48
+    assert {row["sample"] for row in drawn} == {0, 3, 4, 5}, "the first of equal ones, by its number in the prompt"
 
 
 def test_hidden_states_are_those_of_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
