@@ -54,3 +54,12 @@ def kill_and_resume(finished: Finished, directory: Path, *overrides: str) -> Non
     assert not (directory / "summary.json").exists()
     difference = resume_and_compare(settings, finished.directory, directory)[1]
     assert difference == "", f"killed {seconds:.3f} s after start-up"
+
+
+def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
+    """Return the exit code of a run that got a signal once so many steps were on record."""
+    metrics = run.directory / "metrics.jsonl"
+    came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)
+    assert came_so_far, run.exit_reason()
+    run.process.send_signal(signum)
+    return run.wait()

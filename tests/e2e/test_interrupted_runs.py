@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from interruptions import Finished, finish, kill_and_resume
+from interruptions import Finished, finish, kill_and_resume, signaled
 from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of, train
 
 from megatron_dapo.recovery.attempts import ATTEMPTS
 from megatron_dapo.recovery.failure import EXIT_CODE
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
-from tools.resume_proof.kill_points import RunProcess
 
 
 @pytest.mark.long
@@ -27,15 +26,6 @@ def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: P
 @pytest.mark.long  # test_value_path.py kills a run of two data-parallel ranks
 def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
-
-
-def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
-    """The exit code of a run that got a signal once so many steps were on record."""
-    metrics = run.directory / "metrics.jsonl"
-    came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)
-    assert came_so_far, run.exit_reason()
-    run.process.send_signal(signum)
-    return run.wait()
 
 
 def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Finished, tmp_path: Path) -> None:
