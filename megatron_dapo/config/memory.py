@@ -120,6 +120,7 @@ class ModelMemory:
     gradients: int = 0
     optimizer: int = 0  # fp32 main params and moments
     activations: int = 0  # at their peak, with the log-prob head's
+    saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run goes on
 
     @property
     def state(self) -> int:
@@ -157,18 +158,23 @@ def stage_memory(
     """Return the memory of a trained model on each rank of a pipeline stage."""
     held = rank_parameters(architecture, config.parallel, stage, has_value_head)
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
+    updated = main_param + NUM_MOMENTS * FP32
     return ModelMemory(
         weights=_weight_bytes(config, held),
         gradients=FP32 * held.total,
-        optimizer=(main_param + NUM_MOMENTS * FP32) * optimizer_share(config.parallel, held, processes),
+        optimizer=updated * optimizer_share(config.parallel, held, processes),
         activations=_activation_bytes(config, architecture, stage, has_value_head),
+        saved=(ITEM_SIZES[config.model.dtype] + updated) * _share(config.parallel, held, processes),
     )
 
 
 def optimizer_share(parallel: ParallelConfig, held: RankParameters, processes: int) -> int:
     """Return the elements whose main params and moments a rank keeps."""
-    if not parallel.use_distributed_optimizer:
-        return held.total
+    return _share(parallel, held, processes) if parallel.use_distributed_optimizer else held.total
+
+
+def _share(parallel: ParallelConfig, held: RankParameters, processes: int) -> int:
+    """Return the elements of a rank where replicas share what they hold alike, as they do the writing of checkpoints."""
     replicas, of_experts = optimizer_ranks(parallel, processes)
     return -(-(held.dense + held.vocabulary) // replicas) + -(-held.experts // of_experts)
 
@@ -371,7 +377,7 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
     if config.algorithm.needs_reference:
         # It makes no step, so Adam has no moments for it; gradient buffers and main params are there.
         share = FP32 / (FP32 + NUM_MOMENTS * FP32) if config.model.dtype != "float32" else 0
-        reference = replace(policy, optimizer=int(policy.optimizer * share), activations=0)
+        reference = replace(policy, optimizer=int(policy.optimizer * share), activations=0, saved=0)
     offload, of_critic = config.model.offload, config.critic.offload
     models = [(policy, offload)]
     models += [(reference, offload)] if reference else []
@@ -420,12 +426,14 @@ def _host_bytes(
 ) -> int:
     """Return the host memory of the fullest node, that of rank 0, which has the verifiers."""
     sglang = config.sglang
-    offloaded = sum(model.on_host(how) for model, how in models)
+    # The copy for a checkpoint stays for the next one, once the first was saved.
+    after_save = sum(model.on_host(how) + model.saved for model, how in models)
     # While a 16-bit model is loaded an fp32 copy of it is there, beside the models that were built before.
     loading = max((model.gradients for model, _ in models), default=0) if config.model.dtype != "float32" else 0
-    of_rank = TRAINER_PROCESS + max(offloaded, loading)
+    of_rank = TRAINER_PROCESS + max(after_save, loading)
     if separate:
-        of_rank = max(of_rank, TRAINER_PROCESS + max(separate.on_host(config.critic.offload), separate.gradients))
+        after_save = separate.on_host(config.critic.offload) + separate.saved
+        of_rank = max(of_rank, TRAINER_PROCESS + max(after_save, separate.gradients))
     num_bytes = processes * of_rank + config.reward.num_workers * config.reward.memory_limit_mb * (1 << 20)
     if engine:
         ranks = sglang.servers_per_node * sglang.tp_size

@@ -23,14 +23,14 @@ MODELS = {"Qwen2.5-7B": QWEN_7B, "Qwen2.5-14B": QWEN_14B, "Qwen2.5-32B": QWEN_32
 DEFAULT = Machines()
 # Nodes, engines, KV tokens of an engine in thousands, GiB of a GPU (training, generating), GiB of a node.
 FIGURES = {
-    "colocated_1node": (1, 8, 851, 32.0, 75.7, 250),
-    "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 330),
-    "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 199),
-    "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 351),
-    "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 198),
-    "disaggregated_16nodes": (16, 16, 836, 39.0, 77.3, 161),
-    "vapo_16nodes": (16, 32, 727, 24.3, 76.0, 244),
-    "tppo_16nodes": (16, 32, 727, 24.9, 76.0, 244),
+    "colocated_1node": (1, 8, 851, 32.0, 75.7, 350),
+    "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 522),
+    "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 299),
+    "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 564),
+    "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 217),
+    "disaggregated_16nodes": (16, 16, 836, 39.0, 77.3, 180),
+    "vapo_16nodes": (16, 32, 727, 24.3, 76.0, 297),
+    "tppo_16nodes": (16, 32, 727, 24.9, 76.0, 297),
     "colocated_64nodes": (64, 64, 1705, 22.0, 76.0, 198),
     "disaggregated_64nodes": (64, 64, 836, 34.5, 77.3, 161),
 }
@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         "colocated_2nodes",
         "",
         Machines(host_gib=256.0),
-        ("node_gib = 350.7", "host_gib = 256.0", "start fewer trainer processes a node"),
+        ("node_gib = 564.3", "host_gib = 256.0", "start fewer trainer processes a node"),
     ),
     "verifiers beyond a node's memory": (
         "colocated_16nodes",
@@ -273,7 +273,7 @@ def test_the_command_learns_the_nodes_from_flags_and_from_slurm(inputs: Path, mo
     larger = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "2", "--gpu-memory", "140")
     assert "machines: 2 nodes of 8 GPUs of 140 GiB" in larger.stdout
     small = dry_run("colocated_2nodes", inputs, "--dry-run", "--host-memory", "256")
-    assert small.exit_code == 2 and "node_gib = 350.7" in small.output
+    assert small.exit_code == 2 and "node_gib = 564.3" in small.output
     refused = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "4", "--gpus-per-node", "2")
     assert refused.exit_code == 2 and "processes = 16, num_nodes = 4, gpus_per_node = 2" in refused.output
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")

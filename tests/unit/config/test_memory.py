@@ -199,6 +199,16 @@ def test_optimizer_is_shared_by_replicas_and_fp8_weights_are_kept_for_both_passe
     assert full.optimizer == 8 * dense.total, "an fp32 weight is its own main param"
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_ranks_share_the_copy_of_a_checkpoint(dtype: str, distributed: bool) -> None:
+    facts = facts_of(QWEN_7B)
+    config = run_of(dtype, parallel={"tp_size": 2, "pp_size": 2, "use_distributed_optimizer": distributed})
+    stages = [stage_memory(config, facts, 16, stage) for stage in range(2)]
+    # Eight ranks a stage: nothing twice, but for norms that the estimate gives to both tensor ranks.
+    assert 8 * sum(stage.saved for stage in stages) == pytest.approx(checkpoint_bytes(facts, dtype), rel=1e-3)
+
+
 def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:
     model = {"path": "/m", "dtype": dtype, **sections.pop("model", {})}
     return config_from_dict({"model": model, "data": {"train_paths": ["/t"]}, **sections})
