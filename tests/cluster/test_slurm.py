@@ -127,11 +127,12 @@ def test_servers_keep_what_an_interrupted_collection_has_generated(
 ) -> None:
     rest = SERVERS.format(python=engine_python) + ENGINES["colocated"]
     layout = write_layout(tmp_path, engine="sglang", rest=rest, steps=3)
-    longer = "rollout.partial_rollout=true rollout.max_response_tokens=800 rollout.filter_groups=false"
+    larger = "rollout.prompts_per_step=24 rollout.group_size=8 training.mini_batch_prompts=24"
+    longer = f"{larger} rollout.partial_rollout=true rollout.max_response_tokens=800 rollout.filter_groups=false"
     job = submit(two_nodes, job_environment, layout, sets=longer)
     wait_for(lambda: recorded_steps(tmp_path) >= 1, tmp_path, RUN_S)
-    wait_for(lambda: checkpoint_steps(tmp_path / "out" / "checkpoints") == [1], tmp_path)
-    time.sleep(1.0)  # into the generation of step 2, on servers that get the signal as well
+    # Into the generation of step 2, on servers that get the signal as well; the checkpoint may still be being written.
+    time.sleep(1.0)
     two_nodes.run(CONTROLLER, "scancel", "--signal=TERM", str(job))
     kept = tmp_path / "out" / "checkpoints" / "collection" / "step_000001" / "collector.json"
     assert wait_for(kept.is_file, tmp_path, 30.0) < 15.0
