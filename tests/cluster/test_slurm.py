@@ -28,7 +28,7 @@ from jobs import (
 from megatron_dapo.launch.local import worker_pid_file
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from tools.fault_injection.cluster_run import SERVERS
-from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
+from tools.resume_proof.compare_runs import run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
