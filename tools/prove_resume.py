@@ -7,7 +7,8 @@ dapo   an oversampled buffer with groups for later steps
 vapo   a critic on a layout of its own, with its optimizer
 tppo   the same, and unfinished windows; each window must be trained exactly once
 
---to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums.
+--to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,
+counters and collector, saved again by that layout, are compared bit by bit.
 --set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
 offload models to host memory.
 """
@@ -135,7 +136,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to-layout",
         default="",
-        help="go on in this layout; records up to the kill and later steps' counts are compared",
+        help="go on in this layout; the state that it loads, records up to the kill and later steps' counts are compared",
     )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="dapo")
     parser.add_argument("--points", type=int, default=20, help="kills at random moments")

@@ -91,6 +91,7 @@ class PreparedRun:
     topology: RunTopology
     watch: Callable[[str], AbstractContextManager[None]]  # of a phase, by its name
     files: Files
+    checkpoints: Checkpoints
 
     def export(self, reason: str) -> dict[str, Path]:
         """Write what was trained as Hugging Face directories, unless a signal ended the run; return them by name.
@@ -261,7 +262,7 @@ def _build(
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
-    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files)
+    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
 
 
 def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:

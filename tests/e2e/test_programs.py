@@ -69,6 +69,7 @@ RUN_BY = {
     "tools/plot_run.py": "test_plot_run",
     "tools/prove_resume.py": "test_prove_resume",
     "tools/quantize.py": "test_quantize",
+    "tools/resume_proof/moved_state.py": "test_prove_resume_in_another_layout",
     "tools/score_with_transformers.py": "test_score_with_transformers",
     "tools/virtual_cluster.py": "test_virtual_cluster",
 }
@@ -481,6 +482,16 @@ def test_make_text_tasks(repository: Path, tmp_path: Path) -> None:
 @pytest.mark.long  # the interrupted runs of this directory are of the same kind
 def test_prove_resume(repository: Path) -> None:
     result = run_json(repository, "tools/prove_resume.py", "--layout", "tp1", "--points", "1")
+    assert result["points"] == result["equal"] == 1 and not result["first_difference"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", [("dp2", "tp2"), ("pp2", "dp2")], ids="-".join)
+def test_prove_resume_in_another_layout(repository: Path, layouts: tuple[str, str]) -> None:
+    saved_by, loaded_by = layouts
+    result = run_json(
+        repository, "tools/prove_resume.py", "--layout", saved_by, "--to-layout", loaded_by, "--points", "1"
+    )
     assert result["points"] == result["equal"] == 1 and not result["first_difference"]
 
 

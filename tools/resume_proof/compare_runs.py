@@ -79,6 +79,13 @@ def _one_checkpoint(first: Path, second: Path) -> Iterator[str]:
             yield from value_differences(_json(path), _json(second / path.name), f"{first.name}/{path.name}")
 
 
+def document_differences(first: Path, second: Path) -> Iterator[str]:
+    """Yield one line for each difference of what two checkpoints hold beside their models, whatever layouts saved them."""
+    for name in ("run.json", "collector.json"):
+        yield from value_differences(_json(first / name), _json(second / name), f"{first.name}/{name}")
+    yield from _tensor_differences(first / "collector.safetensors", second / "collector.safetensors")
+
+
 def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
     ours, theirs = _raw_tensors(first), _raw_tensors(second)
     where = f"{first.parent.name}/{first.name}"

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import psutil
 from megatron_dapo.launch.local import worker_pid_file
 from megatron_dapo.trainer.checkpointing import RESUMED
 from tools.resume_proof.compare_runs import checkpoint_steps, moved_differences, run_differences
+from tools.resume_proof.moved_state import moved_state_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.002
@@ -384,9 +385,26 @@ def resume_and_compare(settings: ResumeProofSettings, reference: Path, directory
     if code:
         return resumed, f"{directory}: the restarted run ended with exit code {code}: {run.exit_reason()}"
     if settings.to_layout:
-        step = int(resumed.removeprefix("step_") or 0)
-        return resumed, next(moved_differences(step, reference, directory), "")
+        return resumed, next(_differences_after_move(settings, reference, directory, resumed), "")
     return resumed, next(run_differences(reference, directory), "")
+
+
+def _differences_after_move(
+    settings: ResumeProofSettings, reference: Path, directory: Path, resumed: str
+) -> Iterator[str]:
+    """Yield differences of records, and of the state that the new layout loads: of the last checkpoint if the run began anew."""
+    yield from moved_differences(int(resumed.removeprefix("step_") or 0), reference, directory)
+    last = f"step_{checkpoint_steps(reference / 'checkpoints')[-1]:06d}"
+    moved = directory.with_name(f"{directory.name}_{settings.to_layout}")
+    yield from moved_state_differences(
+        settings.recipe,
+        settings.overrides,
+        settings.to_layout,
+        reference / "checkpoints" / (resumed or last),
+        moved,
+        settings.run_timeout_s,
+    )
+    shutil.rmtree(moved)
 
 
 def _num_carrying(checkpoints: Path) -> int:
