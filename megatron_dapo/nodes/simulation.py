@@ -64,6 +64,9 @@ ALL_METRICS = (*PUBLISHED_METRICS, *SHOWN_METRICS)
 _NOISE, _CORRELATION, _OFFSET = 0.02, 0.8, 0.005
 _SPIKES_PER_SECOND = 2e-4  # of one second, in one metric of one node
 _RAMP_S = 3.0
+# Share of the way from the level of training to the one of a fault that its metrics go, drawn for each fault. Above 0.5 each
+# fault stands out from every spike, and a denoiser has nothing to do.
+_SEVERITY = (0.1, 0.5)
 _GROUP_DELAY_S = 60
 
 
@@ -183,12 +186,12 @@ def _add_fault(generator: np.random.Generator, values: np.ndarray) -> SimulatedF
     node, length = int(generator.integers(num_nodes)), int(generator.uniform(180, 600))
     since = int(generator.integers(30, num_seconds - length))
     until = since + length
-    ramp = np.clip(np.arange(1, length + 1) / _RAMP_S, 0, 1)
+    ramp, severity = np.clip(np.arange(1, length + 1) / _RAMP_S, 0, 1), generator.uniform(*_SEVERITY)
     shown = tuple(name for name, chance in _SHOWS[kind].items() if generator.random() < chance)
     for name in shown:
         part = values[PUBLISHED_ORDER.index(name), node, since:until]
         noise = generator.normal(0, _NOISE / 4, length)
-        part[:] = (1 - ramp) * part + ramp * (_LEVELS[name][2] + noise)
+        part[:] = (1 - severity * ramp) * part + severity * ramp * (_LEVELS[name][2] + noise)
     # Group effect: nodes that wait for this one use their GPUs less, after a while.
     group = generator.choice(num_nodes, max(1, num_nodes // (12 if kind == "pcie_downgrade" else 50)), replace=False)
     begin = min(since + _GROUP_DELAY_S, until)
