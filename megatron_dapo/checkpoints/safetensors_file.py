@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_dapo.reshard.layout import TensorSpec
+from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
+from megatron_dapo.reshard.layout import TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice, whole
 from megatron_dapo.untrusted import one_line
 
@@ -55,10 +56,14 @@ class StoredTensor:
 
 
 class SafetensorsReader:
-    """Random access to one file. Raises ValueError with the file's name if it is missing, truncated or broken."""
+    """Random access to one file. Raises ValueError with the file's name if it is missing, truncated or broken.
 
-    def __init__(self, path: str | Path) -> None:
+    With checksums of its pieces whatever is read is verified: DamagedError where it is not what was written.
+    """
+
+    def __init__(self, path: str | Path, checksums: PieceChecksums | None = None) -> None:
         self.path = Path(path)
+        self._checksums = checksums
         self.bytes_read = 0  # of tensor data
         try:
             # Unbuffered: slices are read by offset, and a buffer would read bytes that no rank needs.
@@ -84,10 +89,17 @@ class SafetensorsReader:
     def read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
         """Fill `out` (shape of `bounds`; any dtype, device and strides) with `bounds` of tensor `name`, by default all of it."""
         stored = self.tensors[name]
-        bounds = bounds or whole(stored.spec.shape)
+        everything = whole(stored.spec.shape)
+        bounds = bounds or everything
         assert tuple(out.shape) == tuple(bounds.shape), (
             f"{name}: slice {bounds} into a tensor of shape {tuple(out.shape)}"
         )
+        if self._checksums is not None and bounds != everything:
+            # A slice has no checksum of its own.
+            complete = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+            self._read_slice(stored, everything, complete)
+            out.copy_(slice_view(complete, bounds))
+            return
         # Bytes go straight into the destination where its memory has the layout of the file.
         direct = out.is_contiguous() and out.dtype == stored.spec.dtype and out.device.type == "cpu"
         if direct:
@@ -106,6 +118,15 @@ class SafetensorsReader:
             position += size
         assert position == len(target), f"{self.path}: {position} of {len(target)} bytes"
         self.bytes_read += position
+        self._verify(stored.start, target)
+
+    def _verify(self, start: int, piece: bytes | memoryview) -> None:
+        """Raise DamagedError unless the piece that begins at byte `start` is what was written."""
+        if self._checksums is not None and not self._checksums.fits(start, piece):
+            raise DamagedError(
+                f"checkpoint {self.path.parent}: contents of {self.path.name} changed since they were written "
+                f"(at byte {start})"
+            )
 
     def _read_at(self, offset: int, target: memoryview) -> None:
         while target:
@@ -127,6 +148,7 @@ class SafetensorsReader:
             )
         header = bytearray(length)
         self._read_at(_LENGTH_BYTES, memoryview(header))
+        self._verify(0, length.to_bytes(_LENGTH_BYTES, "little") + header)
         data_start = _LENGTH_BYTES + length
         try:
             entries = json.loads(header, object_pairs_hook=_without_duplicates)
@@ -144,9 +166,9 @@ class SafetensorsReader:
         return tensors
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, checksums: PieceChecksums | None = None) -> dict[str, torch.Tensor]:
     """Return all tensors of a file, on the CPU. ValueError that names the file where it is broken."""
-    with SafetensorsReader(path) as reader:
+    with SafetensorsReader(path, checksums) as reader:
         tensors = {
             name: torch.empty(stored.spec.shape, dtype=stored.spec.dtype) for name, stored in reader.tensors.items()
         }

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.checkpoints.piece_checksums import PieceChecksums
 from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec, slice_view
@@ -82,9 +83,12 @@ class SavedModel(StoredModel):
     As a `StoredModel` it is the model of its parameters, by their Hugging Face names. Files are opened when they are read.
     """
 
-    def __init__(self, directory: str | Path, name: str = "policy") -> None:
+    def __init__(
+        self, directory: str | Path, name: str = "policy", checksums: Mapping[str, PieceChecksums] | None = None
+    ) -> None:
+        """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong."""
         super().__init__()
-        self.path, self.name = Path(directory), name
+        self.path, self.name, self._checksums = Path(directory), name, checksums or {}
         path = self.path / index_file(name)
         document = _read_index(path)
         with blamed_on(path):
@@ -105,7 +109,7 @@ class SavedModel(StoredModel):
     def reader(self, file: str) -> SafetensorsReader:
         """Return the open reader of a file."""
         if file not in self._readers:
-            self._readers[file] = SafetensorsReader(self.path / file)
+            self._readers[file] = SafetensorsReader(self.path / file, self._checksums.get(file))
         return self._readers[file]
 
     def read(self, kind: str, piece: StoredPiece, out: torch.Tensor, bounds: Slice | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
 from megatron_dapo.checkpoints.saved_model import (
     MAIN,
     MOMENTS,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OTHER, _DAMAGED = 1.0, 2.0  # failures of a load; all ranks have the largest
 ROUND_ELEMENTS = 1 << 24  # of one kind that a rank reads before they are sent on: 64 MiB of fp32
 
 
@@ -138,15 +140,16 @@ class ModelState:
 
     _index: dict[str, Any] | None = None
 
-    def load(self, directory: Path, name: str) -> None:
+    def load(self, directory: Path, name: str, checksums: Mapping[str, PieceChecksums] | None = None) -> None:
         """Load the state that any layout saved. Collective among the model's ranks.
 
+        Files with `checksums` are verified while they are read: DamagedError on all ranks where one is not what was written.
         Random states and scales of FP8 modules are those of ranks: they are loaded where the layout is the same. ValueError
         on all ranks where it does not fit this model or cannot be read; the model may then be loaded in part.
         """
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
-            saved = SavedModel(directory, name)
+            saved = SavedModel(directory, name, checksums)
         with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)
@@ -275,16 +278,21 @@ def _described(spec: Any) -> str:
 
 @contextmanager
 def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
-    """Raise on all ranks of the group where the body raises ValueError or OSError on one, so that no rank waits for it."""
+    """Raise on all ranks of the group where the body raises ValueError or OSError on one, so that no rank waits for it.
+
+    Where one cannot read what was written, all raise DamagedError or OSError: another checkpoint may be loaded.
+    """
     problem: Exception | None = None
     try:
         yield
     except (ValueError, OSError) as error:
         problem = error
-    failed = float(problem is not None)
-    if group is not None:
-        failed = max_over({"failed": failed}, group)["failed"]
-    if problem is not None:
+    failed = _OTHER * (problem is not None)
+    if isinstance(problem, (DamagedError, OSError)):
+        failed = _DAMAGED
+    worst = failed if group is None else max_over({"failed": failed}, group)["failed"]
+    if problem is not None and failed == worst:
         raise problem
-    if failed:
-        raise ValueError("the state was not loaded: another rank could not read its part; its own message says why")
+    if worst:
+        message = "the state was not loaded: another rank could not read its part; its own message says why"
+        raise (DamagedError if worst == _DAMAGED else ValueError)(message) from problem

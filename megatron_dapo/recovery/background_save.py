@@ -37,6 +37,7 @@ from megatron_dapo.recovery.durable_files import (
     PAGE_BYTES,
     Work,
     json_bytes,
+    piece_sizes,
     safetensors_header,
     write_direct,
 )
@@ -67,6 +68,7 @@ class _Region:
     end: int
     head: bytes
     tensors: Sequence[torch.Tensor] = ()
+    sizes: Sequence[int] = ()  # of the pieces of a safetensors file
 
 
 class CopyingWriter(CheckpointWriter):
@@ -82,20 +84,21 @@ class CopyingWriter(CheckpointWriter):
     ) -> None:
         """Note tensors for a safetensors file; they must not change before they are copied."""
         header, order = safetensors_header(tensors, metadata)
-        self._add(name, header, [tensors[each].detach() for each in order])
+        ordered = [tensors[each].detach() for each in order]
+        self._add(name, header, ordered, piece_sizes(header, ordered))
 
     def save_json(self, name: str, document: Any) -> None:
         """Take a document for a JSON file."""
         self._add(name, json_bytes(document))
 
-    def _add(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def _add(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
         with self._new_path(name):
             if any(region.name == name for region in self.regions):
                 raise FileExistsError(name)
         # A page each: the file process writes them past the page cache.
         start = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
         end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.regions.append(_Region(name, start, end, head, tensors))
+        self.regions.append(_Region(name, start, end, head, tensors, sizes))
         self.num_bytes = end
 
     def copy(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -117,9 +120,9 @@ class CopyingWriter(CheckpointWriter):
                 memory[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
                 place += size
 
-    def places(self) -> list[tuple[str, int, int]]:
-        """Return name, begin and end in the shared memory of each file."""
-        return [(region.name, region.start, region.end) for region in self.regions]
+    def places(self) -> list[tuple[str, int, int, Sequence[int]]]:
+        """Return name, begin and end in the shared memory of each file, and the sizes of its pieces if it has any."""
+        return [(each.name, each.start, each.end, each.sizes) for each in self.regions]
 
 
 class _CopyMemory:
@@ -297,12 +300,12 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 # In the file process
 
 
-def write_part(work: Work, directory: Path, rank: int, places: Sequence[tuple[str, int, int]]) -> None:
+def write_part(work: Work, directory: Path, rank: int, places: Sequence[tuple[str, int, int, Sequence[int]]]) -> None:
     """Write one rank's files from its copy, then its part of the manifest."""
     entries = []
-    for name, start, end in places:
+    for name, start, end, sizes in places:
         try:
-            entries.append(write_direct(directory / name, work.memory[start:end]))
+            entries.append(write_direct(directory / name, work.memory[start:end], sizes))
         except FileExistsError:
             raise ValueError(written_twice(name)) from None
     part = directory / part_name(rank)

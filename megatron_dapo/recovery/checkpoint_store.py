@@ -4,6 +4,7 @@ loaded.
     <directory>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
     <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file, and its own) and renamed
 
+Files of tensors have a checksum of every tensor: a load verifies what it reads, and falls back to the checkpoint before.
 A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
 in place. What is saved comes from a callable.
 """
@@ -20,11 +21,19 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.recovery.durable_files import HERE, FileEntry, Files, hash_file, sync_directory
+from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
+from megatron_dapo.recovery.durable_files import (
+    HERE,
+    FileEntry,
+    Files,
+    is_intact,
+    sha256_of_pieces,
+    sync_directory,
+)
 from megatron_dapo.recovery.retention import KeepPolicy, steps_to_delete
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -77,11 +86,16 @@ class Checkpoint:
         return read_json(self._path(name))
 
     def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of one safetensors file, on the CPU."""
+        """Tensors of one safetensors file, on the CPU. DamagedError where they are not what was written."""
         # Here: checkpoints are listed and checked without torch.
         from megatron_dapo.checkpoints.safetensors_file import read_tensors
 
-        return read_tensors(self._path(name))
+        return read_tensors(self._path(name), self.checksums.get(name))
+
+    @cached_property
+    def checksums(self) -> Mapping[str, PieceChecksums]:
+        """The checksums of pieces of the files that have them; the others are verified as a whole."""
+        return {name: PieceChecksums(entry.pieces) for name, entry in self.files.items() if entry.pieces}
 
     def _path(self, name: str) -> Path:
         if name not in self.files:
@@ -323,7 +337,7 @@ def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, me
 
 def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Those of `names` whose contents are not what was written (a full read)."""
-    return [name for name in names if hash_file(checkpoint.directory / name) != checkpoint.files[name].sha256]
+    return [name for name in names if not is_intact(checkpoint.directory / name, checkpoint.files[name])]
 
 
 def save_checkpoint(
@@ -387,11 +401,12 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
     return f"checkpoint of step {step} was not saved in {store.directory}: {what}; {left}"
 
 
-def newest_valid(store: CheckpointStore) -> Checkpoint | None:
+def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
     """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
 
-    None where there is no checkpoint directory at all. A broken newer one is reported and skipped; if all are broken,
-    CheckpointError.
+    With `load`, which loads this rank's part of it, files with checksums of their pieces are verified by that alone: its
+    DamagedError or OSError, on any rank, makes all ranks load the checkpoint before instead. None where there is no
+    checkpoint directory at all. A broken newer one is reported and skipped; if all are broken, CheckpointError.
     """
     if store.rank == 0:
         store.clean()
@@ -400,9 +415,12 @@ def newest_valid(store: CheckpointStore) -> Checkpoint | None:
     reasons = []
     found_here = False
     for step in store.steps():
-        problem = _problem(store, step)
+        problem = _problem(store, step, load is not None)
         if store.agree(problem is None):
-            return store.open(step)
+            checkpoint = store.open(step)
+            problem = None if load is None else _loading_problem(checkpoint, load)
+            if load is None or store.agree(problem is None):
+                return checkpoint
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
         reasons.append(reason)
@@ -416,10 +434,13 @@ def newest_valid(store: CheckpointStore) -> Checkpoint | None:
     return None
 
 
-def _problem(store: CheckpointStore, step: int) -> str | None:
+def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
+    """Return why a checkpoint is broken, None if it is not, without what is verified by the load where it `is_loaded`."""
     try:
         checkpoint = store.open(step)
-        wrong = wrong_files(checkpoint, sorted(checkpoint.files)[store.rank :: store.num_ranks])
+        later = checkpoint.checksums if is_loaded else {}
+        names = [name for name in sorted(checkpoint.files) if name not in later]
+        wrong = wrong_files(checkpoint, names[store.rank :: store.num_ranks])
     except (CheckpointError, OSError) as error:
         return str(error)
     return (
@@ -429,8 +450,20 @@ def _problem(store: CheckpointStore, step: int) -> str | None:
     )
 
 
-def find_resume(mode: str, store: CheckpointStore) -> Checkpoint | None:
+def _loading_problem(checkpoint: Checkpoint, load: Callable[[Checkpoint], None]) -> str | None:
+    try:
+        load(checkpoint)
+    except (DamagedError, OSError) as error:
+        return str(error)
+    return None
+
+
+def find_resume(
+    mode: str, store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint | None:
     """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
+
+    `load` loads it, see `newest_valid`.
 
     auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there
     is one.
@@ -444,7 +477,7 @@ def find_resume(mode: str, store: CheckpointStore) -> Checkpoint | None:
                 "choose another run.output_dir, or resume"
             )
         return None
-    found = newest_valid(store)
+    found = newest_valid(store, load)
     if found is None and mode == "must":
         raise _final(
             f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
@@ -491,7 +524,9 @@ def _read_manifest(directory: Path, step: int) -> Checkpoint:
 
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
     """Return the entry of a manifest. ValueError, KeyError or TypeError where it is none."""
-    name, size, sha256 = entry["name"], entry["size"], entry["sha256"]
-    if not isinstance(name, str) or type(size) is not int or not isinstance(sha256, str):
+    name, size, sha256, pieces = entry["name"], entry["size"], entry["sha256"], entry.get("pieces", "")
+    if type(size) is not int or any(not isinstance(each, str) for each in (name, sha256, pieces)):
         raise ValueError(f"a file is {entry!r:.200}, not a name with its size and sha256")
-    return FileEntry(name, size, sha256)
+    if pieces and (sum(PieceChecksums(pieces).sizes) != size or sha256_of_pieces(pieces) != sha256):
+        raise ValueError(f"the pieces of {name!r:.200} are not those of its size and sha256")
+    return FileEntry(name, size, sha256, pieces)

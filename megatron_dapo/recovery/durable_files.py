@@ -12,11 +12,14 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.checkpoints.piece_checksums import PieceChecksums, PieceSums
 
 if TYPE_CHECKING:
     import torch
@@ -29,30 +32,56 @@ _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Identity of a file: name within its directory, bytes, SHA-256 in hex."""
+    """Identity of a file: name within its directory, bytes, SHA-256 in hex.
+
+    A file with `pieces`, see `PieceChecksums`, is verified piece by piece while it is read; `sha256` is that of their text.
+    """
 
     name: str
     size: int
     sha256: str
+    pieces: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "pieces" or value}
+
+
+class _Sums:
+    """Checksums of a file from its bytes in order: of its pieces where their sizes are given, else of all of it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._digest, self._pieces = hashlib.sha256(), PieceSums(sizes) if sizes else None
+        self._size = 0
+
+    def update(self, chunk: memoryview) -> None:
+        self._size += len(chunk)
+        (self._pieces or self._digest).update(chunk)
+
+    def entry(self, name: str) -> FileEntry:
+        """Return the file's entry under a name, once every byte was taken."""
+        if self._pieces is None:
+            return FileEntry(name, self._size, self._digest.hexdigest())
+        return FileEntry(name, self._size, sha256_of_pieces(self._pieces.text()), self._pieces.text())
+
+
+def sha256_of_pieces(pieces: str) -> str:
+    """Return the SHA-256 by which the entry of a file covers its pieces."""
+    return hashlib.sha256(pieces.encode()).hexdigest()
 
 
 class OpenFile:
     """A file that is being written; its bytes are counted and hashed on the way."""
 
-    def __init__(self, path: Path, mode: str) -> None:
-        """mode: "w" for a file with these bytes alone, "x" for a new one, "a" to append."""
+    def __init__(self, path: Path, mode: str, sizes: Sequence[int] = ()) -> None:
+        """mode: "w" for a file with these bytes alone, "x" for a new one, "a" to append. `sizes` of its pieces, if any."""
         self._path, self._is_appended = path, mode == "a"
-        self._digest, self._size = hashlib.sha256(), 0
+        self._sums = _Sums(sizes)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS[mode], 0o644)
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Write a chunk. Raises OSError (ENOSPC where the disk is full)."""
         view = memoryview(chunk).cast("B")
-        self._digest.update(view)
-        self._size += len(view)
+        self._sums.update(view)
         while view:  # os.write may take less than it was given
             view = view[os.write(self._descriptor, view) :]
 
@@ -60,7 +89,7 @@ class OpenFile:
         """Flush the file to the disk. What was appended is left to the kernel, which loses it only with the machine."""
         if not self._is_appended:
             os.fsync(self._descriptor)
-        return FileEntry(self._path.name, self._size, self._digest.hexdigest())
+        return self._sums.entry(self._path.name)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -74,13 +103,14 @@ class Work:
     cancelled: threading.Event
 
 
-def write_direct(path: Path, content: memoryview) -> FileEntry:
+def write_direct(path: Path, content: memoryview, sizes: Sequence[int] = ()) -> FileEntry:
     """Write a new file from memory that begins at a page, past the page cache where the file system can.
 
-    The cache would cost a copy of everything, and push out what the run reads. Hashed meanwhile by another thread.
+    The cache would cost a copy of everything, and push out what the run reads. Checksums, of pieces of these `sizes` if
+    there are any, are computed meanwhile by another thread.
     """
-    digest = hashlib.sha256()
-    hashing = threading.Thread(target=digest.update, args=(content,))
+    sums = _Sums(sizes)
+    hashing = threading.Thread(target=sums.update, args=(content,))
     hashing.start()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -89,7 +119,7 @@ def write_direct(path: Path, content: memoryview) -> FileEntry:
     finally:
         os.close(descriptor)
         hashing.join()
-    return FileEntry(path.name, len(content), digest.hexdigest())
+    return sums.entry(path.name)
 
 
 def _write_past_cache(descriptor: int, content: memoryview) -> None:
@@ -119,9 +149,11 @@ class Files:
         """
         return function(*arguments)
 
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w") -> FileEntry:
+    def write(
+        self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
+    ) -> FileEntry:
         """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC where the disk is full)."""
-        file = OpenFile(path, mode)
+        file = OpenFile(path, mode, sizes)
         try:
             for chunk in chunks:
                 file.write(chunk)
@@ -142,7 +174,10 @@ class Files:
     ) -> FileEntry:
         """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
         tensors too."""
-        return self.write(path, _safetensors_chunks(tensors, metadata), mode)
+        header, order = safetensors_header(tensors, metadata)
+        ordered = [tensors[name] for name in order]
+        chunks = chain([header], map(_bytes_of, ordered))
+        return self.write(path, chunks, mode, piece_sizes(header, ordered))
 
     def append(self, path: Path, text: str) -> None:
         """Append text to a file."""
@@ -182,13 +217,9 @@ def _make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _safetensors_chunks(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> Iterable[bytes | memoryview]:
-    header, order = safetensors_header(tensors, metadata)
-    yield header
-    for name in order:
-        yield _bytes_of(tensors[name])
+def piece_sizes(header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the sizes in bytes of the pieces of a safetensors file, see `checkpoints.piece_checksums`."""
+    return [len(header), *(tensor.numel() * tensor.element_size() for tensor in tensors)]
 
 
 def safetensors_header(
@@ -226,13 +257,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file in hex."""
-    digest = hashlib.sha256()
+def is_intact(path: Path, entry: FileEntry) -> bool:
+    """Return True if every byte of a file is what was written (a full read)."""
     with open(path, "rb") as stream:
+        if not entry.pieces:
+            digest = hashlib.sha256()
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+            return digest.hexdigest() == entry.sha256
+        sums = _Sums(PieceChecksums(entry.pieces).sizes)
         while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+            sums.update(memoryview(block))
+    return sums.entry(entry.name) == entry
 
 
 def sync_directory(directory: Path) -> None:

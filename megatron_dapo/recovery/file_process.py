@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FunctionType
@@ -135,11 +135,13 @@ class FileProcess(Files):
             self._copy_bytes = num_bytes
         return mmap.mmap(self._copy_file, max(self._copy_bytes, 1))
 
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w") -> FileEntry:
+    def write(
+        self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
+    ) -> FileEntry:
         """Write chunks to a file, see `OpenFile`. Each is copied once, and hashed and written by the file process."""
         doing = f"write {path}"
         with self._writing:
-            sent = deque([self._send({"do": "open", "path": path, "mode": mode}, doing)])
+            sent = deque([self._send({"do": "open", "path": path, "mode": mode, "sizes": sizes}, doing)])
             is_whole = False
             try:
                 self._copy(chunks, doing, sent)
@@ -357,7 +359,7 @@ class _Server:
         try:
             if kind == "open":
                 self._file = self._problem = None
-                self._file = OpenFile(request["path"], request["mode"])
+                self._file = OpenFile(request["path"], request["mode"], request["sizes"])
             elif kind == "part" and self._file is not None and self._problem is None:
                 self._file.write(self._memory[request["start"] : request["end"]])
         except OSError as error:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_dapo.checkpoints.piece_checksums import PieceChecksums
 from megatron_dapo.checkpoints.saved_model import OtherModelError, index_file, rank_file
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.coordination import Coordination
@@ -61,7 +62,7 @@ class Stateful(Protocol):
 
     def index(self, name: str) -> dict[str, Any] | None: ...
 
-    def load(self, directory: Path, name: str) -> None: ...
+    def load(self, directory: Path, name: str, checksums: Mapping[str, PieceChecksums] | None = None) -> None: ...
 
 
 @dataclass
@@ -156,10 +157,9 @@ class Checkpoints:
 
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
-        found = find_resume(resume, self._store)
+        found = find_resume(resume, self._store, self.restore)
         if found is None:
             return -1
-        self.restore(found)
         logger.info(RESUMED, found.directory)
         return found.step
 
@@ -224,7 +224,7 @@ class Checkpoints:
         """Restore models, optimizers and counters, not the data."""
         state = self._state
         for name, model in state.models().items():
-            model.load(checkpoint.directory, name)
+            model.load(checkpoint.directory, name, checkpoint.checksums)
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])

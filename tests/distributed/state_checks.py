@@ -11,12 +11,21 @@ import torch
 import torch.distributed as dist
 from actor_checks import Reference, build_actor, differing, snapshot, train
 
+from megatron_dapo.checkpoints.piece_checksums import DamagedError
 from megatron_dapo.checkpoints.saved_model import SavedModel, index_file, rank_file
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.checkpoint_store import (
+    Checkpoint,
+    CheckpointStore,
+    CheckpointWriter,
+    newest_valid,
+    save_checkpoint,
+)
 from megatron_dapo.recovery.durable_files import HERE
 
 NAME = "policy"
@@ -91,6 +100,54 @@ def _case(arguments: Mapping[str, Any], case: Mapping[str, Any], directory: Path
         }
     dist.barrier()
     return found
+
+
+def damaged(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Save two steps, change a byte of the newer, and load: return the step that every rank has, and what differs from it."""
+    case = {"model": "qwen2", "layout": {"tensor": 2}}
+    directory = Path(arguments["directory"])
+    model = build(arguments, case, case)
+    store = CheckpointStore(directory, 2, coordinate(range(dist.get_world_size()), 60.0))
+    states = []
+
+    def write(writer: CheckpointWriter) -> None:
+        writer.save_tensors(rank_file(NAME, model.saved_state.rank), model.saved_state.tensors())
+        index = model.saved_state.index(NAME)
+        if index is not None:
+            writer.save_json(index_file(NAME), index)
+
+    for step in (1, 2):
+        train(model, [10 + step])
+        save_checkpoint(store, step, write)
+        states.append(snapshot(model))
+    if dist.get_rank() == 0:
+        file = store.path(2) / rank_file(NAME, 3)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1  # of a tensor: the random state at the end is not loaded into another layout
+        file.write_bytes(content)
+    dist.barrier()
+    other = build(arguments, case, {"layout": {"pipeline": 2}})
+    problems = []
+
+    def load(checkpoint: Checkpoint) -> None:
+        try:
+            other.saved_state.load(checkpoint.directory, NAME, checkpoint.checksums)
+        except DamagedError as error:
+            problems.append(str(error))
+            raise
+
+    found = newest_valid(store, load)
+    again = build(arguments, case, case)
+    save(other, directory / "again")
+    again.saved_state.load(directory / "again", NAME)
+    own = found.step if found else None, problems, differing(of_model(states[0]), of_model(snapshot(again)))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return {
+        "steps": [step for step, _, _ in everyone],
+        "problems": [each for _, each, _ in everyone],
+        "difference": [key for _, _, keys in everyone for key in keys],
+    }
 
 
 def count_reads(model: TrainedModel, directory: Path) -> list[int]:

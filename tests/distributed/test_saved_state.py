@@ -68,3 +68,14 @@ def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
     assert found["difference"] == [] and found["back"] == [], found
     assert found["steps"] == [float(case.get("steps", 2))] and 0 < found["norm"] < 1e3, found
     assert found["read"] == 1.0, found
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_load_the_checkpoint_before_where_one_reads_wrong_bytes(
+    actor_references: str, tmp_path: Path
+) -> None:
+    arguments = {"references": actor_references, "directory": str(tmp_path)}
+    found = run_distributed("state_checks:damaged", 4, arguments, timeout_s=180)
+    assert found["steps"] == [1] * 4 and found["difference"] == [], found
+    [told] = {problem for [problem] in found["problems"] if "another rank" not in problem}
+    assert "step_000002: contents of policy_00003.safetensors changed since they were written" in told

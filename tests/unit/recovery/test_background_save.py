@@ -22,7 +22,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     CheckpointWriter,
     newest_valid,
 )
-from megatron_dapo.recovery.durable_files import HERE, hash_file, write_direct
+from megatron_dapo.recovery.durable_files import HERE, is_intact, write_direct
 from megatron_dapo.recovery.failure import failure_of
 from megatron_dapo.recovery.file_process import FileProcess
 from tests.unit.recovery import fault_points
@@ -289,9 +289,10 @@ def test_files_past_the_cache_have_every_byte(tmp_path: Path, files: FileProcess
     content = torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes()
     memory = files.copy_memory(max(1, size))
     memory[:size] = content
-    entry = write_direct(tmp_path / "x", memoryview(memory)[:size])
-    assert (tmp_path / "x").read_bytes() == content and entry.size == size
-    assert hash_file(tmp_path / "x") == entry.sha256
+    for name, sizes in (("whole", ()), ("pieces", (size // 3, 0, size - size // 3))):
+        entry = write_direct(tmp_path / name, memoryview(memory)[:size], sizes)
+        assert (tmp_path / name).read_bytes() == content and entry.size == size
+        assert is_intact(tmp_path / name, entry) and bool(entry.pieces) == bool(sizes)
 
 
 def test_a_file_system_without_a_way_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

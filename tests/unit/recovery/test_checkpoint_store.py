@@ -4,6 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     find_resume,
     newest_valid,
     save_checkpoint,
+    wrong_files,
 )
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.recovery.failure import failure_of
@@ -115,8 +117,16 @@ def corrupt_contents(directory: Path) -> None:
     path.write_bytes(raw)
 
 
+def flip(path: Path, place: int) -> None:
+    """Change one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "one bit": corrupt_contents,
+    "a byte of a header": lambda directory: flip(directory / "model.safetensors", 20),
     "truncated": lambda directory: os.truncate(directory / "model.safetensors", 40),
     "missing file": lambda directory: (directory / "trainer.json").unlink(),
     "no manifest": lambda directory: (directory / "manifest.json").unlink(),
@@ -140,16 +150,80 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+def load_all(checkpoint: Checkpoint) -> None:
+    assert is_of(checkpoint, checkpoint.step)
+
+
+@pytest.mark.parametrize("load", [None, load_all], ids=["verified first", "verified by the load"])
 @pytest.mark.parametrize("damage", list(DAMAGE))
 def test_broken_newest_is_reported_and_the_one_before_used(
-    store: CheckpointStore, damage: str, caplog: pytest.LogCaptureFixture
+    store: CheckpointStore, damage: str, load: Callable[[Checkpoint], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
         save_checkpoint(store, step, content(step))
     DAMAGE[damage](store.path(2))
     with caplog.at_level(logging.WARNING):
-        assert is_of(newest_valid(store), 1)
+        assert is_of(newest_valid(store, load), 1)
     assert "step_000002" in caplog.text and "trying the one before" in caplog.text
+
+
+def test_tensors_are_read_once_by_the_load_and_other_files_before_it(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+    flip(store.path(2) / "model.safetensors", -1)
+    loaded: list[int] = []
+    found = newest_valid(store, lambda checkpoint: loaded.append(checkpoint.step))
+    assert found is not None and found.step == 2 == loaded[0], "a load that reads nothing notices nothing"
+    assert wrong_files(found, sorted(found.files)) == ["model.safetensors"]
+    flip(store.path(2) / "trainer.json", 3)
+    found = newest_valid(store, load_all)
+    assert is_of(found, 1)
+
+
+def test_all_ranks_load_the_one_before_where_one_reads_wrong_bytes(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+    flip(store.path(2) / "model.safetensors", -1)
+    loaded: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def work(own: CheckpointStore) -> object:
+        def load(checkpoint: Checkpoint) -> None:
+            loaded[own.rank].append(checkpoint.step)
+            if own.rank == 1:
+                load_all(checkpoint)
+
+        return newest_valid(own, load)
+
+    assert [found.step for found in Ranks(store, 3).run(work)] == [1, 1, 1]
+    assert loaded == {rank: [2, 1] for rank in range(3)}
+
+
+def test_checkpoints_without_checksums_of_tensors_are_verified_first(store: CheckpointStore) -> None:
+    """Those of earlier releases have a SHA-256 of every file alone."""
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+        manifest = store.path(step) / "manifest.json"
+        document = json.loads(manifest.read_text())
+        del document["sha256"]
+        for entry in document["files"]:
+            entry.pop("pieces", None)
+            entry["sha256"] = hashlib.sha256((store.path(step) / entry["name"]).read_bytes()).hexdigest()
+        manifest.write_text(json.dumps(document))
+    assert is_of(newest_valid(store, load_all), 2)
+    flip(store.path(2) / "model.safetensors", -1)
+    assert is_of(newest_valid(store, lambda checkpoint: None), 1)
+
+
+def test_pieces_that_are_not_those_of_the_file_are_refused(store: CheckpointStore) -> None:
+    save_checkpoint(store, 1, content(1))
+    manifest = store.path(1) / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["sha256"]
+    for pieces in ("17:00000000", "x", document["files"][0]["pieces"] + " 4:00000000"):
+        document["files"][0]["pieces"] = pieces
+        manifest.write_text(json.dumps(document))
+        with pytest.raises(CheckpointError, match="pieces"):
+            store.open(1)
 
 
 def test_saving_over_a_broken_checkpoint_of_the_same_step(store: CheckpointStore) -> None:

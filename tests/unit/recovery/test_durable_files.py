@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_dapo.recovery.durable_files import HERE, hash_file
+from megatron_dapo.checkpoints.piece_checksums import PieceChecksums
+from megatron_dapo.checkpoints.safetensors_file import read_tensors
+from megatron_dapo.recovery.durable_files import HERE, is_intact
 
 DTYPES = [
     torch.float64,
@@ -48,8 +50,9 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(loaded[name].contiguous().reshape(-1).view(torch.uint8), expected), name
     with safe_open(path, "pt") as stream:
         assert stream.metadata() == {"step": "3"}
-    assert (entry.size, entry.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert hash_file(path) == entry.sha256
+    assert (entry.size, entry.sha256) == (path.stat().st_size, hashlib.sha256(entry.pieces.encode()).hexdigest())
+    assert is_intact(path, entry) and len(entry.pieces.split(" ")) == 1 + len(tensors)
+    assert set(read_tensors(path, PieceChecksums(entry.pieces))) == set(tensors)
 
 
 def test_every_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Checksums of the pieces of a file, computed while it is written and verified by whoever reads a piece.
+
+A piece is the header of a safetensors file or one of its tensors; pieces follow each other without gaps. As text:
+"1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+
+_PIECES = re.compile(r"\d{1,18}:[0-9a-f]{8}(?: \d{1,18}:[0-9a-f]{8})*")
+
+
+class DamagedError(ValueError):
+    """Bytes of a checkpoint are not what was written; the message names the file."""
+
+
+class PieceChecksums:
+    """The checksums of a file's pieces, by the byte at which each begins."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError where the text is none."""
+        if not _PIECES.fullmatch(text):
+            raise ValueError(f"checksums of pieces are {text[:100]!r}, not size:crc32 of each")
+        self._pieces: dict[int, tuple[int, int]] = {}
+        self.sizes = [int(piece.partition(":")[0]) for piece in text.split(" ")]  # of the pieces, in order
+        for start, size, piece in zip(accumulate(self.sizes, initial=0), self.sizes, text.split(" ")):
+            if size:  # an empty tensor begins where the next one does
+                self._pieces[start] = size, int(piece.partition(":")[2], 16)
+
+    def fits(self, start: int, content: bytes | bytearray | memoryview) -> bool:
+        """Return True if `content` is the whole piece that begins at byte `start`, as it was written."""
+        size = memoryview(content).nbytes
+        return size == 0 or self._pieces.get(start) == (size, zlib.crc32(content))
+
+
+class PieceSums:
+    """Sums up the pieces of a file, whose sizes are known, from its chunks in the order of writing, cut anywhere."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._done: list[str] = []
+        self._read = self._sum = 0  # of the piece that is not done
+
+    def update(self, chunk: memoryview) -> None:
+        """Take the next bytes."""
+        while chunk:
+            part = chunk[: self._sizes[len(self._done)] - self._read]
+            chunk = chunk[len(part) :]
+            self._sum = zlib.crc32(part, self._sum)
+            self._read += len(part)
+            self._end_pieces()
+
+    def _end_pieces(self) -> None:
+        while len(self._done) < len(self._sizes) and self._read == self._sizes[len(self._done)]:
+            self._done.append(f"{self._read}:{self._sum:08x}")
+            self._read = self._sum = 0
+
+    def text(self) -> str:
+        """Return the checksums; every byte was taken."""
+        self._end_pieces()  # where all are empty
+        assert len(self._done) == len(self._sizes), f"{len(self._done)} of {len(self._sizes)} pieces were written"
+        return " ".join(self._done)
