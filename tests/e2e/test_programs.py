@@ -25,6 +25,7 @@ TIMEOUT_S = 600.0
 
 # Program -> the test of this file that runs it. A new program without an entry fails a test.
 RUN_BY = {
+    "benchmarks/checkpoints.py": "test_checkpoints",
     "benchmarks/collector_waste.py": "test_collector_waste",
     "benchmarks/length_bias.py": "test_length_bias",
     "benchmarks/prompt_filter.py": "test_prompt_filter",
@@ -40,6 +41,7 @@ RUN_BY = {
     "benchmarks/gpu/step.py": "test_gpu_step",
     "benchmarks/gpu/sync.py": "test_gpu_sync",
     "benchmarks/head_memory.py": "test_head_memory",
+    "benchmarks/peers/checkpoint_rank.py": "test_checkpoints",
     "benchmarks/peers/trl_dapo.py": "test_dapo_vs_trl",
     "benchmarks/peers/weight_sink.py": "test_weight_sync",
     "benchmarks/peers/weight_trainer.py": "test_weight_sync",
@@ -271,6 +273,15 @@ def test_checkpoint_plan_scale(repository: Path) -> None:
     [case] = result["cases"]
     assert case["ranks"] == 128 and case["written_ratio"] == 1 and 1 <= case["balance"] <= 1.1
     assert result["first_plan_seconds"] <= 30 and result["cached_plan_ms"] <= 5 and result["max_gb"] <= 1
+
+
+def test_checkpoints(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/checkpoints.py", "--tiny")
+    assert result["written_ratio"] <= 1.01 and result["read_ratio"] <= 1.05 and 1 <= result["balance"] <= 1.1
+    for side in ("ours", "torch_dist", "dcp"):
+        assert min(result["sides"][side][f"{name}_seconds"] for name in ("save", "blocked", "load")) > 0
+        assert result["reshard_seconds"][side] > 0
+    assert result["bytecheckpoint"]
 
 
 def test_scale_start(repository: Path) -> None:

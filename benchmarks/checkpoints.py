@@ -1,0 +1,163 @@
+"""Checkpoints of this project against megatron-core's torch_dist and torch's DCP: 4 processes, 1 GB of state, one disk.
+
+    python benchmarks/checkpoints.py [--json] [--tiny] [--runs 5] [--output DIRECTORY]
+
+A random Qwen2 in fp32 with the distributed optimizer at TP2 x DP2. In one run, taking turns in the same processes:
+
+    ours         `BackgroundSaves` of the actor's state; checksums of all files are written, and verified by a load
+    torch_dist   megatron-core, fully reshardable, asynchronous, parallel over data-parallel ranks, no checksums
+    dcp          torch.distributed.checkpoint.async_save of as many bytes, sharded as FSDP2 does, no checksums
+    bytecheckpoint
+                 0.0.2, fast_saving, as many bytes under FSDP2, where `make .venv-bytecheckpoint` installed it
+    copy         the same tensors into memory that is there
+
+A save stands beside a run whose steps are matrix products: a rollout, in which nothing changes, then steps. Files are
+pushed out of the page cache before they are loaded.
+
+    blocked_vs_sync   seconds our run waits / the fastest save of all sides from its begin to the commit
+    blocked_vs_copy   seconds our run waits / the copy
+    step_slowdown     a step while we write / one without, times the share of the CPUs that our writers leave
+    written_ratio     bytes of our files / bytes of the state, each counted once
+    read_ratio        bytes that our ranks read in a load / bytes of the state
+    balance           bytes of the rank that writes most / the mean
+    save_vs_best, load_vs_best, reshard_vs_best
+                      the other sides' best seconds / ours: to the commit; in the layout that saved; at PP2 x DP2
+
+Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from peers.packages import installed_packages, with_packages
+
+PEERS = Path(__file__).resolve().parent / "peers"
+BYTECHECKPOINT = "bytecheckpoint"
+NUM_PROCESSES = 4
+TIMEOUT_S = 1500.0
+SAVED = {"tensor": 2, "pipeline": 1}
+RESHARDED = {"tensor": 1, "pipeline": 2}
+
+# 12 bytes a parameter in fp32 with moments: 1.0 GB.
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+TINY = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 2}
+PRODUCTS, TINY_PRODUCTS = 60, 10
+
+
+def run_ranks(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Run the ranks of one phase and return rank 0's report. Raises RuntimeError with a failed rank's output."""
+    report = directory / f"{specification['phase']}.json"
+    path = directory / f"{specification['phase']}_specification.json"
+    path.write_text(json.dumps({**specification, "report": str(report)}), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(NUM_PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": with_packages(*filter(None, (PEERS, installed_packages(BYTECHECKPOINT)))),
+    }
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(NUM_PROCESSES):
+            log = stack.enter_context(open(directory / f"{specification['phase']}_{rank}.log", "wb"))
+            command = [sys.executable, "-W", "ignore", str(PEERS / "checkpoint_rank.py"), str(path)]
+            environment = {**os.environ, **shared, "RANK": str(rank)}
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        for rank, process in enumerate(processes):
+            if process.wait(TIMEOUT_S):
+                text = (directory / f"{specification['phase']}_{rank}.log").read_text(errors="replace")
+                raise RuntimeError(f"rank {rank}, phase {specification['phase']}:\n{text[-3000:]}")
+    return json.loads(report.read_text(encoding="utf-8"))
+
+
+def result_of(saved: dict[str, Any], resharded: dict[str, float]) -> dict[str, Any]:
+    """Return the report of both phases."""
+    sides = saved["sides"]
+    ours, peers = sides["ours"], [side for name, side in sides.items() if name != "ours"]
+    slowdown = ours["step_seconds"] / saved["step_seconds_alone"] * (1 - ours["writer_share"])
+    return {
+        "blocked_vs_sync": ours["blocked_seconds"] / min(side["save_seconds"] for side in sides.values()),
+        "blocked_vs_copy": ours["blocked_seconds"] / saved["copy_seconds"],
+        "step_slowdown": slowdown,
+        "written_ratio": saved["written_bytes"] / saved["unique_bytes"],
+        "read_ratio": saved["read_bytes"] / saved["unique_bytes"],
+        "balance": saved["balance"],
+        "save_vs_best": min(side["save_seconds"] for side in peers) / ours["save_seconds"],
+        "load_vs_best": min(side["load_seconds"] for side in peers) / ours["load_seconds"],
+        "reshard_vs_best": min(seconds for name, seconds in resharded.items() if name != "ours") / resharded["ours"],
+        "state_bytes": saved["unique_bytes"],
+        "copy_seconds": saved["copy_seconds"],
+        "step_seconds": saved["step_seconds_alone"],
+        "sides": sides,
+        "reshard_seconds": resharded,
+        "bytecheckpoint": "measured" if BYTECHECKPOINT in sides else "not installed: make .venv-bytecheckpoint",
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
+        "machine": platform.processor() or platform.machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="a few megabytes, one run")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--output", type=Path, help="where checkpoints and logs are written; default: a temporary directory"
+    )
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        directory = arguments.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (directory / "model").mkdir(parents=True, exist_ok=True)
+        model = {**MODEL, **(TINY if arguments.tiny else {})}
+        (directory / "model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
+        shared = {
+            "model": str(directory / "model"),
+            "directory": str(directory),
+            "runs": 1 if arguments.tiny else arguments.runs,
+            "products": TINY_PRODUCTS if arguments.tiny else PRODUCTS,
+        }
+        saved = run_ranks({**shared, **SAVED, "phase": "save"}, directory)
+        resharded = run_ranks({**shared, **RESHARDED, "phase": "reshard"}, directory)
+    result = result_of(saved, resharded)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:18} {value:.3f}" if isinstance(value, float) else f"{name:18} {value}")
+
+
+if __name__ == "__main__":
+    main()
