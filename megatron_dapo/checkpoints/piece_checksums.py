@@ -15,7 +15,12 @@ _PIECES = re.compile(r"\d{1,18}:[0-9a-f]{8}(?: \d{1,18}:[0-9a-f]{8})*")
 
 
 class DamagedError(ValueError):
-    """Bytes of a checkpoint are not what was written; the message names the file."""
+    """Bytes of a checkpoint are not what was written; the message names the file.
+
+    `is_consequence`: this rank read nothing wrong, another one's message says what.
+    """
+
+    is_consequence = False
 
 
 class PieceChecksums:

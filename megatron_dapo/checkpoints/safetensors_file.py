@@ -124,8 +124,7 @@ class SafetensorsReader:
         """Raise DamagedError unless the piece that begins at byte `start` is what was written."""
         if self._checksums is not None and not self._checksums.fits(start, piece):
             raise DamagedError(
-                f"checkpoint {self.path.parent}: contents of {self.path.name} changed since they were written "
-                f"(at byte {start})"
+                f"checkpoint {self.path.parent}: contents of {self.path.name} changed since they were written"
             )
 
     def _read_at(self, offset: int, target: memoryview) -> None:

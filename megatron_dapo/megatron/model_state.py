@@ -295,4 +295,6 @@ def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[
         raise problem
     if worst:
         message = "the state was not loaded: another rank could not read its part; its own message says why"
-        raise (DamagedError if worst == _DAMAGED else ValueError)(message) from problem
+        other = DamagedError(message) if worst == _DAMAGED else ValueError(message)
+        other.is_consequence = True  # type: ignore[union-attr]
+        raise other from problem

@@ -424,7 +424,7 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
         reasons.append(reason)
-        found_here = found_here or problem is not None
+        found_here = found_here or bool(problem)
     if reasons:
         message = (
             f"none of the checkpoints in {store.directory} can be loaded: {'; '.join(reasons)}. "
@@ -451,10 +451,11 @@ def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
 
 
 def _loading_problem(checkpoint: Checkpoint, load: Callable[[Checkpoint], None]) -> str | None:
+    """Return why a checkpoint cannot be loaded, "" where another rank knows; None if it is."""
     try:
         load(checkpoint)
     except (DamagedError, OSError) as error:
-        return str(error)
+        return "" if getattr(error, "is_consequence", False) else str(error)
     return None
 
 
