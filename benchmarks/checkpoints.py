@@ -53,10 +53,10 @@ RESHARDED = {"tensor": 1, "pipeline": 2}
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "vocab_size": 16384,
+    "vocab_size": 10240,
     "hidden_size": 768,
     "intermediate_size": 3072,
-    "num_hidden_layers": 7,
+    "num_hidden_layers": 8,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "hidden_act": "silu",
