@@ -62,6 +62,25 @@ def export_checkpoint(
     source: the directory that the model started from, whose config, tokenizer and types are taken over; None: the one that
     the run's config.json names. ValueError, CheckpointError or OSError in one line; then `target` is not there.
     """
+    checkpoint, name, source = _exportable(path, is_critic, source, verifies)
+    with SavedModel(checkpoint.directory, name) as model:
+        return export_stored_model(target, model, source, has_value_head=is_critic)
+
+
+def export_torch_dist(path: Path, target: Path, source: Path | None = None, verifies: bool = True) -> int:
+    """Write the policy of a checkpoint as a torch_dist directory of Megatron-LM and return its bytes.
+
+    The parameters are in the run's type, without the optimizer. Arguments and errors are those of `export_checkpoint`.
+    """
+    from checkpoint_converters.torch_dist import write_torch_dist_model
+
+    checkpoint, name, source = _exportable(path, False, source, verifies)
+    with SavedModel(checkpoint.directory, name) as model:
+        return write_torch_dist_model(model, source, target, checkpoint.step)
+
+
+def _exportable(path: Path, is_critic: bool, source: Path | None, verifies: bool) -> tuple[Checkpoint, str, Path]:
+    """Return a checkpoint, the name of its model, and the directory that the model started from."""
     checkpoint = open_checkpoint(path)
     name = CRITIC if is_critic else POLICY
     if index_file(name) not in checkpoint.files:
@@ -74,8 +93,7 @@ def export_checkpoint(
         raise ValueError(f"{source}: no config.json there; name the directory that the run started from with --model")
     if verifies:
         require_intact(checkpoint, [file for file in sorted(checkpoint.files) if file.startswith(name)])
-    with SavedModel(checkpoint.directory, name) as model:
-        return export_stored_model(target, model, source, has_value_head=is_critic)
+    return checkpoint, name, source
 
 
 def _run_config(checkpoint: Checkpoint) -> Config:

@@ -184,6 +184,10 @@ def export(
         Path | None, typer.Option(help="directory the checkpoint's run started from; default: as its config.json says")
     ] = None,
     verify: Annotated[bool, typer.Option(help="check every byte of the model's files first")] = True,
+    form: Annotated[
+        str,
+        typer.Option("--format", help="huggingface, or torch_dist: a checkpoint that Megatron-LM loads in any layout"),
+    ] = "huggingface",
     space: Annotated[
         Path | None, typer.Option(help="write the demo of a run as a Hugging Face Space to this directory")
     ] = None,
@@ -193,8 +197,10 @@ def export(
     """Write the model of any checkpoint as a Hugging Face directory, or the demo of a run as a Hugging Face Space."""
     if (target is None) == (space is None):
         refuse("export: give a checkpoint and the directory to write, or a run and --space DIRECTORY")
+    if form not in ("huggingface", "torch_dist") or (form == "torch_dist" and (critic or target is None)):
+        refuse(f"export --format {form}: choose huggingface, or torch_dist for the policy of a checkpoint")
     if target is not None:
-        _export_checkpoint(source, target, critic, model, verify)
+        _export_checkpoint(source, target, critic, model, verify, form == "torch_dist")
         return
     assert space is not None, "one of the two is given"
     from megatron_dapo.demo.space import write_space
@@ -207,12 +213,20 @@ def export(
 
 
 def _export_checkpoint(
-    source: Path, target: Path, is_critic: bool = False, model: Path | None = None, verifies: bool = True
+    source: Path,
+    target: Path,
+    is_critic: bool = False,
+    model: Path | None = None,
+    verifies: bool = True,
+    for_megatron: bool = False,
 ) -> None:
-    from megatron_dapo.cli.checkpoint import export_checkpoint
+    from megatron_dapo.cli.checkpoint import export_checkpoint, export_torch_dist
     from megatron_dapo.recovery.checkpoint_store import CheckpointError
 
     try:
+        if for_megatron:
+            typer.echo(f"{target}: {size(export_torch_dist(source, target, model, verifies))} for Megatron-LM")
+            return
         report = export_checkpoint(source, target, is_critic, model, verifies)
     except (ValueError, OSError, CheckpointError) as error:
         refuse(error)

@@ -1,0 +1,142 @@
+"""torch_dist checkpoints that cannot be converted are refused in one line, and nothing is left behind; a run's checkpoint becomes
+one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from checkpoint_converters import hf_to_megatron, megatron_to_hf, verify
+from megatron_dapo.cli.main import app
+from tests.unit.checkpoints.saved_states import random_state, save_states
+
+
+@pytest.fixture
+def model(make_model_directory: Callable[..., Path]) -> Path:
+    return make_model_directory("qwen3_moe", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def stored(model: Path, tmp_path: Path) -> Path:
+    """A checkpoint of the model, as Megatron-LM's directory."""
+    assert hf_to_megatron.main([str(model), str(tmp_path / "stored"), "--format", "torch_dist"]) == 0
+    return tmp_path / "stored"
+
+
+def test_a_model_comes_back_with_experts_and_types(model: Path, stored: Path, tmp_path: Path) -> None:
+    assert megatron_to_hf.main([str(stored / "release"), str(tmp_path / "back"), "--model", str(model)]) == 0
+    assert verify.main([str(model), str(tmp_path / "back")]) == 0
+
+
+def missing_common(inside: Path) -> None:
+    (inside / "common.pt").unlink()
+
+
+def legacy(inside: Path) -> None:
+    (inside / "mp_rank_00").mkdir()
+
+
+def truncated(inside: Path) -> None:
+    part = inside / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1000])
+
+
+def lost_part(inside: Path) -> None:
+    (inside / "__0_1.distcp").unlink()
+
+
+def flipped_metadata(inside: Path) -> None:
+    (inside / ".metadata").write_bytes(b"\x00" + (inside / ".metadata").read_bytes()[1:])
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("code of the checkpoint ran",)
+
+
+def harmful_metadata(inside: Path) -> None:
+    (inside / ".metadata").write_bytes(pickle.dumps(Harmful()))
+
+
+def another_format(inside: Path) -> None:
+    (inside / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+
+
+def no_number(inside: Path) -> None:
+    (inside.parent / "latest_checkpointed_iteration.txt").write_text("../../etc")
+
+
+DAMAGES = {
+    missing_common: "no common.pt",
+    legacy: "--ckpt-convert-format torch_dist",
+    truncated: "__0_0.distcp: has",
+    lost_part: "__0_1.distcp: is missing",
+    flipped_metadata: ".metadata: cannot be read",
+    harmful_metadata: "builtins.print, which is no record of a checkpoint",
+    another_format: "format 'zarr'",
+    no_number: "not the number of an iteration",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_named_in_one_line(
+    damage: Callable[[Path], None], model: Path, stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(stored / "release")
+    capsys.readouterr()
+    assert megatron_to_hf.main([str(stored), str(tmp_path / "back"), "--model", str(model)]) == 1
+    output = capsys.readouterr()
+    assert DAMAGES[damage] in output.err and output.err.count("\n") == 1 and not output.out
+    assert not list(tmp_path.glob("*back*"))
+
+
+@pytest.mark.parametrize(
+    "family, sizes, reason",
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 24}, "has shape (8, 40, 32), the model of"),
+        ("qwen3_moe", {"num_hidden_layers": 3}, "which the model of"),
+        ("qwen3_moe", {"num_hidden_layers": 5}, "which the model of"),
+        ("qwen3_moe", {"vocab_size": 10_000}, "embedding.word_embeddings.weight has shape"),
+        ("qwen3", {}, "the model of"),
+    ],
+)
+def test_another_model_is_refused(
+    family: str,
+    sizes: dict[str, int],
+    reason: str,
+    stored: Path,
+    make_model_directory: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = make_model_directory(family, dtype=torch.bfloat16, name="other", **sizes)
+    capsys.readouterr()
+    assert megatron_to_hf.main([str(stored), str(tmp_path / "back"), "--model", str(other)]) == 1
+    error = capsys.readouterr().err
+    assert reason in error and "--model" in error and error.count("\n") == 1
+
+
+def test_a_model_directory_has_to_be_named(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatron_to_hf.main([str(stored), str(tmp_path / "back")]) == 1
+    assert "name a Hugging Face directory of the same model with --model" in capsys.readouterr().err
+
+
+def test_a_runs_checkpoint_becomes_an_iteration(model: Path, tmp_path: Path) -> None:
+    weights = {name: each for file in model.glob("*.safetensors") for name, each in load_file(file).items()}
+    checkpoint = save_states(tmp_path / "checkpoints", 12, {"policy": random_state(weights)})
+    command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", "torch_dist", "--model", str(model)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "12"
+    assert (tmp_path / "out/iter_0000012/.metadata").is_file()
+    assert megatron_to_hf.main([str(tmp_path / "out"), str(tmp_path / "back"), "--model", str(model)]) == 0
+    assert verify.main([str(model), str(tmp_path / "back")]) == 0
+    refused = CliRunner().invoke(app, [*command, "--critic"])
+    assert refused.exit_code == 2
