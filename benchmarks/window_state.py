@@ -25,7 +25,7 @@ import torch
 from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointWriter
+from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.serialization import join_state, split_state
@@ -99,18 +99,22 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 def as_tensors(collector: WindowCollector, directory: Path) -> tuple[dict[str, float], Any]:
     """Write and read a checkpoint's two files; return the figures and the state."""
     names = ("collector.json", "collector.safetensors")
+    store = CheckpointStore(directory, keep=1)
+    store.begin(0)
 
     def write() -> None:
-        writer = CheckpointWriter(directory, rank=0)
+        writer = store.writer(0)
         document, tensors = split_state(collector.state_dict())
         writer.save_json(names[0], document)
         writer.save_tensors(names[1], tensors)
+        writer.finish()
+        store.commit(0)
 
     def read() -> Any:
-        checkpoint = Checkpoint(0, directory, files=dict.fromkeys(names), metadata={})
+        checkpoint = store.open(0)
         return join_state(checkpoint.load_json(names[0]), checkpoint.load_tensors(names[1]))
 
-    return _figures(write, read, [directory / name for name in names])
+    return _figures(write, read, [store.path(0) / name for name in names])
 
 
 def as_json(collector: WindowCollector, directory: Path) -> tuple[dict[str, float], Any]:
