@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 TOO_MANY_PROCESSES = 77  # exit code of a supervisor that ended everything for their number
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -41,6 +42,7 @@ def start_supervised(max_processes: int) -> None:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
+    _take_precedence()
     while True:
         received = signal.sigtimedwait(awaited, _TICK_S)
         status = _reap(child)
@@ -53,6 +55,16 @@ def start_supervised(max_processes: int) -> None:
         if status is not None:
             _end_descendants(supervisor)
             _end_like(status)
+
+
+def _take_precedence() -> None:
+    """Run before every process of a user's function, where root or a capability allows it: processes that double twenty times a second
+    otherwise get all the time that it takes to end them."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        return
+    with suppress(OSError):  # of a container without real-time priorities
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 
 def _reap(child: int) -> int | None:

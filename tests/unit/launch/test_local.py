@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dapo.bridge.protocol.arena import is_running
 from megatron_dapo.launch.local import launch_workers
 
 WORKER = """
@@ -102,7 +103,7 @@ def test_signals_sent_together_are_one_and_a_later_one_ends_everything(
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=20) == 128 + signal.SIGKILL
         assert signals.read_text() == "x"
-        while Path(f"/proc/{pid.read_text()}").exists():  # killed, and not yet reaped
+        while is_running(int(pid.read_text())):
             assert time.monotonic() < end
             time.sleep(0.05)
     finally:
