@@ -42,6 +42,13 @@ RestartsOption = Annotated[
     int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
+InputsOption = Annotated[
+    bool,
+    typer.Option(
+        "--inputs/--no-inputs",
+        help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are elsewhere",
+    ),
+]
 
 
 def refuse(reason: object) -> NoReturn:

@@ -57,10 +57,12 @@ def make_plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
+    read_inputs: bool = False,
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `adapt`: to what is run where that is not the recipe's own run.
+    `adapt`: to what is run where that is not the recipe's own run. `read_inputs`: also check what is in the files that are named,
+    and try what a run starts; takes seconds.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
@@ -72,6 +74,10 @@ def make_plan(
     cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
     processes = _processes(config, machines, cluster)
     problems += validate(config, processes, architecture, cluster)
+    if read_inputs:
+        from megatron_dapo.doctor.inputs import input_problems
+
+        problems += input_problems(config)
     if problems:
         raise ConfigError(problems, str(recipe))
     return Plan(

@@ -16,6 +16,7 @@ from megatron_dapo.cli.options import (
     GpuMemoryOption,
     GpusOption,
     HostMemoryOption,
+    InputsOption,
     LayoutOption,
     NodesOption,
     OutputDirOption,
@@ -55,11 +56,11 @@ def train(
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
     free_disk: FreeDiskOption = None,
+    inputs: InputsOption = True,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    plan = _plan(
-        recipe, overrides, layout, output_dir, machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    )
+    machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    plan = _plan(recipe, overrides, layout, output_dir, machines, read_inputs=dry_run and inputs)
     for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
@@ -80,6 +81,7 @@ def pretrain_value(
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
     free_disk: FreeDiskOption = None,
+    inputs: InputsOption = True,
 ) -> None:
     """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
@@ -89,7 +91,7 @@ def pretrain_value(
         return pretraining_config(config, output_dir)
 
     machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt=adapt)
+    plan = _plan(recipe, overrides, layout, None, machines, adapt, dry_run and inputs)
     for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
@@ -108,12 +110,15 @@ def sft(
     gpu_memory: GpuMemoryOption = None,
     host_memory: HostMemoryOption = None,
     free_disk: FreeDiskOption = None,
+    inputs: InputsOption = True,
 ) -> None:
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
     from megatron_dapo.data.examples import sft_config
 
     machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt=lambda config: sft_config(config, output_dir))
+    plan = _plan(
+        recipe, overrides, layout, None, machines, lambda config: sft_config(config, output_dir), dry_run and inputs
+    )
     for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
@@ -158,7 +163,7 @@ def rounds(
     from megatron_dapo.selection.rounds import begin, outcome_lines, stages
 
     # Checked as a whole at first: what is wrong with the last stage must not show hours later.
-    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run))
+    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), read_inputs=dry_run)
     _require_disk(plan, None)
     config = plan.loaded.config
     sequence = stages(config, config.run.output_dir)
@@ -194,9 +199,15 @@ def replay(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     output_dir: OutputDirOption = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run=False))
+    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), read_inputs=dry_run)
+    if not batch.is_dir():
+        refuse(f"{batch} is no directory of a dumped rollout batch; telemetry.dump_batches writes them to RUN/batches")
+    if dry_run:
+        typer.echo(f"would train on {batch}")
+        return
     code = _start_workers(recipe, plan, plan.loaded.config.run.output_dir, ("--replay", str(batch)))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
@@ -210,6 +221,7 @@ def evaluate(
     ] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Evaluate a Hugging Face directory on the recipe's held-out data: by SGLang servers of any TP, or in this process.
 
@@ -218,10 +230,13 @@ def evaluate(
     """
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_evaluation)
+    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_evaluation, dry_run)
     config = plan.loaded.config
     if not config.data.eval_paths:
         refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
+    if dry_run:
+        typer.echo(f"would evaluate {config.model.path} on {', '.join(map(str, config.data.eval_paths))}")
+        return
     from megatron_dapo.cli.evaluate import evaluate_model
 
     try:
@@ -262,9 +277,10 @@ def _plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
+    read_inputs: bool = False,
 ) -> Plan:
     try:
-        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt=adapt)
+        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, read_inputs)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         refuse(error)
 

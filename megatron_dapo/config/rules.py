@@ -33,6 +33,16 @@ class Violation:
         return f"{self.path}: {self.detail}. Fix: {self.suggestion}"
 
 
+@dataclass(frozen=True)
+class UnusableInput(Violation):
+    """Something that a configuration names and that cannot be used; `formula` is the whole message, with its place and fix."""
+
+    suggestion: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.formula}" + (f". Fix: {self.suggestion}" if self.suggestion else "")
+
+
 class ConfigError(ValueError):
     """All that is wrong with a configuration. `violations` holds one entry a problem."""
 

@@ -293,8 +293,16 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
         deduplicate=data.deduplicate,
         validate_answers=pool.validate_answers,
     )
+    self_test(config, inputs, pool, dataset.prompts)
+    first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
+    logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
+    return dataset
+
+
+def self_test(config: Config, inputs: ModelInputs, pool: VerifierPool, prompts: Sequence[Prompt]) -> None:
+    """Check that prompts, some of those given, request the answer format that the verifier reads. ValueError where not."""
     # Spread over the data set: files of different sources may ask for different formats.
-    checked = dataset.prompts[:: max(1, len(dataset.prompts) // SELF_TEST_PROMPTS)]
+    checked = prompts[:: max(1, len(prompts) // SELF_TEST_PROMPTS)]
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
     report = check_contract(texts, pool, config.reward.verifier, config.reward.answer_format)
     logger.info(
@@ -303,9 +311,6 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
         " and ".join(report.formats),
         report.num_prompts,
     )
-    first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
-    logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
-    return dataset
 
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:

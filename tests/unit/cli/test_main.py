@@ -83,10 +83,10 @@ def test_pretraining_is_checked_as_what_it_is(recipe: Path, started: list) -> No
     """The policy's schedule over fewer steps than its warm-up says nothing; the critic's does."""
     few = ["--set", "value_pretraining.min_steps=2", "--set", "value_pretraining.max_steps=2"]
     policy = ["--set", "optimizer.schedule=linear", "--set", "optimizer.warmup_steps=4"]
-    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *policy, "--dry-run"])
+    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *policy, "--dry-run", "--no-inputs"])
     assert result.exit_code == 0 and started == [], result.output
     critic = ["--set", "critic.optimizer.schedule=linear", "--set", "critic.optimizer.warmup_steps=4"]
-    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *critic, "--dry-run"])
+    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *critic, "--dry-run", "--no-inputs"])
     assert result.exit_code == 2 and "set critic.optimizer.warmup_steps below 2" in result.output
 
 
@@ -129,7 +129,7 @@ def test_bad_flags_are_refused(recipe: Path, started: list, arguments: list[str]
 
 
 def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
-    result = runner.invoke(app, ["train", str(recipe), "--dry-run"])
+    result = runner.invoke(app, ["train", str(recipe), "--dry-run", "--no-inputs"])
     assert result.exit_code == 0 and started == [] and "train step" in result.output
 
 

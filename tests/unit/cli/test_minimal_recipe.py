@@ -24,7 +24,7 @@ def test_a_recipe_of_model_and_data_is_valid(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n')
-    result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run"])
+    result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run", "--no-inputs"])
     assert result.exit_code == 0, result.output
     assert "512 prompts x 16 responses" in result.output
 

@@ -263,7 +263,7 @@ def dry_run(layout: str, inputs: Path, *arguments: str) -> Any:
     overrides = [part for override in inputs_of(path, inputs) for part in ("--set", override)]
     # Checkpoints of these models need more than a machine that only plans has.
     disk = ["--free-disk", "50000"]
-    return CliRunner().invoke(app, ["train", str(path), *overrides, *disk, *arguments])
+    return CliRunner().invoke(app, ["train", str(path), *overrides, *disk, "--no-inputs", *arguments])
 
 
 def test_the_command_learns_the_nodes_from_flags_and_from_slurm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
