@@ -29,7 +29,9 @@ settings=(--set "model.path=$2" --set "data.train_paths=['$3']" --set "data.eval
 shift 4
 
 command=${COMMAND:-train}
-megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run
+inputs=--inputs
+if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then inputs=--no-inputs; fi # they were read when the job began
+megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi
