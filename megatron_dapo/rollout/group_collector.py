@@ -44,7 +44,7 @@ from megatron_dapo.rollout.open_group import (
 from megatron_dapo.rollout.prompt_source import PromptSource
 from megatron_dapo.rollout.scoring import score_groups
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, SamplingParams
+from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, Group, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ MAX_FRUITLESS_ROUNDS = 100
 
 # Weight of a collection's filter decisions in the estimate of the next one's.
 _RECENT = 0.5
+
+_MAX_SHOWN = 2  # groups that a collection leaves out and that are kept for the records
 
 
 class GroupCollector(Collector):
@@ -84,6 +86,7 @@ class GroupCollector(Collector):
         self._builder = StatisticsBuilder()
         # Group, prompt and decision of the groups of this collection; the stream is told at its end.
         self._judged: list[tuple[str, str, FilterDecision]] = []
+        self._shown: list[Group] = []  # the first groups that this collection left out
 
     # Collecting
 
@@ -91,6 +94,7 @@ class GroupCollector(Collector):
         """Return exactly `num_groups` whole groups, or fewer when rounds or prompts run out."""
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
+        self._shown.clear()
         self._num_started_at_last_kept = 0
         self._keep_for(self._training_version)
         first_number = self._counters.num_started
@@ -285,6 +289,7 @@ class GroupCollector(Collector):
                 self._num_started_at_last_kept = self._builder.num_started
             else:
                 self._counters.num_filtered += 1
+                self._shown += [group] if len(self._shown) < _MAX_SHOWN else []
 
     def _tell_stream(self) -> None:
         """Report the filter's decisions in order of the groups' start, so that rewrites do not depend on who was fast."""
@@ -349,7 +354,10 @@ class GroupCollector(Collector):
         self._tell_stream()
         num_carried_over = sum(int(group.group_id) < first_number for group in groups)
         statistics = self._statistics(num_carried_over)
-        return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))
+        batch = RolloutBatch(
+            tuple(groups), statistics, exhausted, not groups, self._training_version, tuple(self._shown)
+        )
+        return self._hand_out(batch)
 
     def _statistics(self, num_carried_over: int) -> CollectStatistics:
         return self._builder.build(
@@ -366,7 +374,7 @@ class GroupCollector(Collector):
         if self._rollout.on_exhausted == "error":
             raise CollectionExhausted(shortage)
         if self._rollout.on_exhausted == "stop":  # the groups that were kept stay in the buffer for a later run
-            return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version)
+            return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version, tuple(self._shown))
         return self._batch(num_groups, exhausted, first_number)
 
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def sample_record(train_step: int, group: Group, index: int, advantage: float) -> dict[str, Any]:
-    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens."""
+def sample_record(train_step: int, group: Group, index: int, advantage: float | None) -> dict[str, Any]:
+    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens; None: it is not trained."""
     sample = group.samples[index]
     return {
         "train_step": train_step,

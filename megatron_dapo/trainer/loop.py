@@ -45,8 +45,8 @@ from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
-from megatron_dapo.trainer.recorder import Phases, Recorder
-from megatron_dapo.trainer.rollout import Rollout, TrainBatch
+from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
+from megatron_dapo.trainer.rollout import Rollout, TrainBatch, nothing_trained
 
 if TYPE_CHECKING:
     from megatron_dapo.recovery.node_watch import NodeWatch
@@ -145,10 +145,14 @@ class TrainingLoop:
         while not (reason := self._reason_to_end()):
             step = progress.train_step
             batch = self._generate()
-            if batch.error is not None:
+            error = batch.error
+            if error is None and not batch.is_interrupted and not batch.samples and step == 0:
+                self._record_filtered(batch)
+                error = nothing_trained(batch, RunPaths(self._config.run.output_dir).filtered)
+            if error is not None:
                 self._save_after_failure()
                 with self._phases.phase("generate"):  # where it happened: the record names the phase
-                    raise batch.error
+                    raise error
             if batch.is_interrupted:
                 return STOPPED_BY_SIGNAL
             # An empty batch has no step: AdamW would move the weights without a gradient.
@@ -257,6 +261,7 @@ class TrainingLoop:
             if recorder is not None and batch.rollout is not None:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
                 recorder.batch(step, batch.rollout.groups, estimated)
+                self._record_filtered(batch)
         # A row covers the time since the row before it: an evaluation or a checkpoint after a step is in the next one.
         times = self._phases.timer.finish_step()
         self._progress.train_seconds += training_seconds(times)
@@ -266,6 +271,11 @@ class TrainingLoop:
                 logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
         self._recorded_save = 0.0
+
+    def _record_filtered(self, batch: TrainBatch) -> None:
+        """Write some responses of groups that the filter left out, on rank 0."""
+        if self._parts.recorder is not None and batch.rollout is not None:
+            self._parts.recorder.filtered(max(1, self._progress.train_step), batch.rollout.filtered)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0

@@ -33,6 +33,7 @@ class RunPaths:
         self.evaluation_metrics = output_dir / "evaluations.jsonl"
         self.evaluations = output_dir / "evaluations"
         self.samples = output_dir / "samples.jsonl"
+        self.filtered = output_dir / "filtered.jsonl"  # some responses of groups that were left out
         self.disagreements = output_dir / "disagreements.jsonl"
         self.dumps = output_dir / "batches"
         self.huggingface = output_dir / "huggingface"
@@ -85,7 +86,9 @@ class Recorder:
         self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step, files), *tensorboard])
         evaluations = JsonlWriter(self.paths.evaluation_metrics, first_evaluation, files)
         self._evaluations = MetricRecorder([evaluations, *tensorboard])
-        self._samples = SampleWriter(self.paths.samples, first_step, files) if telemetry.samples_per_step else None
+        has_samples = bool(telemetry.samples_per_step)
+        self._samples = SampleWriter(self.paths.samples, first_step, files) if has_samples else None
+        self._filtered = SampleWriter(self.paths.filtered, first_step, files) if has_samples else None
         # Read here: one that cannot be read is an error before the first step, not a warning after hours.
         self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
@@ -141,23 +144,31 @@ class Recorder:
             whole = with_numbers(batch.samples, groups)  # this rank trains a share of them
             dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
 
+    def filtered(self, train_step: int, groups: Sequence[Group]) -> None:
+        """Write responses of groups that were left out of the batch of `train_step`: they say why nothing is learned from them."""
+        if self._filtered is not None:
+            chosen = choose(groups, self._telemetry.samples_per_step)
+            self._filtered.write([sample_record(train_step, groups[group], index, None) for group, index in chosen])
+
     @property
     def num_lost(self) -> int:
         """Records that could not be written."""
         return (
-            self._steps.num_failures + self._evaluations.num_failures + (self._samples.num_lost if self._samples else 0)
+            self._steps.num_failures
+            + self._evaluations.num_failures
+            + sum(writer.num_lost for writer in (self._samples, self._filtered) if writer)
         )
 
     def flush(self) -> None:
         """Wait until the samples so far are written; metrics always are."""
-        if self._samples is not None:
-            self._samples.flush()
+        for writer in filter(None, (self._samples, self._filtered)):
+            writer.flush()
 
     def close(self) -> None:
         """Write what is queued and end the display."""
         self._steps.close()
         self._evaluations.close()
-        if self._samples is not None:
-            self._samples.close()
+        for writer in filter(None, (self._samples, self._filtered)):
+            writer.close()
         if self.progress is not None:
             self.progress.close()

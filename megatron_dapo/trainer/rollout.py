@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,6 +185,28 @@ class _Rank0Failed(RuntimeError):
     """The error of a collection as the other ranks raise it."""
 
     is_consequence = True
+
+
+class NothingTrained(RuntimeError):
+    """The data ended before the first train step."""
+
+    is_final = True  # another attempt has the same data
+
+
+def nothing_trained(batch: TrainBatch, samples: Path) -> Exception:
+    """Return the error of a run whose first batch is empty; on rank 0 it says why and what to do. `samples`: file of responses."""
+    if batch.rollout is None:
+        return _Rank0Failed("no train step was made: rank 0 says why")
+    statistics = batch.rollout.statistics
+    decisions = ", ".join(f"{count} {name}" for name, count in statistics.filter_decisions.items())
+    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(statistics.outcomes.items()))
+    return NothingTrained(
+        f"no train step was made: of {sum(statistics.filter_decisions.values())} groups none could be trained "
+        f"({decisions}; {statistics.num_responses} responses: {outcomes}; {statistics.num_truncated} truncated). Where all responses "
+        f"to a prompt score alike there is nothing to learn: read some in {samples}, then mend reward.verifier or the answer format "
+        "that the prompts ask for if right answers are not recognized, else take easier or harder prompts, raise "
+        "rollout.max_response_tokens or rollout.group_size, or more data (data.max_epochs)"
+    )
 
 
 def build_train_samples(

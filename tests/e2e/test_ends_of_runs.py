@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from interruptions import Finished
-from whole_runs import NO_EVALUATION, Outcome, checkpoint_names, lines_of, train
+from whole_runs import NO_EVALUATION, ROOT, Outcome, checkpoint_names, lines_of, train
 
 from tools.resume_proof.compare_runs import checkpoint_steps
 
+QUICKSTART = ROOT / "examples" / "quickstart"
 MODES = ("train_partial", "stop", "error")
 ONE_EPOCH = (
     "data.max_epochs=1",
@@ -64,6 +65,22 @@ def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict)
     kept = len(state["buffer"]["groups"])
     assert 0 < kept < 6
     assert state["counters"]["num_trained"] + state["counters"]["num_filtered"] + kept == 16
+
+
+def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> None:
+    """No response to these prompts can be right: every group is left out, and some of their responses are on record."""
+    rows = lines_of(QUICKSTART / "train.jsonl")[:16]
+    data = tmp_path / "impossible.jsonl"
+    data.write_text("".join(json.dumps({**row, "reward_model": {"ground_truth": "-987654"}}) + "\n" for row in rows))
+    outcome = train(recipe, tmp_path / "run", "dp2", *ONE_EPOCH, f"data.train_paths=['{data}']")
+    assert outcome.code == 1, outcome.text
+    assert (
+        "no train step was made: of 16 groups none could be trained" in outcome.last and "16 all_wrong" in outcome.last
+    )
+    shown = lines_of(tmp_path / "run" / "filtered.jsonl")
+    assert str(tmp_path / "run" / "filtered.jsonl") in outcome.last and len({line["prompt_id"] for line in shown}) == 2
+    assert all(line["accuracy"] == 0 and line["advantage"] is None and line["response"] for line in shown)
+    assert not (tmp_path / "run" / "huggingface").exists(), "an untouched model is no result"
 
 
 def test_a_shortage_is_an_error_if_so_configured(exhausted: dict) -> None:
