@@ -52,14 +52,33 @@ class InjectionConfig(Section):
     """Visits over which that share grows linearly from 0. 0: the full share from the beginning."""
 
 
+class ColumnsConfig(Section):
+    """Columns of the data files that hold what a run needs; dots lead into nested fields."""
+
+    prompt: str = "prompt"
+    """Chat messages, the same as JSON text, or a plain text."""
+
+    answer: str = "reward_model.ground_truth"
+    """Gold answer. "": there is none, for a reward function that needs none."""
+
+
 class DataConfig(Section):
     """Prompts to train and evaluate on."""
 
     train_paths: Annotated[tuple[InputPath, ...], Bounds(min_length=1)]
-    """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's directory."""
+    """Files of rows: .parquet, .jsonl, .json (a list of objects) or .csv. Relative: from the recipe's directory."""
 
     eval_paths: tuple[InputPath, ...] = ()
-    """Held-out files in the same schema. Empty: no evaluation."""
+    """Held-out files with the same columns. Empty: no evaluation."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    """Names of the columns; those of DAPO-Math-17k where nothing else is said."""
+
+    system_prompt: str = ""
+    """System message in front of prompts that have none. "": none."""
+
+    prompt_template: str = "{prompt}"
+    """Text of a prompt's last turn, with {prompt} for the turn itself, e.g. "{prompt} End with a line 'Answer: ...'."."""
 
     template: Template = "chat"
     """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
@@ -257,7 +276,7 @@ class RewardConfig(Section):
 
     verifier: str = "dapo"
     """Preset dapo (bit-compatible with the published scorer) or lenient (math-verify), or a user's function as
-    "package.module:function"."""
+    "package.module:function" or "path/to/file.py:function"."""
 
     shadow_verifier: str = ""
     """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
@@ -271,6 +290,9 @@ class RewardConfig(Section):
 
     timeout_seconds: PositiveFloat = 10.0
     """Seconds one answer may take in a worker before that worker is killed and the outcome is "timeout"."""
+
+    concurrency: PositiveInt = 64
+    """Answers that each verifier process works on at a time where a user's function is an `async def`."""
 
     memory_limit_mb: PositiveInt = 2048
     """Memory limit of one verifier process, in MiB."""

@@ -78,8 +78,10 @@ def padded(number: int, multiple: int) -> int:
 
 
 def is_function_path(name: str) -> bool:
-    """Return whether `name` has the form package.module:function."""
-    module, _, function = name.partition(":")
+    """Return whether `name` has the form package.module:function or path/to/file.py:function."""
+    module, _, function = name.rpartition(":")
+    if module.endswith(".py"):
+        return function.isidentifier()
     return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
 
 

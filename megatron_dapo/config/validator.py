@@ -347,7 +347,7 @@ RULES = (
             f"{path} in verifier_presets or is_function_path({path})",
             f'set {path} = "{VERIFIER_PRESETS[0]}"',
             where=where,
-            reason="a preset, or package.module:function",
+            reason="a preset, package.module:function, or path/to/file.py:function",
         )
         for path, where in (("reward.verifier", "True"), ("reward.shadow_verifier", 'reward.shadow_verifier != ""'))
     ),
@@ -364,6 +364,15 @@ RULES = (
         "rejection_sampling.min_tokens <= (rejection_sampling.max_tokens or rollout.max_response_tokens)",
         "lower rejection_sampling.min_tokens",
         reason="else every response is left out",
+    ),
+    Rule(
+        'data.columns.answer != "" or reward.verifier not in verifier_presets',
+        "set data.columns.answer to the column of gold answers, or reward.verifier to a function of your own",
+        reason="a preset compares with a gold answer",
+    ),
+    Rule(
+        '"{prompt}" in data.prompt_template',
+        "write data.prompt_template with the word prompt in braces, which stands for the text of the row",
     ),
     Rule("reward.shadow_verifier != reward.verifier", 'set reward.shadow_verifier = "" or another verifier'),
     Rule("reward.correct > reward.incorrect", "set reward.correct = 1.0 and reward.incorrect = -1.0"),

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.files import Row, file_sha256, read_rows
+from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256, read_rows
 from megatron_dapo.data.template import Messages, PromptTemplate, Tokenizer
 from megatron_dapo.types import Prompt
 
@@ -96,6 +96,7 @@ def load_prompts(
     template: str = "chat",
     deduplicate: bool = True,
     validate_answers: ValidateAnswers | None = None,
+    row_format: RowFormat = DAPO_FORMAT,
 ) -> PromptDataset:
     """Load training prompts; those longer than `max_prompt_tokens` are left out and counted.
 
@@ -103,7 +104,7 @@ def load_prompts(
     use, and when no prompt is short enough.
     """
     prompt_template = PromptTemplate(tokenizer, template)
-    collected = _collect_files(paths, deduplicate)
+    collected = _collect_files(paths, deduplicate, row_format)
     _check_answers(collected.rows, validate_answers)
     prompts = [
         Prompt(prompt_id, row.messages, _rendered(row, prompt_template), row.answer, row.data_source, row.extra)
@@ -127,6 +128,7 @@ def load_eval_prompts(
     max_prompt_tokens: int,
     template: str = "chat",
     validate_answers: ValidateAnswers | None = None,
+    row_format: RowFormat = DAPO_FORMAT,
 ) -> PromptDataset:
     """Load evaluation problems: rows are grouped by problem, and none is left out.
 
@@ -134,7 +136,7 @@ def load_eval_prompts(
     ValueError for a prompt that is too long.
     """
     # A benchmark without some of its problems is another benchmark.
-    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, validate_answers=validate_answers)
+    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, True, validate_answers, row_format)
     if dataset.report.num_too_long:
         raise ValueError(
             f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
@@ -182,11 +184,11 @@ def collect_rows(rows: Iterable[Row], deduplicate: bool = True) -> CollectedRows
     return CollectedRows(sum(multiplicity.values()), tuple(kept), multiplicity)
 
 
-def _collect_files(paths: Sequence[str | Path], deduplicate: bool) -> CollectedRows:
+def _collect_files(paths: Sequence[str | Path], deduplicate: bool, row_format: RowFormat) -> CollectedRows:
     if not paths:
         raise ValueError("no data files given")
     files = [Path(path) for path in paths]
-    collected = collect_rows((row for file in files for row in read_rows(file)), deduplicate)
+    collected = collect_rows((row for file in files for row in read_rows(file, row_format)), deduplicate)
     return replace(collected, files=tuple((str(file), file_sha256(file)) for file in files))
 
 

@@ -1,15 +1,18 @@
-"""Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: no file is in memory as a whole.
+"""Rows of data files. Parquet and JSON lines are streamed: no such file is in memory as a whole.
+
+The columns of DAPO-Math-17k, which `RowFormat` replaces by others:
 
 data_source                   where the problem is from                     optional
 prompt                        chat messages [{"role", "content"}], the same
                               as JSON text, or a plain text                 required
-ability                       subject                                       optional
 reward_model.ground_truth     gold answer                                   required
-extra_info.index              the row's own number                          optional
+
+Every other column goes to reward functions, the fields of `extra_info` by their own names.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -45,30 +48,52 @@ class Columns:
     """Columns that are read from a file; those of `required` are in it."""
 
     required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] | None = ()  # None: all there are
+
+    def among(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that are read."""
+        return [name for name in names if self.optional is None or name in self.required + self.optional]
 
 
-DAPO_COLUMNS = Columns(("prompt", "reward_model"), ("data_source", "ability", "extra_info"))
+@dataclass(frozen=True)
+class RowFormat:
+    """Where rows have what a run needs, and how prompts are made of it."""
+
+    prompt: str = "prompt"
+    answer: str = "reward_model.ground_truth"  # dots lead into nested fields; "": rows have no gold answer
+    system_prompt: str = ""  # put in front of prompts that have none
+    prompt_template: str = "{prompt}"  # of the last turn
+
+    @property
+    def columns(self) -> Columns:
+        """Columns that have to be there, and the others: all of them are read."""
+        names = (name.partition(".")[0] for name in (self.prompt, self.answer) if name)
+        return Columns(tuple(dict.fromkeys(names)), optional=None)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+DAPO_FORMAT = RowFormat()
+DAPO_COLUMNS = DAPO_FORMAT.columns
+
+
+def read_rows(path: Path, row_format: RowFormat = DAPO_FORMAT) -> Iterator[Row]:
     """Yield every row of a file, in order. ValueError with the file, the row and what was expected."""
     with blamed_on(path):
-        for location, values in read_table(path, DAPO_COLUMNS):
-            yield _checked_row(values, location)
+        for location, values in read_table(path, row_format.columns):
+            yield _checked_row(values, location, row_format)
 
 
-def sampled_rows(path: Path, places: int = 8, rows: int = 128) -> Iterator[Row]:
+def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 8, rows: int = 128) -> Iterator[Row]:
     """Yield checked rows from `places` >= 2 spread evenly over a file, `rows` from each; the whole of a small file.
 
     A file of two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
     """
     with blamed_on(path):
-        spread = _SPREADERS[_kind(path)]
+        kind = _kind(path)
+        table = _SPREADERS[kind](path, row_format.columns, places, rows) if kind in _SPREADERS else None
         is_empty = True
-        for location, values in spread(path, DAPO_COLUMNS, places, rows):
+        for location, values in table or _READERS[kind](path, row_format.columns):
             is_empty = False
-            yield _checked_row(values, location)
+            yield _checked_row(values, location, row_format)
     if is_empty:
         raise ValueError(f"{path} has no rows")
 
@@ -91,7 +116,7 @@ def column_names(path: Path) -> tuple[str, ...]:
             import pyarrow.parquet
 
             return tuple(pyarrow.parquet.read_schema(path).names)
-        return next((tuple(values) for _, values in _read_json_lines(path, Columns(()))), ())
+        return next((tuple(values) for _, values in _READERS[_kind(path)](path, Columns(()))), ())
 
 
 def count_rows(path: Path) -> int:
@@ -101,6 +126,8 @@ def count_rows(path: Path) -> int:
             import pyarrow.parquet
 
             return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if _kind(path) not in _SPREADERS:
+            return sum(1 for _ in _READERS[_kind(path)](path, Columns(())))
         with path.open("rb") as file:
             return sum(bool(line.strip()) for line in file)
 
@@ -137,7 +164,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[s
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             _check_columns(names, columns, str(path))
-            present = [name for name in columns.required + columns.optional if name in names]
+            present = columns.among(names)
             index = 0
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
                 for values in batch.to_pylist():
@@ -168,6 +195,38 @@ def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
     return values
 
 
+def _read_json(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; a file with an object a line ends in .jsonl") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a list of objects, got {type(rows).__name__}")
+    for number, values in enumerate(rows):
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}, row {number}: expected an object with columns, got {type(values).__name__}")
+        _check_columns(list(values), columns, f"{path}, row {number}")
+        yield f"{path}, row {number}", values
+
+
+def _read_csv(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    csv.field_size_limit(2**24)  # of a long problem
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            _check_columns(reader.fieldnames or (), columns, str(path))
+            for values in reader:
+                location = f"{path}, line {reader.line_num}"
+                if None in values or None in values.values():
+                    count = len(reader.fieldnames or ())
+                    raise ValueError(
+                        f"{location}: not the {count} cells of the first line; quote cells that hold commas"
+                    )
+                yield location, values
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+
+
 def _spread_parquet(path: Path, columns: Columns, places: int, rows: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
@@ -179,7 +238,7 @@ def _spread_parquet(path: Path, columns: Columns, places: int, rows: int) -> Ite
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             _check_columns(names, columns, str(path))
-            present = [name for name in columns.required + columns.optional if name in names]
+            present = columns.among(names)
             starts = list(
                 accumulate((file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)), initial=0)
             )
@@ -216,6 +275,8 @@ _READERS = {
     ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
 }
 _SPREADERS = {".parquet": _spread_parquet, ".jsonl": _spread_json_lines, ".ndjson": _spread_json_lines}
 
@@ -234,27 +295,56 @@ def _check_columns(found: Sequence[str], columns: Columns, location: str) -> Non
     if missing:
         raise ValueError(
             f"{location}: missing column(s) {', '.join(missing)}. Required: {', '.join(columns.required)} "
-            f"(optional: {', '.join(columns.optional) or 'none'}); found: {', '.join(found)}"
+            f"(optional: {', '.join(columns.optional or ()) or 'any other'}); found: {', '.join(found)}. Columns of other "
+            "names are named in data.columns"
         )
 
 
-def _checked_row(values: Mapping[str, Any], location: str) -> Row:
-    reward_model = values["reward_model"]
-    if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-        found = sorted(reward_model) if isinstance(reward_model, dict) else repr(reward_model)
-        raise ValueError(f"{location}: reward_model has no field ground_truth (found {found})")
+def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat) -> Row:
+    answer = checked_answer(_field(values, row_format.answer, location), location) if row_format.answer else ""
+    messages = checked_messages(_field(values, row_format.prompt, location), location)
+    own = {row_format.prompt.partition(".")[0], row_format.answer.partition(".")[0], "data_source", "extra_info"}
     extra_info = values.get("extra_info")
-    extra = {
-        "ability": values.get("ability"),
-        "index": extra_info.get("index") if isinstance(extra_info, dict) else None,
-    }
+    extra = {name: value for name, value in values.items() if name not in own}
+    extra |= extra_info if isinstance(extra_info, dict) else {"extra_info": extra_info}
     return Row(
-        checked_messages(values["prompt"], location),
-        checked_answer(reward_model["ground_truth"], location),
+        _formatted(messages, row_format),
+        answer,
         str(values.get("data_source") or ""),
-        {key: value for key, value in extra.items() if value is not None},
+        {str(name): _plain(value) for name, value in extra.items() if value is not None},
         location,
     )
+
+
+def _field(values: Mapping[str, Any], name: str, location: str) -> Any:
+    """Return a column, or the nested field of one that a name with dots leads to."""
+    value: Any = values
+    path = name.split(".")
+    for depth, part in enumerate(path):
+        if not isinstance(value, dict) or part not in value:
+            found = sorted(value) if isinstance(value, dict) else repr(value)[:200]
+            raise ValueError(f"{location}: {'.'.join(path[:depth])} has no field {part} (found {found})")
+        value = value[part]
+    return value
+
+
+def _formatted(messages: tuple[Mapping[str, str], ...], row_format: RowFormat) -> tuple[Mapping[str, str], ...]:
+    """Add the system prompt, and put the last turn into its template."""
+    if row_format.prompt_template != "{prompt}":
+        content = row_format.prompt_template.replace("{prompt}", messages[-1]["content"])
+        messages = *messages[:-1], {**messages[-1], "content": content}
+    if row_format.system_prompt and messages[0]["role"] != "system":
+        messages = {"role": "system", "content": row_format.system_prompt}, *messages
+    return messages
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: of dates, bytes and the like their text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...]:

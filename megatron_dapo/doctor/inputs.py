@@ -33,7 +33,7 @@ def input_problems(config: Config) -> list[Violation]:
         rows: dict[str, list[Row]] = {}
         if config.rollout.responses == "sampled":
             for name in ("train_paths", "eval_paths"):
-                rows[name] = list(_rows(getattr(config.data, name), f"data.{name}", problems))
+                rows[name] = list(_rows(config, name, problems))
         if has_tokenizer:
             problems += _prompt_problems(config, rows)
         return problems + engine.result()
@@ -57,13 +57,15 @@ def _engine_problems(config: Config) -> Iterator[Violation]:
                 yield UnusableInput("sglang.python", finding.detail, finding.fix)
 
 
-def _rows(paths: Sequence[Path], field: str, problems: list[Violation]) -> Iterator[Row]:
-    """Yield rows of the files that can be read; the first problem of each of the others is added to `problems`."""
-    for path in filter(Path.is_file, paths):
+def _rows(config: Config, name: str, problems: list[Violation]) -> Iterator[Row]:
+    """Yield rows of the files `data.NAME` that can be read; the first problem of each of the others is added to `problems`."""
+    from megatron_dapo.trainer.build_rollout import row_format
+
+    for path in filter(Path.is_file, getattr(config.data, name)):
         try:
-            yield from islice(sampled_rows(path), _MAX_ROWS)
+            yield from islice(sampled_rows(path, row_format(config.data)), _MAX_ROWS)
         except ValueError as error:
-            problems.append(UnusableInput(field, str(error)))
+            problems.append(UnusableInput(f"data.{name}", str(error)))
 
 
 def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violation]:

@@ -68,7 +68,7 @@ class ShadowedPool:
     ) -> None:
         self.primary = primary
         self.shadow = shadow
-        self.version = primary.version
+        self.version, self.takes_sample = primary.version, primary.takes_sample or shadow.takes_sample
         self._on_disagreement = on_disagreement
         self._max_waiting = max_waiting
         self._changed = threading.Condition()  # guards the counters below
@@ -161,6 +161,6 @@ class ShadowedPool:
                 shadow_outcome=shadow_scores[key].outcome,
                 shadow_extracted=shadow_scores[key].extracted,
             )
-            for key, response, answer, _ in items
+            for key, response, answer, *_ in items
             if scores[key].accuracy != shadow_scores[key].accuracy
         ]

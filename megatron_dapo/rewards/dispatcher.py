@@ -30,6 +30,7 @@ _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
 _REAP_SECONDS = 0.05  # between two looks at killed processes
+_BLOCKED_S = 2.0  # beyond the deadline of an answer, after which an asynchronous function is taken for blocked
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
 
 
@@ -37,11 +38,11 @@ class Dispatcher:
     """Owns the workers in a thread of its own. Other threads call `submit` and `stop` only."""
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int) -> None:
-        self.started: Future[str] = Future()  # the verifier's version, once the first worker is ready
+        self.started: Future[Mapping[str, Any]] = Future()  # the first worker's first message, once it is ready
         self.counts: Counter[str] = Counter()
         self._hello = json.dumps(settings).encode() + b"\n"
         self._environment = environment
-        self._timeout_s = settings["timeout_s"]
+        self._timeout_s, self._concurrency = settings["timeout_s"], settings["concurrency"]
         self._num_workers = num_workers
         self._lock = threading.Lock()  # guards the two that callers share with the thread
         self._inbox: list[Job] = []
@@ -257,10 +258,11 @@ class Dispatcher:
             self._worker_failed_to_start(worker, f"the verifier did not start: {message.get('failed', message)}")
             return
         worker.is_ready = True
+        worker.concurrency = self._concurrency if message.get("is_async") else 0
         worker.since = time.monotonic()
         self._num_failed_starts = 0
         if not self.started.done():
-            self.started.set_result(str(message["ready"]))
+            self.started.set_result(message)
 
     def _finish(self, task: Task, reply: Mapping[str, Any]) -> None:
         if task.is_done:  # another process was faster, see `_enforce_deadlines`
@@ -268,7 +270,7 @@ class Dispatcher:
         task.is_done = True
         job = task.job
         assert job is not None
-        job.results[task.key] = job.convert(reply)
+        job.results[task.key] = job.convert(task.key, reply)
         job.num_open -= 1
         if job.num_open == 0 and self._unfinished.pop(id(job), None) is not None:
             job.future.set_result(job.results)
@@ -284,14 +286,19 @@ class Dispatcher:
         return max(0.0, min(waits)) if waits else None
 
     def _deadline(self, worker: VerifierProcess) -> float:
-        return worker.since + (self._timeout_s if worker.is_ready else STARTUP_SECONDS)
+        if not worker.is_ready:
+            return worker.since + STARTUP_SECONDS
+        # An asynchronous function's answers end in time by themselves, unless it blocks.
+        return worker.since + (self._timeout_s + _BLOCKED_S if worker.concurrency else self._timeout_s)
 
     def _stalling(self) -> list[VerifierProcess]:
         """Return the workers with answers queued behind the current one that could move to other workers."""
         return [
             worker
             for worker in self._workers
-            if len(worker.queue) > 1 and any(task.holder is worker for task in itertools.islice(worker.queue, 1, None))
+            if not worker.concurrency
+            and len(worker.queue) > 1
+            and any(task.holder is worker for task in itertools.islice(worker.queue, 1, None))
         ]
 
     def _enforce_deadlines(self) -> None:

@@ -33,9 +33,10 @@ from megatron_dapo.rewards.dispatcher import Dispatcher
 from megatron_dapo.rewards.repetition import repetition_numbers
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
-from megatron_dapo.types import Repetition, Score
+from megatron_dapo.types import Completion, Prompt, Repetition, Score
 
-ScoreItem = tuple[Hashable, str, str, bool]  # (key, response text, gold answer, is_truncated)
+# (key, response text, gold answer, is_truncated), then, where the scorer has `takes_sample`, the other fields of a RewardSample
+ScoreItem = tuple[Hashable, str, str, bool] | tuple[Hashable, str, str, bool, Mapping[str, Any]]
 
 # math-verify with sympy needs about 100 MB of address space; importing torch in a user's function needs some 8 GB.
 DEFAULT_MEMORY_LIMIT_MB = 1024
@@ -46,6 +47,21 @@ class Scorer(Protocol):
 
     def score_many(self, items: Iterable[ScoreItem]) -> Mapping[Hashable, Score]:
         """Return the scores by key. Blocks until all are there."""
+
+
+def score_item(key: str, prompt: Prompt, completion: Completion, text: str, scorer: Scorer) -> ScoreItem:
+    """Return a response as the scorer wants it; `key` ends in "/" and the index of the response in its group."""
+    item = key, text, prompt.answer, completion.is_truncated
+    if not getattr(scorer, "takes_sample", False):
+        return item
+    fields = {
+        "messages": [dict(message) for message in prompt.messages],
+        "data_source": prompt.data_source,
+        "extra_info": dict(prompt.extra),
+        "finish_reason": completion.finish_reason,
+        "group_index": int(key.rpartition("/")[2]),
+    }
+    return *item, fields
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,7 @@ class VerifierPool:
         reward_correct, reward_incorrect: rewards of verifiers that do not set their own. A response that is
             truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
         more_environment: names of variables that the processes get beside the allow-list.
+        concurrency: answers at a time in each process of a user's `async def`.
 
     Raises ValueError if the verifier cannot be loaded. Close it, or use it as a context manager.
     """
@@ -85,11 +102,12 @@ class VerifierPool:
         reward_correct: float = 1.0,
         reward_incorrect: float = -1.0,
         more_environment: Sequence[str] = (),
+        concurrency: int = 64,
     ) -> None:
-        if timeout_s <= 0 or min(num_workers, memory_limit_mb, file_limit_mb, max_processes) < 1:
+        if timeout_s <= 0 or min(num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency) < 1:
             raise ValueError(
-                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb and max_processes >= 1; "
-                f"got {timeout_s}, {num_workers}, {memory_limit_mb}, {file_limit_mb}, {max_processes}"
+                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb, max_processes and concurrency >= "
+                f"1; got {timeout_s}, {num_workers}, {memory_limit_mb}, {file_limit_mb}, {max_processes}, {concurrency}"
             )
         self.verifier = verifier
         self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
@@ -104,15 +122,18 @@ class VerifierPool:
                 "memory_limit_mb": memory_limit_mb,
                 "file_limit_mb": file_limit_mb,
                 "max_processes": max_processes,
+                "concurrency": concurrency,
             },
             environment=worker_environment(os.environ, more_environment),
             num_workers=num_workers,
         )
         try:
-            self.version: str = self._dispatcher.started.result()
+            started = self._dispatcher.started.result()
         except BaseException:
             self.close()
             raise
+        self.version = str(started["ready"])
+        self.takes_sample = bool(started.get("takes_sample"))  # a user's function of one parameter
 
     # ---- scoring
 
@@ -130,15 +151,19 @@ class VerifierPool:
         order = dict.fromkeys(key for key, *_ in items)
         if len(order) != len(items):
             raise ValueError(f"score_many: {len(items)} items have only {len(order)} different keys")
-        # A response cut off by its length is never right, even if it contains the answer.
+        # A response cut off by its length is never right, even if it contains the answer. A function of samples rewards it as it
+        # likes.
         never_right = Score(accuracy=0.0, reward=self._reward_incorrect, outcome="truncated")
-        truncated = {key: never_right for key, _, _, is_truncated in items if is_truncated}
+        cut_off = {key for key, _, _, is_truncated, *_ in items if is_truncated}
+        known = {} if self.takes_sample else dict.fromkeys(cut_off, never_right)
         tasks = [
-            self._task(key, "score", response if self._tail is None else response[-self._tail :], answer)
-            for key, response, answer, is_truncated in items
-            if not is_truncated
+            self._task(key, "score", response if self._tail is None else response[-self._tail :], answer, *sample)
+            for key, response, answer, _, *sample in items
+            if key not in known
         ]
-        scores = self._enqueue(tasks, self._score_of_reply, {**order, **truncated})
+        scores = self._enqueue(
+            tasks, lambda key, reply: self._score_of_reply(reply, key in cut_off), {**order, **known}
+        )
         scores.add_done_callback(self._count)
         return scores
 
@@ -148,14 +173,14 @@ class VerifierPool:
             self._task(key, "repetition", base64.b64encode(np.asarray(tokens, np.int32).tobytes()).decode(), "")
             for key, tokens in token_ids.items()
         ]
-        found = self._enqueue(tasks, lambda reply: reply["detail"].get("repetition"), {}).result()
+        found = self._enqueue(tasks, lambda _, reply: reply["detail"].get("repetition"), {}).result()
         # A worker that was killed has measured nothing.
         return {key: Repetition(*(found[key] or repetition_numbers(tokens))) for key, tokens in token_ids.items()}
 
     def validate_answers(self, answers: Iterable[str]) -> dict[str, str]:
         """Return the gold answers that no response could match, each with the reason."""
         tasks = [self._task(answer, "validate", "", answer) for answer in dict.fromkeys(answers)]
-        problems = self._enqueue(tasks, _problem_of_reply, {}).result()
+        problems = self._enqueue(tasks, lambda _, reply: _problem_of_reply(reply), {}).result()
         return {answer: problem for answer, problem in problems.items() if problem is not None}
 
     def statistics(self) -> PoolStatistics:
@@ -179,13 +204,16 @@ class VerifierPool:
 
     # ---- between callers and the dispatcher
 
-    def _task(self, key: Hashable, operation: str, response: str, answer: str) -> Task:
+    def _task(
+        self, key: Hashable, operation: str, response: str, answer: str, sample: Mapping[str, Any] | None = None
+    ) -> Task:
         task_id = next(self._task_ids)
         message = {"id": task_id, "operation": operation, "response": response, "answer": answer}
+        message |= {"sample": sample} if sample is not None and self.takes_sample else {}
         return Task(task_id, key, json.dumps(message).encode() + b"\n")
 
     def _enqueue(
-        self, tasks: Sequence[Task], convert: Callable[[Mapping[str, Any]], Any], results: dict[Hashable, Any]
+        self, tasks: Sequence[Task], convert: Callable[[Hashable, Mapping[str, Any]], Any], results: dict[Hashable, Any]
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
         job.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
@@ -202,11 +230,12 @@ class VerifierPool:
             with self._lock:
                 self._outcomes.update(score.outcome for score in scores.result().values())
 
-    def _score_of_reply(self, reply: Mapping[str, Any]) -> Score:
-        is_correct = reply["outcome"] == "correct"
+    def _score_of_reply(self, reply: Mapping[str, Any], is_truncated: bool) -> Score:
+        is_correct = reply["outcome"] == "correct" and not is_truncated
         default = self._reward_correct if is_correct else self._reward_incorrect
         reward = default if reply["reward"] is None else float(reply["reward"])
-        return Score(float(is_correct), reward, reply["outcome"], reply["extracted"], reply["detail"])
+        outcome = "truncated" if is_truncated and reply["outcome"] in ("correct", "wrong") else reply["outcome"]
+        return Score(float(is_correct), reward, outcome, reply["extracted"], reply["detail"])
 
 
 def _problem_of_reply(reply: Mapping[str, Any]) -> str | None:

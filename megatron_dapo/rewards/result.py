@@ -1,4 +1,4 @@
-"""Result of a verifier on one response, in plain data: no torch, so that a worker starts in milliseconds."""
+"""Responses as reward functions get them, and what they return, in plain data: no torch, so that a worker starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-VERIFIER_OUTCOMES = ("correct", "wrong", "unparsable", "error")
+VERIFIER_OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "error")
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """A response as a reward function of one parameter gets it."""
+
+    messages: tuple[Mapping[str, str], ...]  # chat turns of the prompt: {"role": ..., "content": ...}
+    response: str  # without special tokens
+    answer: str  # gold answer; "" where data.columns names no column of it
+    data_source: str
+    extra_info: Mapping[str, Any]  # every other column of the row
+    finish_reason: str  # "stop", or "length" for a response that was cut off
+    group_index: int  # of the response among those to the same prompt
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The typed form of what a user's reward function may return."""
+
+    score: float | None = None  # the reward; None: the sum of the parts, else reward.correct or reward.incorrect
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, in samples and metrics
+    extracted: str | None = None  # the answer that was found in the response
+    is_correct: bool | None = None  # None: score >= 0.5. Groups are filtered by it
 
 
 @dataclass(frozen=True)
@@ -16,7 +39,7 @@ class VerifierResult:
     outcome: str  # one of VERIFIER_OUTCOMES
     extracted: str | None = None  # the answer found in the response
     reward: float | None = None  # the verifier's own scale; None: the pool's reward for correct or incorrect
-    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
+    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable; "parts" holds a reward's parts
 
     def __post_init__(self) -> None:
         if self.outcome not in VERIFIER_OUTCOMES:

@@ -1,11 +1,14 @@
-"""Verifiers by name: the presets, or a user's own reward function as "pkg.module:function".
+"""Verifiers by name: the presets, or a user's own reward function as "package.module:function" or "path/to/file.py:function".
 
-A user's function is called with (response, answer) and returns one of
+A user's function is called with (response, answer), or with one `RewardSample` if it has a single parameter, and returns one of
 
 - `bool`: right or wrong, rewarded by the pool's reward map;
-- `float`: its own reward; right from 0.5 on (return a dict to say otherwise);
-- `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`;
+- `float`: its own reward; right from 0.5 on (return a `RewardResult` to say otherwise);
+- a `RewardResult`: score, named parts, extracted answer, is_correct;
+- `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`, or with the fields of a `RewardResult`;
 - a `Score` (its outcome decides: only "correct" is right).
+
+With `async def` many answers are waited for at a time, see `reward.concurrency`.
 
 Nothing here imports torch: this module is loaded by every verifier process.
 """
@@ -14,17 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron_dapo.rewards.result import VerifierResult
+from megatron_dapo.rewards.result import RewardResult, VerifierResult
 
 USER_CORRECT_THRESHOLD = 0.5
 MAX_DETAIL_CHARACTERS = 65536
+_RESULT_FIELDS = {field.name for field in fields(RewardResult)}
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,10 @@ class Verifier:
 
     name: str
     version: str
-    score: Callable[[str, str], VerifierResult]  # (response, answer)
+    score: Callable[..., VerifierResult]  # of (response, answer), or of a RewardSample
     gold_problem: Callable[[str], str | None]
+    takes_sample: bool = False
+    score_later: Callable[..., Awaitable[VerifierResult]] | None = None  # instead of `score`, of an `async def`
 
 
 # Trailing characters of a response that each preset reads (None: all). Said here too because a pool cuts responses
@@ -50,7 +59,7 @@ def load_verifier(name: str) -> Verifier:
         return _load_user_function(name)
     raise ValueError(
         f"unknown verifier {name!r}: choose one of {', '.join(sorted(PRESETS))}, or name your own function as "
-        "'package.module:function'"
+        "'package.module:function' or 'path/to/file.py:function'"
     )
 
 
@@ -61,21 +70,59 @@ def _load_preset(name: str) -> Verifier:
 
 
 def _load_user_function(path: str) -> Verifier:
-    module_name, _, function_name = path.partition(":")
+    module_name, _, function_name = path.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
+        module = (
+            _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        )
+    except (ImportError, OSError, SyntaxError) as error:
         raise ValueError(f"verifier {path!r}: cannot import module {module_name!r} ({error})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"verifier {path!r}: {module_name} has no function {function_name!r}; it has {functions}")
+    takes_sample = _number_of_arguments(path, function) == 1
 
-    def score(response: str, answer: str) -> VerifierResult:
-        return result_of(function(response, answer))
+    def score(*arguments: Any) -> VerifierResult:
+        return result_of(function(*arguments))
 
-    # The form of an answer is the function's own: only an empty one is refused.
-    return Verifier(path, f"{path}@{_source_hash(module)}", score, lambda gold: None if gold.strip() else "it is empty")
+    async def score_later(*arguments: Any) -> VerifierResult:
+        return result_of(await function(*arguments))
+
+    def gold_problem(gold: str) -> str | None:
+        # The form of an answer is the function's own: only an empty one is refused, where the function gets nothing else.
+        return None if takes_sample or gold.strip() else "it is empty"
+
+    version, is_async = f"{path}@{_source_hash(module)}", inspect.iscoroutinefunction(function)
+    return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None)
+
+
+def _file_module(path: Path) -> Any:
+    """Import a file by its path; what lies beside it can be imported by it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _number_of_arguments(path: str, function: Any) -> int:
+    """Return 1 or 2, by what a user's function takes. ValueError for another one."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in
+        return 2
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    required = sum(one.default is one.empty for one in positional)
+    has_star = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    if required <= 2 and (has_star or len(positional) >= 2):
+        return 2
+    if required <= 1 == len(positional):
+        return 1
+    names = ", ".join(one.name for one in positional) or "nothing"
+    raise ValueError(f"verifier {path!r}: it takes {names}; write it as (sample) or as (response, answer)")
 
 
 def _source_hash(module: Any) -> str:
@@ -100,14 +147,33 @@ def result_of(result: Any) -> VerifierResult:
         return VerifierResult("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
     if isinstance(result, Mapping):
         return _result_of_mapping(result)
-    raise ValueError(f"a reward function returns bool, float, dict or Score, not {type(result).__name__}")
+    raise ValueError(f"a reward function returns bool, float, RewardResult, dict or Score, not {type(result).__name__}")
+
+
+def _result_of_fields(result: RewardResult) -> VerifierResult:
+    parts = {str(name): _finite(value) for name, value in result.parts.items()}
+    reward = sum(parts.values()) if result.score is None and parts else result.score
+    if reward is not None and parts and abs(_finite(reward) - sum(parts.values())) > 1e-6:
+        raise ValueError(f"the parts of a reward add up to {sum(parts.values()):g}, its score is {reward:g}")
+    if reward is None and result.is_correct is None:
+        raise ValueError("a reward has a score, parts or is_correct")
+    is_correct = _finite(reward) >= USER_CORRECT_THRESHOLD if result.is_correct is None else bool(result.is_correct)
+    return VerifierResult(
+        "correct" if is_correct else "wrong",
+        None if result.extracted is None else str(result.extracted),
+        None if reward is None else _finite(reward),
+        _json_detail({"parts": parts} if parts else {}),
+    )
 
 
 def _result_of_mapping(result: Mapping[str, Any]) -> VerifierResult:
+    if not result.keys() - _RESULT_FIELDS and result.keys() & {"score", "parts", "is_correct"}:
+        return _result_of_fields(RewardResult(**result))
     unknown = set(result) - {"accuracy", "reward", "outcome", "extracted", "detail"}
     if unknown or "accuracy" not in result:
         raise ValueError(
-            f"a reward dict has `accuracy` and optionally reward, outcome, extracted, detail; got {sorted(result)}"
+            "a reward dict has `accuracy` and optionally reward, outcome, extracted, detail, or it has the fields of a "
+            f"RewardResult; got {sorted(result)}"
         )
     if result["accuracy"] not in (0, 1):
         raise ValueError(f"accuracy is 0 or 1, got {result['accuracy']!r}; a graded value belongs into `reward`")

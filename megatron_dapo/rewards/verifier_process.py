@@ -37,7 +37,7 @@ class Job:
     """One call of the pool: its answers still to be sent, the results so far, and the caller's future."""
 
     pending: deque[Task]
-    convert: Callable[[Mapping[str, Any]], Any]
+    convert: Callable[[Hashable, Mapping[str, Any]], Any]  # of an answer's key and the reply to it
     results: dict[Hashable, Any]
     num_open: int
     future: Future[dict[Hashable, Any]] = field(default_factory=Future)
@@ -65,6 +65,7 @@ class VerifierProcess:
     unsent: bytearray = field(default_factory=bytearray)
     unread: bytearray = field(default_factory=bytearray)
     is_ready: bool = False
+    concurrency: int = 0  # answers that it works on at a time; 0: one after the other
     is_leaving: bool = False
     since: float = field(default_factory=time.monotonic)  # when it turned to its first queued answer, or was started
     seconds_per_answer: float = float("inf")
@@ -75,6 +76,8 @@ class VerifierProcess:
         """Number of answers to send ahead: a few milliseconds of work, so that a slow answer delays few others."""
         if not self.is_ready or self.is_leaving:
             return 0
+        if self.concurrency:
+            return self.concurrency - len(self.queue)
         ahead = int(QUEUE_SECONDS / self.seconds_per_answer) if self.seconds_per_answer else MAX_QUEUED
         return min(max(ahead, 1), MAX_QUEUED) - len(self.queue)
 

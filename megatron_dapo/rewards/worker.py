@@ -1,10 +1,12 @@
 """The verifier process: reads tasks as JSON lines, writes one JSON line an answer. Started by `VerifierPool` only.
 
     parent -> worker   {"verifier": ..., "timeout_s": ..., limits}                            once
-    worker -> parent   {"ready": version} or {"failed": message}                             once
+    worker -> parent   {"ready": version, "takes_sample": bool, "is_async": bool} or {"failed": message}   once
     parent -> worker   {"id": n, "operation": "score" | "validate" | "repetition", "response": ...,
-                        "answer": ...}
+                        "answer": ..., "sample": the other fields of a RewardSample or null}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
+
+Replies come in the order of the tasks. An asynchronous function works on all tasks it was sent at a time.
 
 Messages are JSON, never pickles. The process limits its own memory, files and processes before it loads the verifier, keeps the pipes
 away from a user's `print` and `input`, and carries limits of time that the kernel enforces even if the parent is gone.
@@ -21,7 +23,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from megatron_dapo.rewards.result import VerifierResult
+from megatron_dapo.rewards.result import RewardSample, VerifierResult
 from megatron_dapo.rewards.supervisor import start_supervised
 from megatron_dapo.rewards.verifier import Verifier, load_verifier
 
@@ -44,9 +46,16 @@ def main() -> None:
     try:
         verifier = load_verifier(settings["verifier"])
     except BaseException as error:
-        _send(replies, {"failed": _describe(error)})
+        _send(replies, {"failed": describe(error)})
         return
-    _send(replies, {"ready": verifier.version})
+    is_async = verifier.score_later is not None
+    _send(replies, {"ready": verifier.version, "takes_sample": verifier.takes_sample, "is_async": is_async})
+    if is_async:
+        # Here, so that a worker of any other verifier starts without asyncio.
+        from megatron_dapo.rewards.async_worker import serve_many
+
+        serve_many(verifier, requests, lambda reply: _send(replies, reply), settings["timeout_s"])
+        return
     for line in requests:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set a handler of its own
         signal.setitimer(signal.ITIMER_REAL, last_resort_s)
@@ -69,11 +78,18 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
         elif task["operation"] == "repetition":
             result = _measure_repetition(task["response"])
         else:
-            result = verifier.score(task["response"], task["answer"])
+            result = verifier.score(*arguments_of(verifier, task))
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
-        result = VerifierResult("error", detail={"error": _describe(error)})
+        result = VerifierResult("error", detail={"error": describe(error)})
     return {"id": task["id"], **vars(result), "leaving": leaving}
+
+
+def arguments_of(verifier: Verifier, task: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the verifier's function is called with."""
+    if not verifier.takes_sample:
+        return task["response"], task["answer"]
+    return (RewardSample(response=task["response"], answer=task["answer"], **task["sample"]),)
 
 
 def _validate(verifier: Verifier, answer: str) -> VerifierResult:
@@ -123,7 +139,7 @@ def _send(replies: BinaryIO, message: Mapping[str, Any]) -> None:
     replies.flush()
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     message = "memory limit reached" if isinstance(error, MemoryError) else str(error)
     return f"{type(error).__name__}: {message}"[:MAX_MESSAGE_CHARACTERS]
 

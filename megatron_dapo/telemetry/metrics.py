@@ -282,9 +282,16 @@ STEP_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for m
 EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _EVALUATION})
 
 
+REWARD_PART = "reward/part/"  # begins the names of the means of a user's own parts of the reward
+
+
 def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
-    """Return `values` as floats in the schema's order. Raises ValueError naming every unknown and missing metric."""
-    unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema]
+    """Return `values` as floats in the schema's order, then those of a user's own parts of the reward.
+
+    Raises ValueError naming every unknown and missing metric.
+    """
+    own = sorted(name for name in values if name.startswith(REWARD_PART))
+    unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema and name not in own]
     missing = [name for name in schema if name not in values]
     if unknown or missing:
         parts = [
@@ -294,7 +301,7 @@ def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[s
         raise ValueError(
             "metrics of a step are exactly those of the schema; " + "; ".join(part for part in parts if part)
         )
-    return {name: float(values[name]) for name in schema}
+    return {name: float(values[name]) for name in (*schema, *own)}
 
 
 def _near(name: str, schema: Mapping[str, Metric]) -> str:

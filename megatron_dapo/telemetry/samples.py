@@ -38,7 +38,7 @@ def sample_record(train_step: int, group: Group, index: int, advantage: float | 
         "outcome": sample.score.outcome,
         "accuracy": sample.score.accuracy,
         "reward": sample.reward,
-        "reward_parts": dict(sample.reward_parts),
+        "reward_parts": {**sample.reward_parts, **sample.score.detail.get("parts", {})},
         "advantage": advantage,
         "versions": [asdict(part) for part in sample.completion.versions],
         "generation_step": group.generation_step,

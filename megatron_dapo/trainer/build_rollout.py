@@ -16,10 +16,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
-from megatron_dapo.config.rollout_schema import RewardConfig
+from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
 from megatron_dapo.data.examples import Example, load_examples
+from megatron_dapo.data.files import RowFormat
 from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate, StopTokens, check_special_tokens, resolve_stop_token_ids
@@ -29,7 +30,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool import VerifierPool, score_item
 from megatron_dapo.rewards.self_test import check_contract
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
@@ -47,6 +48,7 @@ from megatron_dapo.untrusted import blamed_on, printable
 logger = logging.getLogger(__name__)
 
 SELF_TEST_PROMPTS = 64  # spread over the data set
+TRIAL_RESPONSE = "Answer: 42"  # that a reward function of samples is tried with
 
 
 @dataclass
@@ -277,6 +279,7 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
         file_limit_mb=reward.file_limit_mb,
         max_processes=reward.max_processes,
         more_environment=reward.environment,
+        concurrency=reward.concurrency,
         reward_correct=reward.correct,
         reward_incorrect=reward.incorrect,
     )
@@ -292,6 +295,7 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
         data.template,
         deduplicate=data.deduplicate,
         validate_answers=pool.validate_answers,
+        row_format=row_format(data),
     )
     self_test(config, inputs, pool, dataset.prompts)
     first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
@@ -299,8 +303,26 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
     return dataset
 
 
+def row_format(data: DataConfig) -> RowFormat:
+    """Return how rows of the data files are read."""
+    return RowFormat(data.columns.prompt, data.columns.answer, data.system_prompt, data.prompt_template)
+
+
 def self_test(config: Config, inputs: ModelInputs, pool: VerifierPool, prompts: Sequence[Prompt]) -> None:
-    """Check that prompts, some of those given, request the answer format that the verifier reads. ValueError where not."""
+    """Check that prompts, some of those given, request the answer format that the verifier reads. ValueError where not.
+
+    A function of samples may reward whatever it likes: it is called once, and has to return a reward.
+    """
+    if pool.takes_sample:
+        completion = Completion("trial", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", ())
+        score = pool.score_many([score_item("trial/0", prompts[0], completion, TRIAL_RESPONSE, pool)])["trial/0"]
+        if score.outcome in ("error", "timeout"):
+            raise ValueError(
+                f"self-test: verifier {config.reward.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}: "
+                f"{score.detail.get('error', score.outcome)}"
+            )
+        logger.info("self-test: verifier %s rewards a trial response by %g", config.reward.verifier, score.reward)
+        return
     # Spread over the data set: files of different sources may ask for different formats.
     checked = prompts[:: max(1, len(prompts) // SELF_TEST_PROMPTS)]
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
@@ -321,6 +343,7 @@ def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -
         config.data.max_prompt_tokens,
         config.data.template,
         validate_answers=pool.validate_answers,
+        row_format=row_format(config.data),
     )
 
 

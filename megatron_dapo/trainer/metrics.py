@@ -15,7 +15,7 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
-from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS
+from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, ScoredSample, num_distinct
 
@@ -234,7 +234,15 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
         },
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
         "reward/disagreement_share": disagreement_share,
+        **_own_parts(samples),
     }
+
+
+def _own_parts(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Return the means of the parts that a user's reward function names, over the responses that have them."""
+    parts = [sample.score.detail.get("parts", {}) for sample in samples]
+    names = sorted({name for one in parts for name in one})
+    return {REWARD_PART + name: mean([one[name] for one in parts if name in one]) for name in names}
 
 
 def training_seconds(times: Mapping[str, float]) -> float:

@@ -180,11 +180,11 @@ def test_bad_json_lines_are_named(line, tmp_path, row):
 def test_empty_missing_and_foreign_files(tmp_path, write, row, tokenizer):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    foreign = tmp_path / "data.csv"
+    foreign = tmp_path / "data.xlsx"
     foreign.write_text("a,b\n")
     for path, message in [
         (empty, "has no rows"),
-        (foreign, r"unknown kind of data file '\.csv', choose one of \.jsonl, \.ndjson, \.parquet"),
+        (foreign, r"unknown kind of data file '\.xlsx', choose one of \.csv, \.json, \.jsonl, \.ndjson, \.parquet"),
         (tmp_path / "none.jsonl", "does not exist"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,150 @@
+"""A user's own reward: a function of a sample, typed results, asynchronous functions, files by their path."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.rewards.pool import VerifierPool
+
+CODE = """
+import asyncio, time
+from dataclasses import dataclass
+from megatron_dapo.rewards.result import RewardResult
+
+def length(sample):
+    return -abs(len(sample.response) - sample.extra_info["wanted"]) / 10
+
+def everything(sample):
+    question = sample.messages[-1]["content"]
+    facts = [question, sample.response, sample.answer, sample.data_source, sample.extra_info["tests"][0], sample.finish_reason]
+    return {"accuracy": 1, "detail": {"facts": facts, "index": sample.group_index}}
+
+def in_parts(sample):
+    return RewardResult(parts={"style": 0.25, "right": 0.5}, extracted=7, is_correct=sample.response == "right")
+
+def uneven(sample):
+    return RewardResult(score=1.0, parts={"style": 0.25})
+
+def fields(sample):
+    return {"score": 2.0, "is_correct": False}
+
+def pair(response, answer="", more=3):
+    return response == answer
+
+def three(a, b, c):
+    return 1.0
+
+async def judge(sample):
+    if sample.response == "late":
+        await asyncio.sleep(60)
+    if sample.response == "block":
+        time.sleep(60)
+    if sample.response == "bad":
+        raise KeyError("verdict")
+    await asyncio.sleep(0.5)
+    return sample.response == sample.answer
+
+async def judge_pair(response, answer):
+    return response == answer
+"""
+FIELDS = {
+    "messages": [{"role": "user", "content": "2 + 2?"}],
+    "data_source": "sums",
+    "extra_info": {"wanted": 5, "tests": ["assert f(1)"]},
+    "finish_reason": "stop",
+    "group_index": 3,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own_reward.py"
+    path.write_text(CODE)
+    return str(path)
+
+
+def items(*responses: str, answer: str = "right", is_truncated: bool = False) -> list:
+    return [(number, response, answer, is_truncated, FIELDS) for number, response in enumerate(responses)]
+
+
+def test_a_function_of_a_sample_gets_the_row(own: str) -> None:
+    with VerifierPool(f"{own}:everything", num_workers=1) as pool:
+        assert pool.takes_sample and pool.validate_answers([""]) == {}
+        score = pool.score_many(items("four", answer="4"))[0]
+    assert score.accuracy == 1.0 and score.detail["index"] == 3
+    assert score.detail["facts"] == ["2 + 2?", "four", "4", "sums", "assert f(1)", "stop"]
+
+
+def test_a_number_is_the_reward(own: str) -> None:
+    with VerifierPool(f"{own}:length", num_workers=1) as pool:
+        scores = pool.score_many(items("12345", "1234567"))
+    assert [scores[0].reward, scores[1].reward] == [0.0, -0.2] and scores[0].accuracy == 0.0
+
+
+def test_parts_add_up_to_the_reward(own: str) -> None:
+    with VerifierPool(f"{own}:in_parts", num_workers=1) as pool:
+        scores = pool.score_many(items("right", "wrong"))
+    assert [(one.accuracy, one.reward, one.extracted) for one in scores.values()] == [
+        (1.0, 0.75, "7"),
+        (0.0, 0.75, "7"),
+    ]
+    assert scores[0].detail["parts"] == {"style": 0.25, "right": 0.5}
+    with VerifierPool(f"{own}:uneven", num_workers=1) as pool:
+        score = pool.score_many(items("x"))[0]
+    assert score.outcome == "error" and "the parts of a reward add up to 0.25, its score is 1" in score.detail["error"]
+
+
+def test_fields_of_a_result_may_be_a_dict(own: str) -> None:
+    with VerifierPool(f"{own}:fields", num_workers=1) as pool:
+        score = pool.score_many(items("x"))[0]
+    assert (score.accuracy, score.reward) == (0.0, 2.0)
+
+
+def test_a_response_that_was_cut_off_is_rewarded_but_never_right(own: str) -> None:
+    with VerifierPool(f"{own}:in_parts", num_workers=1) as pool:
+        score = pool.score_many(items("right", is_truncated=True))[0]
+    assert (score.accuracy, score.reward, score.outcome) == (0.0, 0.75, "truncated")
+    with VerifierPool(f"{own}:pair", num_workers=1) as pool:
+        assert not pool.takes_sample
+        score = pool.score_many(items("right", is_truncated=True))[0]
+    assert (score.accuracy, score.reward, score.outcome) == (0.0, -1.0, "truncated")
+
+
+def test_other_signatures_and_files_are_refused(own: str) -> None:
+    with pytest.raises(ValueError, match=r"it takes a, b, c; write it as \(sample\) or as \(response, answer\)"):
+        VerifierPool(f"{own}:three", num_workers=1)
+    with pytest.raises(ValueError, match="has no function 'four'"):
+        VerifierPool(f"{own}:four", num_workers=1)
+    with pytest.raises(ValueError, match="cannot import module"):
+        VerifierPool(f"{own[:-3]}_not.py:length", num_workers=1)
+
+
+def test_an_asynchronous_function_answers_many_at_a_time(own: str) -> None:
+    with VerifierPool(f"{own}:judge", num_workers=1, concurrency=64) as pool:
+        start = time.monotonic()
+        scores = pool.score_many(items(*["right", "wrong"] * 64))
+        seconds = time.monotonic() - start
+    assert [scores[number].accuracy for number in range(128)] == [1.0, 0.0] * 64
+    # Two rounds of half a second; one after the other would take 64.
+    assert seconds < 15, f"{seconds:.1f} s"
+    with VerifierPool(f"{own}:judge_pair", num_workers=1) as pool:
+        assert pool.score_many(items("right"))[0].accuracy == 1.0
+
+
+def test_a_late_answer_costs_no_process_and_an_error_is_its_own(own: str) -> None:
+    with VerifierPool(f"{own}:judge", num_workers=1, timeout_s=2.0) as pool:
+        scores = pool.score_many(items("right", "late", "bad", "wrong"))
+        statistics = pool.statistics()
+    assert [scores[number].outcome for number in range(4)] == ["correct", "timeout", "error", "wrong"]
+    assert "KeyError: 'verdict'" in scores[2].detail["error"] and "no score in 2 s" in scores[1].detail["error"]
+    assert (statistics.num_killed, statistics.num_started) == (0, 1)
+
+
+def test_an_asynchronous_function_that_blocks_is_killed(own: str) -> None:
+    with VerifierPool(f"{own}:judge", num_workers=1, timeout_s=1.0) as pool:
+        assert pool.score_many(items("block"))[0].outcome == "timeout"
+        assert pool.score_many(items("right"))[0].outcome == "correct"
+        assert pool.statistics().num_killed == 1
