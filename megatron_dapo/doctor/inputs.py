@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -71,6 +72,7 @@ def _rows(config: Config, name: str, problems: list[Violation]) -> Iterator[Row]
 def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violation]:
     """Return what is wrong with tokenizer, chat template and given responses, then with the reward."""
     # torch and transformers take seconds: what is wrong without them is known by now.
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it names what is not installed
     from megatron_dapo.data.template import PromptTemplate
     from megatron_dapo.trainer.build_rollout import read_model_inputs
 

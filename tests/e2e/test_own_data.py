@@ -23,6 +23,7 @@ RECIPE = """
 path = "{model}"
 [data]
 train_paths = ["own.csv"]
+max_prompt_tokens = 256
 columns = {{ prompt = "question", answer = "" }}
 system_prompt = "Think in small steps."
 prompt_template = "{{prompt}} Be quick."
