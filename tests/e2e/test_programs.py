@@ -47,6 +47,7 @@ RUN_BY = {
     "benchmarks/peers/weight_trainer.py": "test_weight_sync",
     "benchmarks/plan_scale.py": "test_plan_scale",
     "benchmarks/checkpoint_plan_scale.py": "test_checkpoint_plan_scale",
+    "benchmarks/rewards.py": "test_rewards",
     "benchmarks/rollout_throughput.py": "test_rollout_throughput",
     "benchmarks/scale_start.py": "test_scale_start",
     "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
@@ -144,6 +145,12 @@ def test_every_benchmark_has_json_and_a_tiny_run(repository: Path) -> None:
 
 
 # ---- benchmarks
+
+
+def test_rewards(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/rewards.py", "--tiny")
+    # One answer after the other would be 1/16.
+    assert 0.2 < result["judge_concurrency_efficiency"] <= 1.0 and result["function_per_s"] > 50
 
 
 def test_collector_waste(repository: Path) -> None:
