@@ -49,7 +49,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
         words = line.split()
         if words[0] in PASSED_ON:
             continue
-        options = {name for parameter in resolve(words).params for name in parameter.opts}
+        options = {name for one in resolve(words).params for name in (*one.opts, *one.secondary_opts)}
         for word in words:
             name = word.strip("[]").partition("=")[0]
             assert not name.startswith("--") or name in options, f"{line!r}: no option {name}"
