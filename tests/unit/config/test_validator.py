@@ -157,7 +157,7 @@ BROKEN = [
     ("checkpoint.keep_every", {"checkpoint__keep_every": 30}),
     ("checkpoint.keep_every", {"checkpoint__keep_every": 30, "checkpoint__interval": 0}),
     ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/best", "evaluation__interval": 10}),
-    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k"}),
+    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k", "evaluation__interval": 0}),
     ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k", "evaluation__interval": 3}),
 ]
 
