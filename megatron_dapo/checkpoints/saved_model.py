@@ -118,6 +118,10 @@ class SavedModel(StoredModel):
         self._check(reader, key, TensorSpec(piece.bounds.shape, self.kinds[kind]))
         reader.read(key, out, None if bounds is None else _inside(piece.bounds, bounds))
 
+    def prefetch(self, kind: str, piece: StoredPiece) -> None:
+        """Begin to bring a piece of one kind into the page cache, without waiting for it."""
+        self.reader(piece.file).prefetch(f"{kind}/{piece_name(piece.tensor, piece.bounds)}")
+
     def read_step(self, tensor: str, file: str) -> float:
         """Return the number of optimizer steps of a tensor, from the file that has its first element."""
         reader, key = self.reader(file), f"{STEP}/{tensor}"

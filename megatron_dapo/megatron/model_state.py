@@ -7,7 +7,7 @@ second save plans nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -35,7 +35,8 @@ from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.state import owned_shards
 from megatron_dapo.parallel.collectives import broadcast_json, max_over
 from megatron_dapo.reshard.execution import execute_transfers
-from megatron_dapo.reshard.layout import Shard, local_holes
+from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
+from megatron_dapo.reshard.planner import Transfer
 from megatron_dapo.reshard.reading import Needs, ReadPlan
 from megatron_dapo.reshard.regions import ReplicaGroups
 
@@ -179,22 +180,32 @@ class ModelState:
         pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
         updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
         plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
+        mine = {kind: _of_rank(weights if kind == PARAMETER else updates, rank) for kind in saved.kinds}
         device = next(iter(buffers.values())).device
-        for kind, dtype in saved.kinds.items():
-            needs = weights if kind == PARAMETER else updates
-            mine = _of_rank(needs, rank)
+        rounds = [(kind, pieces_now) for kind in saved.kinds for pieces_now in plan.rounds]
+        following = [*rounds[1:], (PARAMETER, [])]
+        for (kind, pieces_now), (next_kind, next_pieces) in zip(rounds, following, strict=True):
+            dtype, needs = saved.kinds[kind], weights if kind == PARAMETER else updates
             named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
-            for pieces_now in plan.rounds:
-                sources = {}
-                with _failing_together(group):
-                    for index in plan.read_by(rank, pieces_now):
-                        piece = pieces[index]
-                        values = torch.empty(piece.bounds.volume, dtype=dtype, device=device)
-                        saved.read(kind, piece, values.view(piece.bounds.shape))
-                        sources[str(index)] = values
-                receives = plan.receives(rank, pieces_now, mine)
-                sends = plan.sends(rank, pieces_now, needs)
-                execute_transfers(receives, sends, lambda tensor, dtype=dtype: dtype, sources, named, group)
+            receives = plan.receives(rank, pieces_now, mine[kind])
+            placed = transfers_in_place(receives, rank, named, dtype)
+            sources = {}
+            with _failing_together(group):
+                # The disk works on the next round while this one is verified and sent.
+                for index in plan.read_by(rank, next_pieces):
+                    saved.prefetch(next_kind, pieces[index])
+                for index in plan.read_by(rank, pieces_now):
+                    piece, transfer = pieces[index], placed.get(str(index))
+                    if transfer is None:
+                        values = torch.empty(piece.bounds.shape, dtype=dtype, device=device)
+                    else:
+                        shard = transfer.destination_shard
+                        values = shard_view(named[shard.local], shard, transfer.bounds)
+                    saved.read(kind, piece, values)
+                    sources[str(index)] = values.view(-1)
+            receives = [transfer for transfer in receives if placed.get(transfer.source_shard.local) is not transfer]
+            sends = plan.sends(rank, pieces_now, needs)
+            execute_transfers(receives, sends, lambda tensor, dtype=dtype: dtype, sources, named, group)
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
         """Return the optimizer steps of each local parameter; each is read by one rank."""
@@ -254,6 +265,20 @@ def _needs_of_weights(layout: StateLayout) -> Needs:
         tensor: [(groups.ranks[group], shard) for group, shard in shards]
         for tensor, shards in groups.by_tensor().items()
     }
+
+
+def transfers_in_place(
+    receives: Iterable[Transfer], rank: int, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, Transfer]:
+    """Return transfers of whole pieces that a rank reads itself, into contiguous memory of their type, by the names of
+    their sources: such a piece is read straight into its place, one place a piece."""
+    found: dict[str, Transfer] = {}
+    for transfer in receives:
+        source, shard = transfer.source_shard, transfer.destination_shard
+        if transfer.source == rank and transfer.bounds == source.bounds and buffers[shard.local].dtype == dtype:
+            if shard_view(buffers[shard.local], shard, transfer.bounds).is_contiguous():
+                found.setdefault(source.local, transfer)
+    return found
 
 
 def _of_rank(needs: Needs, rank: int) -> dict[str, list[Shard]]:

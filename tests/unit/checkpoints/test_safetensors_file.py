@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_slices_read_only_their_bytes(tmp_path: Path):
             reader.read("f32", out, bounds)
             assert torch.equal(out, values[tuple(slice(o, o + n) for o, n in zip(bounds.offset, bounds.shape))])
             assert reader.bytes_read == 4 * bounds.volume
+
+
+def test_prefetch_asks_for_the_bytes_of_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_file(_tensors(), tmp_path / "x.safetensors")
+    content, asked = (tmp_path / "x.safetensors").read_bytes(), []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: asked.append((start, size, advice)))
+    with SafetensorsReader(tmp_path / "x.safetensors") as reader:
+        for name in ("f32", "empty", "none"):
+            reader.prefetch(name)
+    [(start, size, advice)] = asked
+    assert advice == os.POSIX_FADV_WILLNEED and content[start : start + size] == bytes(_bits(_tensors()["f32"]))
 
 
 def test_reads_into_strided_and_other_types(tmp_path: Path):
