@@ -71,10 +71,12 @@ def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
 
 
 @pytest.mark.timeout(200)
+# In its own layout a rank reads straight into its parameters: what a damaged file left there is loaded over.
+@pytest.mark.parametrize("loaded", [{"pipeline": 2}, {"tensor": 2}], ids=["another layout", "its own"])
 def test_all_ranks_load_the_checkpoint_before_where_one_reads_wrong_bytes(
-    actor_references: str, tmp_path: Path
+    actor_references: str, tmp_path: Path, loaded: dict[str, int]
 ) -> None:
-    arguments = {"references": actor_references, "directory": str(tmp_path)}
+    arguments = {"references": actor_references, "directory": str(tmp_path), "loaded": loaded}
     found = run_distributed("state_checks:damaged", 4, arguments, timeout_s=180)
     assert found["steps"] == [1] * 4 and found["difference"] == [], found
     [told] = {problem for [problem] in found["problems"] if "another rank" not in problem}
