@@ -193,10 +193,10 @@ def _engine_fix(config: Config) -> str:
 def _host_fix(config: Config, memory: RunMemory, cluster: Cluster) -> str:
     """Say what takes less of a node's memory, the cheapest first."""
     ways = []
-    workers, of_worker = config.reward.num_workers, config.reward.memory_limit_mb / 1024
+    workers, of_worker = config.reward.num_processes, config.reward.memory_limit_mb / 1024
     rest = memory.host / GIB - workers * of_worker
     if (fitting := int((cluster.host_gib - rest) / of_worker)) > 0:
-        ways.append(f"set reward.num_workers = {fitting}")
+        ways.append(f"set reward.num_workers = {max(1, fitting // len(config.reward.verifiers))}")
     ways += [
         f"offload less ({path})"
         for path, value in (("model.offload", config.model.offload), ("critic.offload", config.critic.offload))

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
 from megatron_dapo.config.rules import ConfigError, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
-from megatron_dapo.config.section import RelativeToRecipe
+from megatron_dapo.config.section import RelativeToRecipe, Section
 
 if sys.version_info >= (3, 11):  # tomllib is in the standard library from here on
     import tomllib
@@ -231,6 +231,8 @@ def _written(path: str) -> tuple[str, str]:
         return 'a value in TOML: 3, 1e-6, true, "text" or a list of these', ""
     items = typing.get_args(field.annotation)
     choices = union_names(path.removesuffix(".name")) or _words(field)
+    if _table_of(field):
+        return f"a list of tables [[{path}]]", f"--set '{path}=[{{...}}]'"
     if typing.get_origin(field.annotation) is tuple:
         numbers = items[0] in (int, float)
         value = "[0.9, 0.95]" if numbers else '["a.jsonl"]' if path.endswith("_paths") else '["a", "b"]'
@@ -374,6 +376,14 @@ def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Vio
         path = f"{path}.name"
     given = known[path].value if path in known else entry.get("input")
     origin = known[path].origin if path in known else DEFAULT_ORIGIN
+    if path in leaf_fields() and (table := _table_of(leaf_fields()[path])):
+        name = str(entry["loc"][-1])
+        rule = f"tables [[{path}]] with the keys {', '.join(table.model_fields)}"
+        close = difflib.get_close_matches(name, table.model_fields, n=1)
+        hint = f" (did you mean {close[0]}?)" if close and name not in table.model_fields else ""
+        return Violation(
+            path, rule, f"change {name if len(entry['loc']) > 2 else path} in {origin}{hint}", {path: given}
+        )
     if entry["type"] == "extra_forbidden":
         return _of_another_member(path, given, origin, known)
     kind, example = _written(path)
@@ -381,6 +391,12 @@ def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Vio
     hint = f", e.g. {example}" if origin == SET_ORIGIN and example and not close else ""
     rule = kind or entry["msg"].removeprefix("Input should be ")
     return Violation(path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{hint}{close}")
+
+
+def _table_of(field: FieldInfo) -> type[Section] | None:
+    """Return the class of the tables that a field is a list of; None for any other field."""
+    items = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is tuple else ()
+    return items[0] if items and isinstance(items[0], type) and issubclass(items[0], Section) else None
 
 
 def _path_of(location: Sequence[str | int]) -> str:

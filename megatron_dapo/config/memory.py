@@ -434,7 +434,7 @@ def _host_bytes(
     if separate:
         after_save = separate.on_host(config.critic.offload) + separate.saved
         of_rank = max(of_rank, TRAINER_PROCESS + max(after_save, separate.gradients))
-    num_bytes = processes * of_rank + config.reward.num_workers * config.reward.memory_limit_mb * (1 << 20)
+    num_bytes = processes * of_rank + config.reward.num_processes * config.reward.memory_limit_mb * (1 << 20)
     if engine:
         ranks = sglang.servers_per_node * sglang.tp_size
         num_bytes += ranks * SERVER_PROCESS

@@ -95,7 +95,7 @@ def is_loopback(address: str) -> bool:
 
 
 _FUNCTIONS = {
-    **{one.__name__: one for one in (any, range, min, max, math.gcd, math.ceil)},
+    **{one.__name__: one for one in (any, len, range, set, min, max, math.gcd, math.ceil)},
     **{one.__name__: one for one in (nearest_divisor, padded, is_function_path, is_loopback)},
 }
 

@@ -28,10 +28,10 @@ from megatron_dapo.config.algorithm_schema import (
     WindowConfig,
 )
 from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.rollout_schema import (
     DataConfig,
     RejectionSamplingConfig,
-    RewardConfig,
     RolloutConfig,
     SglangConfig,
 )
@@ -202,8 +202,8 @@ class MismatchConfig(Section):
 
 
 class QualityConfig(Section):
-    """Alarms on the text of trained responses: a warning names the step, the value and the threshold. The metrics are
-    quality/*."""
+    """Alarms on trained responses, their text and their rewards: a warning names the step, the value and the threshold. The metrics
+    are quality/* and reward/failed_share."""
 
     repetition_alarm: Fraction = 0.2
     """Mean share of repeated 20-grams above which there is a warning. 1: none."""
@@ -216,6 +216,9 @@ class QualityConfig(Section):
 
     probability_alarm: Fraction = 1.0
     """Mean probability of sampled tokens above which there is a warning, before entropy has collapsed; 0.95, say. 1: none."""
+
+    reward_failure_alarm: Fraction = 0.02
+    """Share of responses whose reward timed out or failed, wholly or in a part of it, above which there is a warning. 1: none."""
 
 
 class NodesConfig(Section):
@@ -393,6 +396,8 @@ class Config(Section):
 def _members(info: FieldInfo) -> tuple[type[BaseModel], ...]:
     """The sections a field may be: one, the members of a union, or none for a plain value."""
     annotation = info.annotation
+    if typing.get_origin(annotation) is tuple:
+        return ()  # a list of tables is one value
     kinds = (annotation,) if isinstance(annotation, type) else typing.get_args(annotation)
     return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
 

@@ -26,11 +26,11 @@ from megatron_dapo.config.layout_rules import (
     unfit_shapes,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.reward_rules import GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
 from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
 
-VERIFIER_PRESETS = ("dapo", "lenient")  # those of rewards.verifier, which this layer may not import
 # Those of trainer.metrics.evaluation_metrics by which checkpoints may be compared.
 EVALUATION_METRICS = (
     *("eval/avg_at_k", "eval/avg_at_k_low", "eval/avg_at_k_high", "eval/pass_at_k", "eval/cons_at_k"),
@@ -120,6 +120,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "scheduled_steps": schedule_steps(config),
         "critic_scheduled_steps": critic_schedule_steps(config),
         "verifier_presets": VERIFIER_PRESETS,
+        "gold_presets": GOLD_PRESETS,
         "evaluation_metrics": EVALUATION_METRICS,
     }
 
@@ -342,15 +343,7 @@ RULES = (
         reason="filtered responses never feel the punishment",
         path="reward.overlong_filter",
     ),
-    *(
-        Rule(
-            f"{path} in verifier_presets or is_function_path({path})",
-            f'set {path} = "{VERIFIER_PRESETS[0]}"',
-            where=where,
-            reason="a preset, package.module:function, or path/to/file.py:function",
-        )
-        for path, where in (("reward.verifier", "True"), ("reward.shadow_verifier", 'reward.shadow_verifier != ""'))
-    ),
+    *REWARD_RULES,
     Rule(
         'rejection_sampling.encoder_path != ""',
         'set rejection_sampling.encoder_path to a Hugging Face directory, or rejection_sampling.embedding = "hidden_states"',
@@ -366,16 +359,9 @@ RULES = (
         reason="else every response is left out",
     ),
     Rule(
-        'data.columns.answer != "" or reward.verifier not in verifier_presets',
-        "set data.columns.answer to the column of gold answers, or reward.verifier to a function of your own",
-        reason="a preset compares with a gold answer",
-    ),
-    Rule(
         '"{prompt}" in data.prompt_template',
         "write data.prompt_template with the word prompt in braces, which stands for the text of the row",
     ),
-    Rule("reward.shadow_verifier != reward.verifier", 'set reward.shadow_verifier = "" or another verifier'),
-    Rule("reward.correct > reward.incorrect", "set reward.correct = 1.0 and reward.incorrect = -1.0"),
     Rule(
         "run.max_generation_steps == 0 or run.max_generation_steps >= run.total_steps",
         "set run.max_generation_steps = {run.total_steps} or more, or 0",

@@ -38,9 +38,9 @@ def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") ->
     Raises ValueError, in one line, where the run has no export, or a verifier of its user's own, which a Space does not have.
     """
     config, summary = _read_run(run)
-    if ":" in config.reward.verifier:
+    if config.reward.verifier not in ("dapo", "lenient"):
         raise ValueError(
-            f"{run}: reward.verifier = {config.reward.verifier!r} is a function of yours; a demo has the presets dapo and lenient"
+            f"{run}: reward.verifier = {config.reward.verifier!r} ; a demo has the presets dapo and lenient alone"
         )
     export = run / "huggingface"
     if not trained and not (export / "config.json").is_file():

@@ -69,6 +69,7 @@ class ShadowedPool:
         self.primary = primary
         self.shadow = shadow
         self.version, self.takes_sample = primary.version, primary.takes_sample or shadow.takes_sample
+        self.takes_token_ids = primary.takes_token_ids or shadow.takes_token_ids
         self._on_disagreement = on_disagreement
         self._max_waiting = max_waiting
         self._changed = threading.Condition()  # guards the counters below

@@ -29,6 +29,7 @@ MAX_FAILED_STARTS = 3
 _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
+MODEL_STARTUP_SECONDS = 1800.0  # of a process that reads a reward model first
 _REAP_SECONDS = 0.05  # between two looks at killed processes
 _BLOCKED_S = 2.0  # beyond the deadline of an answer, after which an asynchronous function is taken for blocked
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
@@ -43,6 +44,7 @@ class Dispatcher:
         self._hello = json.dumps(settings).encode() + b"\n"
         self._environment = environment
         self._timeout_s, self._concurrency = settings["timeout_s"], settings["concurrency"]
+        self._batch_size, self._startup_s = settings["batch_size"], settings["startup_s"]
         self._num_workers = num_workers
         self._lock = threading.Lock()  # guards the two that callers share with the thread
         self._inbox: list[Job] = []
@@ -169,11 +171,26 @@ class Dispatcher:
         """Make the unscored answers of a worker pending again, ahead of those of the same call that were never sent."""
         for task in reversed(worker.queue):
             if not task.is_done and task.holder is worker:
-                task.holder = None
-                assert task.job is not None
-                if not task.job.pending:
-                    self._jobs.appendleft(task.job)
-                task.job.pending.appendleft(task)
+                self._make_pending(task)
+
+    def _make_pending(self, task: Task) -> None:
+        task.holder = None
+        assert task.job is not None
+        if not task.job.pending:
+            self._jobs.appendleft(task.job)
+        task.job.pending.appendleft(task)
+
+    def _isolate(self, worker: VerifierProcess) -> bool:
+        """End a worker whose batch failed as a whole, and have its answers scored one by one: one of them may be to blame.
+
+        Return False for a worker with a single answer, which is.
+        """
+        if not worker.is_batched or len(worker.queue) < 2:
+            return False
+        for task in worker.queue:
+            task.is_alone = True
+        self._remove(worker)
+        return True
 
     def _worker_failed_to_start(self, worker: VerifierProcess, message: str) -> None:
         self._remove(worker)
@@ -196,6 +213,9 @@ class Dispatcher:
             worker = min(free, key=lambda candidate: len(candidate.queue))
             task = self._next_task()
             if task is None:
+                break
+            if task.is_alone and worker.queue:
+                self._make_pending(task)  # until a worker has nothing else
                 break
             worker.send(task)
             if worker.capacity <= 0:
@@ -258,7 +278,10 @@ class Dispatcher:
             self._worker_failed_to_start(worker, f"the verifier did not start: {message.get('failed', message)}")
             return
         worker.is_ready = True
+        worker.is_batched = bool(message.get("is_batched"))
         worker.concurrency = self._concurrency if message.get("is_async") else 0
+        if worker.is_batched:
+            worker.concurrency = max(worker.concurrency, self._batch_size)
         worker.since = time.monotonic()
         self._num_failed_starts = 0
         if not self.started.done():
@@ -287,7 +310,7 @@ class Dispatcher:
 
     def _deadline(self, worker: VerifierProcess) -> float:
         if not worker.is_ready:
-            return worker.since + STARTUP_SECONDS
+            return worker.since + self._startup_s
         # An asynchronous function's answers end in time by themselves, unless it blocks.
         return worker.since + (self._timeout_s + _BLOCKED_S if worker.concurrency else self._timeout_s)
 
@@ -318,9 +341,11 @@ class Dispatcher:
         if worker not in self._workers or time.monotonic() < self._deadline(worker):
             return
         if not worker.is_ready:
-            self._worker_failed_to_start(worker, f"the verifier did not start in {STARTUP_SECONDS:g} s")
+            self._worker_failed_to_start(worker, f"the verifier did not start in {self._startup_s:g} s")
         elif worker.queue:
             self.counts["killed"] += 1
+            if self._isolate(worker):
+                return
             task = worker.queue.popleft()
             self._remove(worker)
             self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s"))
@@ -338,6 +363,8 @@ class Dispatcher:
             # Killed from outside, usually by the kernel for want of memory: retry once before the answer is an error.
             worker.queue[0].was_retried = True
             self._remove(worker)
+            return
+        if self._isolate(worker):
             return
         task = worker.queue.popleft() if worker.queue else None
         self._remove(worker)

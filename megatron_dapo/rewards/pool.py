@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dapo.rewards.dispatcher import Dispatcher
+from megatron_dapo.rewards.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
 from megatron_dapo.rewards.repetition import repetition_numbers
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
@@ -54,7 +54,9 @@ def score_item(key: str, prompt: Prompt, completion: Completion, text: str, scor
     item = key, text, prompt.answer, completion.is_truncated
     if not getattr(scorer, "takes_sample", False):
         return item
+    wants_tokens = getattr(scorer, "takes_token_ids", False)
     fields = {
+        "token_ids": base64.b64encode(completion.token_ids.tobytes()).decode() if wants_tokens else None,
         "messages": [dict(message) for message in prompt.messages],
         "data_source": prompt.data_source,
         "extra_info": dict(prompt.extra),
@@ -87,6 +89,9 @@ class VerifierPool:
             truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
         more_environment: names of variables that the processes get beside the allow-list.
         concurrency: answers at a time in each process of a user's `async def`.
+        batch_size: most answers of one call of a function of `samples`.
+        token_ids: send the tokens of responses to functions of samples.
+        presets: settings of presets by their names, as plain values.
 
     Raises ValueError if the verifier cannot be loaded. Close it, or use it as a context manager.
     """
@@ -103,12 +108,18 @@ class VerifierPool:
         reward_incorrect: float = -1.0,
         more_environment: Sequence[str] = (),
         concurrency: int = 64,
+        batch_size: int = 16,
+        token_ids: bool = False,
+        presets: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        if timeout_s <= 0 or min(num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency) < 1:
+        counts = num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency, batch_size
+        if timeout_s <= 0 or min(counts) < 1:
             raise ValueError(
-                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb, max_processes and concurrency >= "
-                f"1; got {timeout_s}, {num_workers}, {memory_limit_mb}, {file_limit_mb}, {max_processes}, {concurrency}"
+                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency and "
+                f"batch_size >= 1; got {timeout_s}, {', '.join(map(str, counts))}"
             )
+        # Its process runs this package's code on a model of any size, whose libraries map far more memory than they use.
+        loads_model = verifier == "reward_model"
         self.verifier = verifier
         self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
         self._tail = PRESETS.get(verifier)
@@ -119,10 +130,13 @@ class VerifierPool:
             settings={
                 "verifier": verifier,
                 "timeout_s": timeout_s,
-                "memory_limit_mb": memory_limit_mb,
+                "memory_limit_mb": 0 if loads_model else memory_limit_mb,
                 "file_limit_mb": file_limit_mb,
                 "max_processes": max_processes,
                 "concurrency": concurrency,
+                "batch_size": batch_size,
+                "startup_s": MODEL_STARTUP_SECONDS if loads_model else STARTUP_SECONDS,
+                "presets": {name: dict(values) for name, values in (presets or {}).items()},
             },
             environment=worker_environment(os.environ, more_environment),
             num_workers=num_workers,
@@ -134,6 +148,7 @@ class VerifierPool:
             raise
         self.version = str(started["ready"])
         self.takes_sample = bool(started.get("takes_sample"))  # a user's function of one parameter
+        self.takes_token_ids = self.takes_sample and token_ids
 
     # ---- scoring
 

@@ -20,6 +20,14 @@ class RewardSample:
     extra_info: Mapping[str, Any]  # every other column of the row
     finish_reason: str  # "stop", or "length" for a response that was cut off
     group_index: int  # of the response among those to the same prompt
+    requested_token_ids: tuple[int, ...] | None = None  # see `token_ids`
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the response, the stop token included. ValueError where reward.token_ids does not request them."""
+        if self.requested_token_ids is None:
+            raise ValueError("sample.token_ids is not sent to reward functions by default: set reward.token_ids = true")
+        return self.requested_token_ids
 
 
 @dataclass(frozen=True)

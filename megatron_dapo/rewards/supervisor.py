@@ -50,10 +50,10 @@ def start_supervised(max_processes: int) -> None:
             status = signal.SIGKILL
         if status is None and os.getppid() != pool:
             status = signal.SIGKILL
-        if status is None and len(_descendants(supervisor)) > max_processes:
+        if status is None and len(descendants(supervisor)) > max_processes:
             status = TOO_MANY_PROCESSES << 8
         if status is not None:
-            _end_descendants(supervisor)
+            end_descendants(supervisor)
             _end_like(status)
 
 
@@ -79,7 +79,7 @@ def _reap(child: int) -> int | None:
     return found
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, ended ones that were not collected too."""
     found, left = [], [pid]
     while left:
@@ -105,10 +105,10 @@ def _children(pid: int, thread: str) -> list[int]:
         return []
 
 
-def _end_descendants(pid: int) -> None:
+def end_descendants(pid: int) -> None:
     """Kill until none is left: a killed process's children become children of this one."""
     end = time.monotonic() + _END_S
-    while (alive := _descendants(pid)) and time.monotonic() < end:
+    while (alive := descendants(pid)) and time.monotonic() < end:
         for process in alive:
             try:
                 os.kill(process, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Verifiers by name: the presets, or a user's own reward function as "package.module:function" or "path/to/file.py:function".
 
-A user's function is called with (response, answer), or with one `RewardSample` if it has a single parameter, and returns one of
+A user's function is called with (response, answer), with one `RewardSample` if it has a single parameter, or with a list of them
+if that parameter is called `samples`; then it returns a list of results. A result is one of
 
 - `bool`: right or wrong, rewarded by the pool's reward map;
 - `float`: its own reward; right from 0.5 on (return a `RewardResult` to say otherwise);
@@ -30,6 +31,7 @@ from typing import Any
 from megatron_dapo.rewards.result import RewardResult, VerifierResult
 
 USER_CORRECT_THRESHOLD = 0.5
+BATCH_PARAMETER = "samples"  # name of the only parameter of a function that takes a list of samples
 MAX_DETAIL_CHARACTERS = 65536
 _RESULT_FIELDS = {field.name for field in fields(RewardResult)}
 
@@ -44,21 +46,32 @@ class Verifier:
     gold_problem: Callable[[str], str | None]
     takes_sample: bool = False
     score_later: Callable[..., Awaitable[VerifierResult]] | None = None  # instead of `score`, of an `async def`
+    is_batched: bool = False  # both take a list of samples and return as many results, see `results_of`
 
 
 # Trailing characters of a response that each preset reads (None: all). Said here too because a pool cuts responses
 # without loading the module, which may import sympy.
 PRESETS: Mapping[str, int | None] = {"dapo": 300, "lenient": None}
+# Presets with settings: a module each, whose `load(own settings, pool's settings)` returns its Verifier.
+SET_PRESETS = ("code", "format", "judge", "remote", "reward_model")
 
 
-def load_verifier(name: str) -> Verifier:
-    """Return the verifier called `name`. Raises ValueError for an unknown name or a function that cannot be imported."""
+def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
+    """Return the verifier called `name`; `settings` are those of a pool, with those of its presets.
+
+    Raises ValueError for an unknown name or a function that cannot be imported.
+    """
     if name in PRESETS:
         return _load_preset(name)
+    if name in SET_PRESETS:
+        # Here, so that a worker of one preset starts without the libraries of another.
+        module = importlib.import_module(f"megatron_dapo.rewards.{name}")
+        settings = settings or {}
+        return module.load(settings.get("presets", {}).get(name, {}), settings)
     if ":" in name:
         return _load_user_function(name)
     raise ValueError(
-        f"unknown verifier {name!r}: choose one of {', '.join(sorted(PRESETS))}, or name your own function as "
+        f"unknown verifier {name!r}: choose one of {', '.join(sorted([*PRESETS, *SET_PRESETS]))}, or name your own function as "
         "'package.module:function' or 'path/to/file.py:function'"
     )
 
@@ -82,19 +95,21 @@ def _load_user_function(path: str) -> Verifier:
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"verifier {path!r}: {module_name} has no function {function_name!r}; it has {functions}")
     takes_sample = _number_of_arguments(path, function) == 1
+    is_batched = takes_sample and next(iter(inspect.signature(function).parameters)) == BATCH_PARAMETER
+    convert = list if is_batched else result_of
 
-    def score(*arguments: Any) -> VerifierResult:
-        return result_of(function(*arguments))
+    def score(*arguments: Any) -> Any:
+        return convert(function(*arguments))
 
-    async def score_later(*arguments: Any) -> VerifierResult:
-        return result_of(await function(*arguments))
+    async def score_later(*arguments: Any) -> Any:
+        return convert(await function(*arguments))
 
     def gold_problem(gold: str) -> str | None:
         # The form of an answer is the function's own: only an empty one is refused, where the function gets nothing else.
         return None if takes_sample or gold.strip() else "it is empty"
 
     version, is_async = f"{path}@{_source_hash(module)}", inspect.iscoroutinefunction(function)
-    return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None)
+    return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None, is_batched)
 
 
 def _file_module(path: Path) -> Any:
@@ -122,7 +137,7 @@ def _number_of_arguments(path: str, function: Any) -> int:
     if required <= 1 == len(positional):
         return 1
     names = ", ".join(one.name for one in positional) or "nothing"
-    raise ValueError(f"verifier {path!r}: it takes {names}; write it as (sample) or as (response, answer)")
+    raise ValueError(f"verifier {path!r}: it takes {names}; write it as (sample), (samples) or as (response, answer)")
 
 
 def _source_hash(module: Any) -> str:
@@ -148,6 +163,24 @@ def result_of(result: Any) -> VerifierResult:
     if isinstance(result, Mapping):
         return _result_of_mapping(result)
     raise ValueError(f"a reward function returns bool, float, RewardResult, dict or Score, not {type(result).__name__}")
+
+
+def results_of(results: Any, expected: int) -> list[VerifierResult]:
+    """Convert the return value of a function of `samples`: one result a sample. A bad result is the error of its own sample.
+
+    Raises ValueError for another number of them.
+    """
+    if not isinstance(results, (list, tuple)) or len(results) != expected:
+        found = len(results) if isinstance(results, (list, tuple)) else type(results).__name__
+        raise ValueError(f"a reward function of {expected} samples returns a list of {expected} results; got {found}")
+    return [one if isinstance(one, VerifierResult) else _own_result(one) for one in results]
+
+
+def _own_result(result: Any) -> VerifierResult:
+    try:
+        return result_of(result)
+    except Exception as error:  # of values that are no numbers, say: whatever the conversion raises
+        return VerifierResult("error", detail={"error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def _result_of_fields(result: RewardResult) -> VerifierResult:

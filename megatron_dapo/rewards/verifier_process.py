@@ -54,6 +54,7 @@ class Task:
     holder: VerifierProcess | None = None  # the worker it was last sent to; None while it is pending
     is_done: bool = False
     was_retried: bool = False  # after a kill that did not come from the pool
+    is_alone: bool = False  # it was in a batch that failed as a whole: it may be the one that made it fail
 
 
 @dataclass(eq=False)
@@ -66,6 +67,7 @@ class VerifierProcess:
     unread: bytearray = field(default_factory=bytearray)
     is_ready: bool = False
     concurrency: int = 0  # answers that it works on at a time; 0: one after the other
+    is_batched: bool = False  # it works on several answers in one call, which fail together
     is_leaving: bool = False
     since: float = field(default_factory=time.monotonic)  # when it turned to its first queued answer, or was started
     seconds_per_answer: float = float("inf")
@@ -74,7 +76,7 @@ class VerifierProcess:
     @property
     def capacity(self) -> int:
         """Number of answers to send ahead: a few milliseconds of work, so that a slow answer delays few others."""
-        if not self.is_ready or self.is_leaving:
+        if not self.is_ready or self.is_leaving or (self.queue and self.queue[0].is_alone):
             return 0
         if self.concurrency:
             return self.concurrency - len(self.queue)

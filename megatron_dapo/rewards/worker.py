@@ -1,12 +1,14 @@
 """The verifier process: reads tasks as JSON lines, writes one JSON line an answer. Started by `VerifierPool` only.
 
-    parent -> worker   {"verifier": ..., "timeout_s": ..., limits}                            once
-    worker -> parent   {"ready": version, "takes_sample": bool, "is_async": bool} or {"failed": message}   once
+    parent -> worker   {"verifier": ..., "presets": ..., "timeout_s": ..., limits}             once
+    worker -> parent   {"ready": version, "takes_sample": bool, "is_async": bool, "is_batched": bool}
+                       or {"failed": message}                                                  once
     parent -> worker   {"id": n, "operation": "score" | "validate" | "repetition", "response": ...,
                         "answer": ..., "sample": the other fields of a RewardSample or null}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
 
-Replies come in the order of the tasks. An asynchronous function works on all tasks it was sent at a time.
+Replies come in the order of the tasks. An asynchronous function works on all tasks it was sent at a time, a function of
+`samples` on up to `batch_size` of them in one call.
 
 Messages are JSON, never pickles. The process limits its own memory, files and processes before it loads the verifier, keeps the pipes
 away from a user's `print` and `input`, and carries limits of time that the kernel enforces even if the parent is gone.
@@ -15,19 +17,23 @@ away from a user's `print` and `input`, and carries limits of time that the kern
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import os
 import resource
+import select
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
 from megatron_dapo.rewards.supervisor import start_supervised
-from megatron_dapo.rewards.verifier import Verifier, load_verifier
+from megatron_dapo.rewards.verifier import Verifier, load_verifier, results_of
 
 MAX_MESSAGE_CHARACTERS = 500
+OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
+BATCH_WAIT_S = 0.01  # for a batch to fill
 _THREADS = 4  # that may work for one answer all the time until the last resort
 
 
@@ -44,29 +50,54 @@ def main() -> None:
     # Later than the parent's own deadline: it matters only if the parent has died.
     last_resort_s = 2 * settings["timeout_s"] + 5
     try:
-        verifier = load_verifier(settings["verifier"])
+        verifier = load_verifier(settings["verifier"], settings)
     except BaseException as error:
         _send(replies, {"failed": describe(error)})
         return
     is_async = verifier.score_later is not None
-    _send(replies, {"ready": verifier.version, "takes_sample": verifier.takes_sample, "is_async": is_async})
+    kinds = {"takes_sample": verifier.takes_sample, "is_async": is_async, "is_batched": verifier.is_batched}
+    _send(replies, {"ready": verifier.version, **kinds})
     if is_async:
         # Here, so that a worker of any other verifier starts without asyncio.
         from megatron_dapo.rewards.async_worker import serve_many
 
-        serve_many(verifier, requests, lambda reply: _send(replies, reply), settings["timeout_s"])
+        size = settings["batch_size"] if verifier.is_batched else 0
+        serve_many(
+            verifier, io.BufferedReader(requests), lambda reply: _send(replies, reply), settings["timeout_s"], size
+        )
         return
-    for line in requests:
+    for tasks in _batches(requests, settings["batch_size"] if verifier.is_batched else 1):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set a handler of its own
         signal.setitimer(signal.ITIMER_REAL, last_resort_s)
         _limit_cpu_time(last_resort_s)
-        reply = answer(verifier, json.loads(line))
+        answers = [answer(verifier, tasks[0])] if len(tasks) == 1 else answer_batch(verifier, tasks)
         if os.getpid() != process_id:
             os._exit(0)  # a fork of the user's function came back here: only the process itself may reply
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(replies, reply)
-        if reply["leaving"]:
-            return
+        for reply in answers:
+            _send(replies, reply)
+            if reply["leaving"]:
+                return
+
+
+def _batches(requests: io.FileIO, size: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield tasks: those to score up to `size` at a time, as many as arrive within BATCH_WAIT_S; others alone."""
+    waiting: list[dict[str, Any]] = []
+    unread, is_open = b"", True
+    while is_open or waiting:
+        while is_open and not (waiting and (waiting[0]["operation"] != "score" or len(waiting) >= size)):
+            if waiting and not select.select([requests], [], [], BATCH_WAIT_S)[0]:
+                break
+            chunk = os.read(requests.fileno(), 2**20)
+            is_open = bool(chunk)
+            *lines, unread = (unread + chunk).split(b"\n")
+            waiting += map(json.loads, lines)
+        num = min(1, len(waiting))
+        while num < min(size, len(waiting)) and waiting[0]["operation"] == waiting[num]["operation"] == "score":
+            num += 1
+        batch, waiting = waiting[:num], waiting[num:]
+        if batch:
+            yield batch
 
 
 def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,18 +109,34 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
         elif task["operation"] == "repetition":
             result = _measure_repetition(task["response"])
         else:
-            result = verifier.score(*arguments_of(verifier, task))
+            arguments = arguments_of(verifier, task)
+            is_batched = verifier.is_batched
+            result = results_of(verifier.score(list(arguments)), 1)[0] if is_batched else verifier.score(*arguments)
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
         result = VerifierResult("error", detail={"error": describe(error)})
     return {"id": task["id"], **vars(result), "leaving": leaving}
 
 
+def answer_batch(verifier: Verifier, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the replies to several tasks of one call. An exception is the `error` of all of them."""
+    try:
+        results = results_of(verifier.score([arguments_of(verifier, task)[0] for task in tasks]), len(tasks))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)  # one of them may be to blame: the pool has them scored one by one
+    except BaseException as error:
+        results = [VerifierResult("error", detail={"error": describe(error)})] * len(tasks)
+    return [{"id": task["id"], **vars(result), "leaving": False} for task, result in zip(tasks, results, strict=True)]
+
+
 def arguments_of(verifier: Verifier, task: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the verifier's function is called with."""
+    """Return what the verifier's function is called with, of a function of batches one element of its list."""
     if not verifier.takes_sample:
         return task["response"], task["answer"]
-    return (RewardSample(response=task["response"], answer=task["answer"], **task["sample"]),)
+    fields = dict(task["sample"])
+    if (encoded := fields.pop("token_ids", None)) is not None:
+        fields["requested_token_ids"] = tuple(memoryview(base64.b64decode(encoded)).cast("i"))
+    return (RewardSample(response=task["response"], answer=task["answer"], **fields),)
 
 
 def _validate(verifier: Verifier, answer: str) -> VerifierResult:
@@ -106,9 +153,9 @@ def _measure_repetition(token_ids: str) -> VerifierResult:
     return VerifierResult("correct", detail={"repetition": numbers})
 
 
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol off file descriptors 0 and 1, and point those to /dev/null."""
-    requests = os.fdopen(os.dup(0), "rb")
+def _claim_pipes() -> tuple[io.FileIO, BinaryIO]:
+    """Move the protocol off file descriptors 0 and 1, and point those to /dev/null. The first one is read without a buffer."""
+    requests = io.FileIO(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -120,6 +167,8 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _limit_resources(memory_limit_mb: int, file_limit_mb: int) -> None:
     """Set limits for this process and each of its children."""
     for limited, megabytes in ((resource.RLIMIT_AS, memory_limit_mb), (resource.RLIMIT_FSIZE, file_limit_mb)):
+        if megabytes == 0:  # no limit, see `VerifierPool`
+            continue
         wanted, hard = megabytes * 2**20, resource.getrlimit(limited)[1]
         # A limit that the site has set lower stands: only root may raise it.
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -147,6 +147,11 @@ _STEP = [
         ("outcome_truncated", "fraction", "the same where the response was cut"),
         ("outcome_error", "fraction", "the same where the verifier failed"),
         ("outcome_unfinished", "fraction", "the same for responses that continue in the next window"),
+        (
+            "failed_share",
+            "fraction",
+            "share of the trained responses whose reward, or a part of it in a mixture, timed out or failed",
+        ),
         ("disagreement_share", "fraction", "share of responses the shadow verifier scores otherwise (0 without one)"),
     ),
     *_section(

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
-from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig
+from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.config.rollout_schema import DataConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
 from megatron_dapo.data.examples import Example, load_examples
@@ -30,8 +31,11 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rewards.format import has_form
+from megatron_dapo.rewards.mixture import MixtureComponent, MixturePool
 from megatron_dapo.rewards.pool import VerifierPool, score_item
 from megatron_dapo.rewards.self_test import check_contract
+from megatron_dapo.rewards.verifier import SET_PRESETS
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
@@ -108,9 +112,7 @@ def build_rollout_context(
     return RolloutContext(inputs, scorer, collector, stream, prompts, evaluation)
 
 
-def _prompts(
-    config: Config, inputs: ModelInputs, pool: VerifierPool
-) -> tuple[tuple[Prompt, ...], Mapping[str, Example]]:
+def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prompt, ...], Mapping[str, Example]]:
     """Return the training prompts, and their examples by id where responses are given."""
     data = config.data
     if config.rollout.responses == "sampled":
@@ -171,7 +173,8 @@ def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
 
     def formed(completion: Completion, text: str, score: Score) -> float:
         has_answer = score.extracted is not None and not completion.is_truncated
-        return form.reward * (in_order(text, form.markers) if form.markers else has_answer)
+        is_described = form.markers or form.pattern
+        return form.reward * (has_form(text, form.markers, form.pattern) if is_described else has_answer)
 
     switches = {
         "overlong": (length.enabled, overlong),
@@ -179,17 +182,6 @@ def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
         "format": (form.reward > 0, formed),
     }
     return {name: addend for name, (is_on, addend) in switches.items() if is_on}
-
-
-def in_order(text: str, markers: Sequence[str]) -> bool:
-    """Return True if every marker occurs once in `text`, one behind the other."""
-    place = 0
-    for marker in markers:
-        found = text.find(marker, place)
-        if found < 0 or text.count(marker) != 1:
-            return False
-        place = found + len(marker)
-    return True
 
 
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: Files) -> EvaluationTask | None:
@@ -269,23 +261,47 @@ def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
     return ModelInputs(path, tokenizer, stop_tokens)
 
 
-def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool:
-    """Start the pool of processes that scores this run's responses by `verifier` (default: reward.verifier)."""
-    return VerifierPool(
-        verifier or reward.verifier,
+def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool | MixturePool:
+    """Start the processes that score this run's responses by `verifier` (default: reward.verifier, which may be a mixture)."""
+    if (verifier or reward.verifier) == "mix":
+        return _open_mixture(reward)
+    name = verifier or reward.verifier
+    # Each process gets the settings, and the key, of its own preset alone.
+    presets = {name: getattr(reward, name).model_dump(mode="json")} if name in SET_PRESETS else {}
+    keys = [own["key_variable"] for own in presets.values() if own.get("key_variable")]
+    pool = VerifierPool(
+        name,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_seconds,
         memory_limit_mb=reward.memory_limit_mb,
         file_limit_mb=reward.file_limit_mb,
         max_processes=reward.max_processes,
-        more_environment=reward.environment,
+        more_environment=[*reward.environment, *keys],
         concurrency=reward.concurrency,
         reward_correct=reward.correct,
         reward_incorrect=reward.incorrect,
+        batch_size=reward.batch_size,
+        token_ids=reward.token_ids,
+        presets=presets,
     )
+    logger.info("verifier %s", pool.version)
+    return pool
 
 
-def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
+def _open_mixture(reward: RewardConfig) -> MixturePool:
+    """Start the processes of every table [[reward.mix]]."""
+    with ExitStack() as stack:  # closes those that started where one does not
+        components = [
+            MixtureComponent(name, stack.enter_context(open_verifier_pool(reward, one.verifier)), one.weight)
+            for name, one in zip(reward.part_names, reward.mix, strict=True)
+        ]
+        deciding = next((name for name, one in zip(reward.part_names, reward.mix, strict=True) if one.decides), None)
+        mixture = MixturePool(components, deciding or components[0].name)
+        stack.pop_all()
+    return mixture
+
+
+def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
     """Load the training prompts and check that they request the answer format that the verifier reads."""
     data = config.data
     dataset = load_prompts(
@@ -308,28 +324,33 @@ def row_format(data: DataConfig) -> RowFormat:
     return RowFormat(data.columns.prompt, data.columns.answer, data.system_prompt, data.prompt_template)
 
 
-def self_test(config: Config, inputs: ModelInputs, pool: VerifierPool, prompts: Sequence[Prompt]) -> None:
+def self_test(config: Config, inputs: ModelInputs, pool: Any, prompts: Sequence[Prompt]) -> None:
     """Check that prompts, some of those given, request the answer format that the verifier reads. ValueError where not.
 
-    A function of samples may reward whatever it likes: it is called once, and has to return a reward.
+    A function of samples may reward whatever it likes: it is called once, and has to return a reward. Of a mixture each component
+    is tested.
     """
+    if isinstance(pool, MixturePool):
+        for component in pool.components:
+            self_test(config, inputs, component.pool, prompts)
+        return
     if pool.takes_sample:
         completion = Completion("trial", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", ())
         score = pool.score_many([score_item("trial/0", prompts[0], completion, TRIAL_RESPONSE, pool)])["trial/0"]
         if score.outcome in ("error", "timeout"):
             raise ValueError(
-                f"self-test: verifier {config.reward.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}: "
+                f"self-test: verifier {pool.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}: "
                 f"{score.detail.get('error', score.outcome)}"
             )
-        logger.info("self-test: verifier %s rewards a trial response by %g", config.reward.verifier, score.reward)
+        logger.info("self-test: verifier %s rewards a trial response by %g", pool.verifier, score.reward)
         return
     # Spread over the data set: files of different sources may ask for different formats.
     checked = prompts[:: max(1, len(prompts) // SELF_TEST_PROMPTS)]
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
-    report = check_contract(texts, pool, config.reward.verifier, config.reward.answer_format)
+    report = check_contract(texts, pool, pool.verifier, config.reward.answer_format)
     logger.info(
         "self-test: verifier %s reads %s in %d prompts",
-        config.reward.verifier,
+        pool.verifier,
         " and ".join(report.formats),
         report.num_prompts,
     )

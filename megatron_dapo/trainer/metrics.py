@@ -17,7 +17,7 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
-from megatron_dapo.types import Group, ScoredSample, num_distinct
+from megatron_dapo.types import Group, Score, ScoredSample, num_distinct
 
 OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
@@ -182,16 +182,17 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def quality_warnings(metrics: Mapping[str, float], config: QualityConfig) -> list[str]:
     """Return a sentence for each threshold of [quality] that a step's metrics have passed."""
     thresholds = {
-        "repetition_mean": ("above", config.repetition_alarm, "repetition_alarm"),
-        "tail_loop_share": ("above", config.tail_loop_alarm, "tail_loop_alarm"),
-        "compression_mean": ("below", config.compression_alarm, "compression_alarm"),
-        "probability_mean": ("above", config.probability_alarm, "probability_alarm"),
+        "quality/repetition_mean": ("above", config.repetition_alarm, "repetition_alarm"),
+        "quality/tail_loop_share": ("above", config.tail_loop_alarm, "tail_loop_alarm"),
+        "quality/compression_mean": ("below", config.compression_alarm, "compression_alarm"),
+        "quality/probability_mean": ("above", config.probability_alarm, "probability_alarm"),
+        "reward/failed_share": ("above", config.reward_failure_alarm, "reward_failure_alarm"),
     }
     found = []
     for name, (side, limit, key) in thresholds.items():
-        value = metrics[f"quality/{name}"]
+        value = metrics[name]
         if value > limit if side == "above" else value < limit:
-            found.append(f"quality/{name} is {value:.3g}, {side} quality.{key} {limit:.3g}")
+            found.append(f"{name} is {value:.3g}, {side} quality.{key} {limit:.3g}")
     return found
 
 
@@ -233,9 +234,15 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
             for part in ("overlong", "perplexity", "format")
         },
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
+        "reward/failed_share": mean([has_failed(sample.score) for sample in worked_on]),
         "reward/disagreement_share": disagreement_share,
         **_own_parts(samples),
     }
+
+
+def has_failed(score: Score) -> bool:
+    """Return True for a reward that timed out or failed, of a mixture also for one of its components."""
+    return score.outcome in ("timeout", "error") or bool(score.detail.get("failed"))
 
 
 def _own_parts(samples: Sequence[ScoredSample]) -> dict[str, float]:

@@ -151,6 +151,9 @@ def test_rewards(repository: Path) -> None:
     result = run_json(repository, "benchmarks/rewards.py", "--tiny")
     # One answer after the other would be 1/16.
     assert 0.2 < result["judge_concurrency_efficiency"] <= 1.0 and result["function_per_s"] > 50
+    assert result["code_per_s"] > 0.1
+    assert result["hostile_escapes"] == result["hostile_hangs"] == 0, result["hostile"]
+    assert {run["user"] for run in result["hostile"]} == {os.getuid(), 65534} or os.getuid() > 0
 
 
 def test_collector_waste(repository: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dapo.config import ArchitectureFacts, load_config, validate
 from megatron_dapo.config.schema import leaf_fields
+from megatron_dapo.rewards.verifier import SET_PRESETS
 
 ROOT = Path(__file__).resolve().parents[3]
 TOML_FILES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -168,7 +169,7 @@ CRITICS = ("critic", "advantage_estimation", "value_pretraining")
 # Of those sections: paths, limits, and records, which change no gradient ...
 OPERATIONAL = """
     run.name run.output_dir run.group_readable run.deterministic run.max_generation_steps run.max_train_seconds
-    run.wait_timeout_seconds run.max_fruitless_attempts run.stop_notice_seconds data.train_paths data.eval_paths data.columns.prompt data.columns.answer reward.concurrency
+    run.wait_timeout_seconds run.max_fruitless_attempts run.stop_notice_seconds data.train_paths data.eval_paths data.columns.prompt data.columns.answer reward.concurrency reward.batch_size
     rollout.slots_per_rank reward.num_workers reward.memory_limit_mb reward.file_limit_mb reward.max_processes reward.environment reward.answer_format
     training.micro_batch_tokens training.max_consecutive_skips evaluation.interval evaluation.at_start evaluation.at_end
     critic.path critic.offload critic.micro_batch_tokens critic.explained_variance_alarm value_pretraining.train_paths
@@ -185,7 +186,14 @@ SWITCHED_OFF = """
     rollout.budget.min_size rollout.budget.max_size rollout.budget.prompt_weight rollout.prompt_filter.margin
     rollout.prompt_filter.audit_share
     value_pretraining.explained_variance_slope value_pretraining.loss_slope advantage_estimation.policy_lambda
+    reward.mix reward.token_ids reward.format.pattern
 """.split()
+# Settings of presets that these recipes do not reward by.
+SWITCHED_OFF += [
+    path
+    for path in leaf_fields()
+    if path.startswith(tuple(f"reward.{name}." for name in SET_PRESETS if name != "format"))
+]
 WITHOUT_CRITIC = ("algorithm.kl_reward_coefficient", "algorithm.positive_example_coefficient")
 # A critic's advantage takes the place of the group's, and nothing is filtered, corrected or punished for its length.
 WITH_CRITIC = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import megatron_dapo
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import leaf_fields, section_types
+from megatron_dapo.rewards.verifier import SET_PRESETS
 
 PACKAGE = Path(megatron_dapo.__file__).parent
 
@@ -65,7 +67,18 @@ def fields_read_in(tree: ast.AST) -> set[str]:
 def read() -> set[str]:
     """Collect the fields that the package reads, without config/ (which states them) and cli/ (which shows them)."""
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("config", "cli")]
-    return set().union(*(fields_read_in(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+    found = set().union(*(fields_read_in(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+    return found | settings_of_presets()
+
+
+def settings_of_presets() -> set[str]:
+    """section.field for every setting of a verifier's preset: its process gets them as plain values."""
+    found = set()
+    for preset in SET_PRESETS:
+        files = [preset, "service"] if preset in ("judge", "remote") else [preset]
+        texts = [(PACKAGE / "rewards" / f"{name}.py").read_text(encoding="utf-8") for name in files]
+        found |= {f"{preset}.{name}" for text in texts for name in re.findall(r'\bown(?:\.get\(|\[)"(\w+)"', text)}
+    return found
 
 
 # Read through a property of Config, or a function of config/, that turns "0 or empty: derived" into a value.

@@ -27,7 +27,8 @@ from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.parallel.layout import ParallelLayout
 
-MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", "reward.correct", "reward.incorrect"}
+FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
+MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
 QWEN_32B = ArchitectureFacts(
     num_layers=64,
@@ -372,12 +373,11 @@ def test_schedule_counts_in_its_unit() -> None:
 
 def test_every_number_has_a_range() -> None:
     numbers = {path for path, field in leaf_fields().items() if field.annotation in (int, float)}
-    free = {"reward.correct", "reward.incorrect"}
     bounded = set(field_bounds(make()))
     for section in ("algorithm.loss", "algorithm.advantage"):
         for name in union_names(section):
             bounded |= set(field_bounds(make(**{section.replace(".", "__"): name})))
-    assert numbers - bounded == free
+    assert numbers - bounded == FREE
 
 
 @pytest.mark.parametrize(

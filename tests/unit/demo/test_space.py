@@ -96,7 +96,7 @@ def test_runs_that_cannot_be_shown_are_one_line(run: Path, tmp_path: Path) -> No
     write_resolved(loaded, unfinished / "config.json")
     for directory, message in (
         (tmp_path, "is no run's directory"),
-        (other, "is a function of yours"),
+        (other, "a demo has the presets dapo and lenient alone"),
         (unfinished, "has no exported model"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool import VerifierPool, score_item
+from megatron_dapo.types import Completion, Prompt
 
 CODE = """
-import asyncio, time
+import asyncio, os, time
 from dataclasses import dataclass
 from megatron_dapo.rewards.result import RewardResult
 
@@ -49,6 +51,30 @@ async def judge(sample):
 
 async def judge_pair(response, answer):
     return response == answer
+
+def batch(samples):
+    for sample in samples:
+        if sample.response == "hang":
+            time.sleep(600)
+        if sample.response == "exit":
+            os._exit(3)
+        if sample.response == "memory":
+            raise MemoryError
+        if sample.response == "raise":
+            raise KeyError("all of them")
+    marks = [len(samples) for sample in samples]
+    return [None if sample.response == "none" else RewardResult(score=size, is_correct=sample.response == "right")
+            for size, sample in zip(marks, samples)]
+
+async def batch_later(samples):
+    await asyncio.sleep(60 if any(sample.response == "late" for sample in samples) else 0.3)
+    return [float(len(samples))] * len(samples)
+
+def too_few(samples):
+    return [1.0]
+
+def tokens(sample):
+    return {"accuracy": 1, "detail": {"tokens": list(sample.token_ids)}}
 """
 FIELDS = {
     "messages": [{"role": "user", "content": "2 + 2?"}],
@@ -114,7 +140,9 @@ def test_a_response_that_was_cut_off_is_rewarded_but_never_right(own: str) -> No
 
 
 def test_other_signatures_and_files_are_refused(own: str) -> None:
-    with pytest.raises(ValueError, match=r"it takes a, b, c; write it as \(sample\) or as \(response, answer\)"):
+    with pytest.raises(
+        ValueError, match=r"it takes a, b, c; write it as \(sample\), \(samples\) or as \(response, answer\)"
+    ):
         VerifierPool(f"{own}:three", num_workers=1)
     with pytest.raises(ValueError, match="has no function 'four'"):
         VerifierPool(f"{own}:four", num_workers=1)
@@ -148,3 +176,58 @@ def test_an_asynchronous_function_that_blocks_is_killed(own: str) -> None:
         assert pool.score_many(items("block"))[0].outcome == "timeout"
         assert pool.score_many(items("right"))[0].outcome == "correct"
         assert pool.statistics().num_killed == 1
+
+
+def test_a_function_of_samples_gets_batches(own: str) -> None:
+    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8) as pool:
+        assert pool.takes_sample and pool.validate_answers([""]) == {}
+        scores = pool.score_many(items(*["right", "wrong"] * 20))
+    sizes = [scores[number].reward for number in range(40)]
+    assert [scores[number].accuracy for number in range(40)] == [1.0, 0.0] * 20
+    assert max(sizes) == 8 and sum(1 / size for size in sizes) < 12  # calls
+
+
+def test_a_bad_result_is_the_error_of_its_own_sample(own: str) -> None:
+    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=4) as pool:
+        scores = pool.score_many(items("right", "none", "wrong"))
+    assert [scores[number].outcome for number in range(3)] == ["correct", "error", "wrong"]
+    assert "not NoneType" in scores[1].detail["error"]
+    with VerifierPool(f"{own}:too_few", num_workers=1, batch_size=4) as pool:
+        scores = pool.score_many(items("right", "wrong"))
+    assert {score.outcome for score in scores.values()} <= {"error", "correct"}
+    assert any("returns a list of 2 results; got 1" in score.detail.get("error", "") for score in scores.values())
+
+
+@pytest.mark.parametrize(("culprit", "outcome"), [("hang", "timeout"), ("exit", "error"), ("memory", "error")])
+def test_a_sample_that_takes_its_batch_down_costs_itself_alone(own: str, culprit: str, outcome: str) -> None:
+    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8, timeout_s=2.0) as pool:
+        scores = pool.score_many(items("right", "wrong", culprit, "right", "right"))
+    assert [scores[number].outcome for number in range(5)] == ["correct", "wrong", outcome, "correct", "correct"]
+
+
+def test_an_exception_is_the_error_of_the_batch(own: str) -> None:
+    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8) as pool:
+        scores = pool.score_many(items("right", "raise"))
+    assert "KeyError: 'all of them'" in scores[1].detail["error"]
+
+
+def test_asynchronous_batches_run_at_a_time_and_are_late_together(own: str) -> None:
+    with VerifierPool(f"{own}:batch_later", num_workers=1, batch_size=4, concurrency=64, timeout_s=2.0) as pool:
+        start = time.monotonic()
+        scores = pool.score_many(items(*["x"] * 64))
+        seconds = time.monotonic() - start
+        late = pool.score_many(items("late", "x"))
+    assert max(score.reward for score in scores.values()) == 4.0
+    assert seconds < 16 * 0.3, f"{seconds:.1f} s"  # one batch after the other
+    assert late[0].outcome == "timeout" and pool.statistics().num_killed == 0
+
+
+def test_token_ids_are_sent_on_request(own: str) -> None:
+    completion = Completion("r", np.array([5, 7, 2]), np.zeros(3), "stop", ())
+    prompt = Prompt("p", ({"role": "user", "content": "2 + 2?"},), (1,), "4")
+    with VerifierPool(f"{own}:tokens", num_workers=1, token_ids=True) as pool:
+        score = pool.score_many([score_item("g/0", prompt, completion, "four", pool)])["g/0"]
+    assert score.detail["tokens"] == [5, 7, 2]
+    with VerifierPool(f"{own}:tokens", num_workers=1) as pool:
+        score = pool.score_many([score_item("g/0", prompt, completion, "four", pool)])["g/0"]
+    assert score.outcome == "error" and "set reward.token_ids = true" in score.detail["error"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from megatron_dapo.trainer.metrics import (
     prefix_metrics,
     quality_metrics,
     quality_warnings,
+    reward_metrics,
     rollout_metrics,
     throughput_metrics,
     window_metrics,
@@ -121,7 +123,8 @@ def test_the_quality_section_by_outcome_and_its_warnings() -> None:
         judged(loop, "truncated", [-0.1] * 60, is_truncated=True),
         judged(fresh, "truncated", [-0.5] * 60, is_truncated=True),
     )
-    metrics = quality_metrics([Group("g", Prompt("p", (), (1,), "1"), samples, 0, 1)])
+    groups = [Group("g", Prompt("p", (), (1,), "1"), samples, 0, 1)]
+    metrics = quality_metrics(groups)
     assert set(metrics) == {name for name in STEP_METRICS if name.startswith("quality/")}
     share = 1 - 3 / 41  # 41 20-grams, of which three differ
     expected = {
@@ -138,6 +141,7 @@ def test_the_quality_section_by_outcome_and_its_warnings() -> None:
         "probability_mean": (math.exp(-0.5) + math.exp(-0.1)) / 2,
     }
     assert {name: metrics[f"quality/{name}"] for name in expected} == pytest.approx(expected)
+    metrics["reward/failed_share"] = reward_metrics(groups, 0.0)["reward/failed_share"]
     assert quality_warnings(metrics, QualityConfig(repetition_alarm=0.5, tail_loop_alarm=0.5)) == []
     found = quality_warnings(metrics, QualityConfig(repetition_alarm=0.4, tail_loop_alarm=1, probability_alarm=0.7))
     assert found == [
@@ -145,4 +149,10 @@ def test_the_quality_section_by_outcome_and_its_warnings() -> None:
         "quality/probability_mean is 0.756, above quality.probability_alarm 0.7",
     ]
     assert len(quality_warnings(metrics, QualityConfig(compression_alarm=1.0))) == 3
+    # One of four in a part of a mixture: an alarm, whatever the response's own outcome.
+    failed = Score(1.0, 1.0, "correct", detail={"failed": {"judge": "status 500"}})
+    groups = [Group("g", Prompt("p", (), (1,), "1"), (replace(samples[0], score=failed), *samples[1:]), 0, 1)]
+    metrics["reward/failed_share"] = reward_metrics(groups, 0.0)["reward/failed_share"]
+    found = quality_warnings(metrics, QualityConfig(repetition_alarm=1, tail_loop_alarm=1))
+    assert found == ["reward/failed_share is 0.25, above quality.reward_failure_alarm 0.02"]
     assert set(quality_metrics([]).values()) == {0.0}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config import config_from_dict, validate
-from megatron_dapo.trainer.build_rollout import in_order, reward_addends
+from megatron_dapo.rewards.format import has_form
+from megatron_dapo.trainer.build_rollout import reward_addends
 from megatron_dapo.types import Completion, Score, VersionRange
 
 
@@ -47,7 +48,7 @@ def test_the_form_is_an_answer_that_is_found_or_markers_in_order() -> None:
     ("text", "expected"), [("a b", True), ("b a", False), ("a a b", False), ("a", False), ("", False), ("xaybz", True)]
 )
 def test_markers_occur_once_and_in_order(text: str, expected: bool) -> None:
-    assert in_order(text, ("a", "b")) is expected
+    assert has_form(text, ("a", "b"), "") is expected
 
 
 @pytest.mark.parametrize(

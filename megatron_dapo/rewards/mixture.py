@@ -1,0 +1,136 @@
+"""A weighted mixture of verifiers, each with processes of its own: one that fails or is late costs its own part alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.rewards.pool import PoolStatistics, ScoreItem, VerifierPool
+from megatron_dapo.types import Repetition, Score
+
+FAILED_OUTCOMES = ("timeout", "error")
+
+
+@dataclass(frozen=True)
+class MixtureComponent:
+    """A verifier of a mixture."""
+
+    name: str  # of its part in samples and metrics
+    pool: VerifierPool
+    weight: float = 1.0
+
+
+class MixturePool:
+    """Rewards by the sum of weight times reward; `deciding` names the component whose word on right and wrong counts.
+
+    The parts of a reward are in the detail of its score: a component's part is its weighted reward, or its own parts, weighted, as
+    NAME/PART. Errors of components are there too, by name. It owns the components' pools: closing it closes them.
+    """
+
+    def __init__(self, components: Sequence[MixtureComponent], deciding: str) -> None:
+        self.components, self._deciding = tuple(components), deciding
+        names = [one.name for one in components]
+        if len(set(names)) != len(names) or deciding not in names:
+            raise ValueError(
+                f"a mixture needs components of different names, and one of them decides; got {names}, {deciding!r}"
+            )
+        self.verifier = "mix"
+        self.version = " + ".join(f"{one.weight:g} x {one.pool.version}" for one in components)
+        self.takes_sample = any(one.pool.takes_sample for one in components)
+        self.takes_token_ids = any(one.pool.takes_token_ids for one in components)
+
+    def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+        """Return the scores by key, see `VerifierPool.score_many`."""
+        return self.submit(items).result()
+
+    async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+        """`score_many` without blocking the event loop."""
+        return await asyncio.wrap_future(self.submit(items))
+
+    def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+        """Start all components on the items and return the future of the mixed scores."""
+        items = list(items)
+        futures = {one.name: one.pool.submit(items) for one in self.components}
+        mixed: Future[dict[Hashable, Score]] = Future()
+        mixed.set_running_or_notify_cancel()
+        lock, open_futures = threading.Lock(), set(futures)
+
+        def on_done(name: str) -> None:
+            with lock:
+                open_futures.discard(name)
+                if open_futures or mixed.done():
+                    return
+            try:
+                scores = {name: future.result() for name, future in futures.items()}
+                mixed.set_result({item[0]: self._mixed({n: s[item[0]] for n, s in scores.items()}) for item in items})
+            except Exception as error:  # of a pool that was closed or broke: the caller's to see
+                mixed.set_exception(error)
+
+        for name, future in futures.items():
+            future.add_done_callback(lambda _, name=name: on_done(name))
+        return mixed
+
+    def _mixed(self, scores: Mapping[str, Score]) -> Score:
+        """Return the mixture of one response's scores."""
+        parts: dict[str, float] = {}
+        for one in self.components:
+            score = scores[one.name]
+            own = score.detail.get("parts") or {}
+            parts |= {f"{one.name}/{part}": one.weight * value for part, value in own.items()}
+            parts |= {} if own else {one.name: one.weight * score.reward}
+        decided = scores[self._deciding]
+        failed = {
+            name: str(score.detail.get("error", score.outcome))
+            for name, score in scores.items()
+            if score.outcome in FAILED_OUTCOMES
+        }
+        details = {
+            name: rest
+            for name, score in scores.items()
+            if (rest := {key: value for key, value in score.detail.items() if key not in ("parts", "error")})
+        }
+        detail = {
+            "parts": parts,
+            **({"failed": failed} if failed else {}),
+            **({"components": details} if details else {}),
+        }
+        return Score(decided.accuracy, sum(parts.values()), decided.outcome, decided.extracted, detail)
+
+    def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
+        """Measure in the first component's processes, see `VerifierPool.measure_repetition`."""
+        return self.components[0].pool.measure_repetition(token_ids)
+
+    def validate_answers(self, answers: Iterable[str]) -> dict[str, str]:
+        """Return the gold answers that a component cannot use, each with the reason."""
+        answers = list(answers)
+        problems: dict[str, str] = {}
+        for one in self.components:
+            problems |= {answer: f"{one.name}: {why}" for answer, why in one.pool.validate_answers(answers).items()}
+        return problems
+
+    def statistics(self) -> PoolStatistics:
+        """Return the counts of all components so far."""
+        each = [one.pool.statistics() for one in self.components]
+        outcomes: Counter[str] = Counter()
+        for one in each:
+            outcomes.update(one.outcomes)
+        counts = [sum(getattr(one, name) for one in each) for name in ("num_killed", "num_crashed", "num_started")]
+        return PoolStatistics(dict(outcomes), *counts)
+
+    def close(self) -> None:
+        """Close every component's pool."""
+        for one in self.components:
+            one.pool.close()
+
+    def __enter__(self) -> MixturePool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
