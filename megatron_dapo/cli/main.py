@@ -7,7 +7,6 @@ that is wrong is listed), 75 not at its end and worth starting again: a signal s
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import sys
@@ -19,16 +18,17 @@ import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
+from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.options import DryRunOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.cli.quantize import quantize
+from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
-from megatron_dapo.recovery.checkpoint_store import step_of
 from megatron_dapo.recovery.disk_space import size
 
 app = typer.Typer(
     name="megatron-dapo",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help=__doc__.splitlines()[0],
 )
@@ -38,8 +38,8 @@ app.add_typer(plan_app, name="plan")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints of runs.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
-
-CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to_hf", "verify": "verify"}
+app.add_typer(convert_app, name="convert")
+app.add_typer(recipes_app, name="recipes")
 
 
 @app.command()
@@ -64,6 +64,7 @@ def doctor(
 
 
 for _name, _command in (
+    ("quickstart", quickstart),
     ("train", train),
     ("pretrain-value", pretrain_value),
     ("sft", sft),
@@ -71,6 +72,7 @@ for _name, _command in (
     ("rounds", rounds),
     ("replay", replay),
     ("eval", evaluate),
+    ("quantize", quantize),
 ):
     app.command(_name)(_command)
 
@@ -368,26 +370,6 @@ def plan_sync(
     except ValueError as error:
         refuse(error)
     typer.echo(json.dumps(asdict(figures)) if json_output else "\n".join(costs.describe_sync(figures)))
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def convert(
-    context: typer.Context, direction: Annotated[str, typer.Argument(help=" | ".join(CONVERTERS))] = ""
-) -> None:
-    """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
-    if direction not in CONVERTERS:
-        refuse(f"convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments")
-    if of_runs := [argument for argument in context.args if step_of(Path(argument).resolve().name) is not None]:
-        if direction == "megatron-to-hf" and len(context.args) == 2 and of_runs[0] == context.args[0]:
-            _export_checkpoint(*map(Path, context.args))
-            return
-        refuse(
-            f"convert {direction}: {of_runs[0]} is a checkpoint of a run; `megatron-dapo export {of_runs[0]} DIRECTORY` writes its "
-            "model for Hugging Face, `megatron-dapo checkpoint inspect A B` compares two"
-        )
-    # They are programs of their own, with argparse; --help and options after the direction are theirs.
-    module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
-    raise typer.Exit(module.main(context.args))
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megatron_dapo.config.loader import read_toml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.machine import (
     ApexFacts,
@@ -101,8 +101,11 @@ def _cause(code: int, errors: str) -> str:
 # ---- packages
 
 
-def locks(directory: Path = ROOT / "requirements") -> list[Lock]:
-    """Return the trainer's locks of the repository this package is installed from."""
+def locks(directory: Path | None = None) -> list[Lock]:
+    """Return the trainer's locks: those that a wheel holds, or those of the checkout that this package lies in."""
+    if directory is None:
+        inside = ROOT / "megatron_dapo/requirements"
+        directory = inside if inside.is_dir() else ROOT / "requirements"
     found = (parse_lock(file.name, file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*.txt")))
     return [lock for lock in found if lock is not None]
 
@@ -119,22 +122,17 @@ def installed_versions() -> dict[str, str]:
 
 
 def required_packages() -> dict[str, Requirement]:
-    """Return the base requirements of this package, by its metadata, or by setup.py where it is not installed."""
+    """Return the base requirements of this package, by its metadata, or by pyproject.toml where it is not installed."""
     try:
         texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        texts = _setup_requirements(ROOT / "setup.py")
+        texts = _project_requirements(ROOT / "pyproject.toml")
     requirements = [Requirement(text) for text in texts if not _EXTRA.search(text)]
     return {canonicalize_name(r.name): r for r in requirements if r.marker is None or r.marker.evaluate()}
 
 
-def _setup_requirements(file: Path) -> list[str]:
-    if not file.is_file():
-        return []
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BASE":
-            return ast.literal_eval(node.value)
-    return []
+def _project_requirements(file: Path) -> list[str]:
+    return read_toml(file)["project"]["dependencies"] if file.is_file() else []
 
 
 # ---- devices and their libraries

@@ -268,7 +268,7 @@ def psutil_finding(version: str | None) -> Finding:
 
 # ---- packages
 
-# The bounds of setup.py's python_requires.
+# The bounds of requires-python in pyproject.toml.
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
 _FILE = re.compile(r"(cpu|cuda)-py(\d)(\d+)\.txt")
 

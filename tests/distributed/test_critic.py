@@ -8,7 +8,7 @@ import torch
 from launcher import run_distributed
 from safetensors.torch import load_file
 
-from checkpoint_converters.convert import first_difference
+from megatron_dapo.converters.convert import first_difference
 
 MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe", "gemma3")
 CASES: list[dict[str, Any]] = [

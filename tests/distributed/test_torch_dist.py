@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 from actor_checks import reference_model
 from launcher import run_distributed
+from typer.main import get_command
 
-from checkpoint_converters import hf_to_megatron, megatron_to_hf, verify
+from megatron_dapo.cli.main import app
+
+
+def convert(*arguments: str) -> int:
+    """Run `megatron-dapo convert` in this process and return its exit code."""
+    return get_command(app).main(["convert", *arguments], standalone_mode=False) or 0
+
 
 # Model of `actor_checks`, layouts, and True for megatron-core's modules alone, False for the trainer's GPTModel.
 CASES: dict[str, tuple[str, tuple[dict[str, int], ...], bool]] = {
@@ -30,7 +37,7 @@ def test_models_go_to_megatron_core_and_come_back_bit_for_bit(
     name, layouts, is_plain = CASES[case]
     model, ours = tmp_path / "model", tmp_path / "ours"
     reference_model(name).float().save_pretrained(model)
-    assert hf_to_megatron.main([str(model), str(ours), "--format", "torch_dist"]) == 0, capsys.readouterr().err
+    assert convert("hf-to-megatron", str(model), str(ours), "--format", "torch_dist") == 0, capsys.readouterr().err
     for number, layout in enumerate(layouts):
         ranks = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("expert", 1)
         common = {"model": str(model), "layout": layout, "is_plain": is_plain}
@@ -41,5 +48,5 @@ def test_models_go_to_megatron_core_and_come_back_bit_for_bit(
         run_distributed("torch_dist_checks:run", ranks, save)
         (theirs / "latest_checkpointed_iteration.txt").write_text("12")
         arguments = [str(theirs), str(back), "--model", str(model)]
-        assert megatron_to_hf.main(arguments) == 0, capsys.readouterr().err
-        assert verify.main([str(model), str(back)]) == 0, capsys.readouterr().out
+        assert convert("megatron-to-hf", *arguments) == 0, capsys.readouterr().err
+        assert convert("verify", str(model), str(back)) == 0, capsys.readouterr().out

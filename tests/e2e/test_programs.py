@@ -71,7 +71,6 @@ RUN_BY = {
     "tools/make_text_tasks.py": "test_make_text_tasks",
     "tools/plot_run.py": "test_plot_run",
     "tools/prove_resume.py": "test_prove_resume",
-    "tools/quantize.py": "test_quantize",
     "tools/resume_proof/moved_state.py": "test_prove_resume_in_another_layout",
     "tools/score_with_transformers.py": "test_score_with_transformers",
     "tools/virtual_cluster.py": "test_virtual_cluster",
@@ -526,7 +525,7 @@ def test_quantize(repository: Path, tmp_path: Path) -> None:
     if not (repository / ".venv-modelopt").exists():
         pytest.skip("NVIDIA ModelOpt is not installed; make .venv-modelopt installs it")
     model, prompts = repository / "examples/quickstart/base_model", repository / "examples/quickstart/train.jsonl"
-    arguments = ["-m", "tools.quantize", model, tmp_path / "fp8", "--format", "fp8", "--prompts", prompts]
+    arguments = ["-m", "megatron_dapo.cli.main", "quantize", model, tmp_path / "fp8", "--format", "fp8", "--prompts", prompts]
     size = ["--num-calibration", "4", "--num-check", "4", "--response-tokens", "8", "--device", "cpu"]
     result = run_json(repository, *arguments, *size, packages=".venv-modelopt")
     assert result["format"] == "fp8" and result["bytes_after"] < result["bytes_before"]

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.engines.sglang.served import EngineStartError
-from tools.quantization.engine_check import engine_logprobs
-from tools.quantization.probe import Sample, compare, logprobs_of
+from megatron_dapo.quantization.engine_check import engine_logprobs
+from megatron_dapo.quantization.probe import Sample, compare, logprobs_of
 
 
 def test_log_probs_of_a_served_directory_are_transformers(tiny_model, engine_python) -> None:

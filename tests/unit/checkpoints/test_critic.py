@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from checkpoint_converters.convert import (
+from megatron_dapo.converters.convert import (
     first_difference,
     huggingface_to_megatron,
     megatron_to_huggingface,

@@ -174,23 +174,20 @@ def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.Monk
     assert "error: it evaluates" in result.output, result.output
 
 
-def test_convert_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    got = []
-    package, module = (
-        types.ModuleType("checkpoint_converters"),
-        types.ModuleType("checkpoint_converters.hf_to_megatron"),
-    )
-    module.main = lambda arguments: got.append(arguments) or 3
-    monkeypatch.setitem(sys.modules, "checkpoint_converters", package)
-    monkeypatch.setitem(sys.modules, "checkpoint_converters.hf_to_megatron", module)
-    result = runner.invoke(app, ["convert", "hf-to-megatron", "in", "--tensor", "2", "--help"])
-    assert result.exit_code == 3 and got == [["in", "--tensor", "2", "--help"]]
+def test_convert_helps() -> None:
+    result = runner.invoke(app, ["convert", "--help"])
+    assert result.exit_code == 0 and all(name in result.output for name in ("hf-to-megatron", "megatron-to-hf", "verify"))
+    for name in ("hf-to-megatron", "megatron-to-hf", "verify"):
+        result = runner.invoke(app, ["convert", name, "--help"])
+        assert result.exit_code == 0 and name in result.output
+    assert runner.invoke(app, ["convert", "sideways"]).exit_code == 2
 
 
-def test_convert_lists_its_directions() -> None:
-    for arguments in (["convert"], ["convert", "sideways"]):
-        result = runner.invoke(app, arguments)
-        assert result.exit_code == 2 and "hf-to-megatron, megatron-to-hf, verify" in result.output
+def test_the_shell_completes_commands() -> None:
+    """As the script that --install-completion writes asks: the words so far, and the number of the last one."""
+    asked = {"_MEGATRON_DAPO_COMPLETE": "complete_bash", "COMP_WORDS": "megatron-dapo convert hf", "COMP_CWORD": "2"}
+    result = runner.invoke(app, [], prog_name="megatron-dapo", env=asked)
+    assert result.output.split() == ["hf-to-megatron"]
 
 
 def test_version() -> None:

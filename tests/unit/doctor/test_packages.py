@@ -48,15 +48,15 @@ def test_the_repository_has_a_lock_for_each_device() -> None:
     assert set(gather.required_packages()) <= set(locks["cpu"].pins) | {"tomli"}
 
 
-def test_what_setup_says_is_required(tmp_path: Path) -> None:
-    assert any(text.startswith("torch") for text in gather._setup_requirements(gather.ROOT / "setup.py"))
-    assert gather._setup_requirements(tmp_path / "setup.py") == []
+def test_requirements_without_an_install(tmp_path: Path) -> None:
+    assert any(text.startswith("torch") for text in gather._project_requirements(gather.ROOT / "pyproject.toml"))
+    assert gather._project_requirements(tmp_path / "pyproject.toml") == []
 
 
-def test_supported_pythons_are_those_of_setup() -> None:
-    text = (gather.ROOT / "setup.py").read_text(encoding="utf-8")
+def test_supported_pythons_are_those_of_the_metadata() -> None:
+    text = (gather.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     after = (NEWEST_PYTHON[0], NEWEST_PYTHON[1] + 1)
-    assert f'python_requires=">={OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]},<{after[0]}.{after[1]}"' in text
+    assert f'requires-python = ">={OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]},<{after[0]}.{after[1]}"' in text
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megatron_dapo
+from megatron_dapo.config.loader import read_toml
 
 COMPILED = (
     "transformer-engine",
@@ -33,17 +33,8 @@ COMPILED = (
 
 @pytest.fixture(scope="module")
 def metadata(repository: Path) -> dict[str, Any]:
-    """The keyword arguments of setup()."""
-    caught: dict[str, Any] = {}
-    source = (repository / "setup.py").read_text(encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **arguments: caught.update(arguments))
-        patch.chdir(repository)
-        exec(
-            compile(source, str(repository / "setup.py"), "exec"),
-            {"__file__": str(repository / "setup.py"), "__name__": "setup"},
-        )
-    return caught
+    """The [project] table of pyproject.toml."""
+    return read_toml(repository / "pyproject.toml")["project"]
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -57,14 +48,13 @@ def pins(path: Path) -> dict[str, str]:
 
 
 def test_metadata(metadata: dict[str, Any]) -> None:
-    assert metadata["name"] == "megatron-dapo" and metadata["version"] == megatron_dapo.__version__
-    assert set(metadata["extras_require"]) == {"gpu", "sglang", "quantize", "plots", "dev"}
-    assert {"megatron_dapo", "megatron_dapo.config", "megatron_dapo.cli"} <= set(metadata["packages"])
-    assert not [name for name in metadata["packages"] if name.startswith("tests")]
+    assert metadata["name"] == "megatron-dapo" and metadata["dynamic"] == ["version"]
+    assert set(metadata["optional-dependencies"]) >= {"gpu", "sglang", "quantize", "plots", "dev"}
+    assert metadata["license"] == "Apache-2.0" and metadata["readme"] == "README.md" and metadata["classifiers"]
 
 
 def test_base_install_pulls_no_compiled_cuda_package(metadata: dict[str, Any]) -> None:
-    names = [canonicalize_name(Requirement(line).name) for line in metadata["install_requires"]]
+    names = [canonicalize_name(Requirement(line).name) for line in metadata["dependencies"]]
     assert "torch" in names and not [name for name in names if name.startswith(COMPILED)]
 
 
@@ -75,7 +65,7 @@ def test_lock_satisfies_the_requirements(
     repository: Path, metadata: dict[str, Any], lock: str, python: str, extras: list[str]
 ) -> None:
     pinned = pins(repository / "requirements" / lock)
-    wanted = metadata["install_requires"] + [line for extra in extras for line in metadata["extras_require"][extra]]
+    wanted = metadata["dependencies"] + [line for extra in extras for line in metadata["optional-dependencies"][extra]]
     for requirement in map(Requirement, wanted):
         if requirement.marker and not requirement.marker.evaluate({"python_version": python}):
             continue
@@ -103,8 +93,7 @@ def test_installed_is_what_the_lock_says(repository: Path) -> None:
 
 
 def test_console_script_points_to_the_app(metadata: dict[str, Any]) -> None:
-    (script,) = metadata["entry_points"]["console_scripts"]
-    assert script == "megatron-dapo = megatron_dapo.cli.main:app"
+    assert metadata["scripts"] == {"megatron-dapo": "megatron_dapo.cli.main:app"}
     from megatron_dapo.cli.main import app
 
     assert callable(app)

@@ -1,4 +1,4 @@
-"""tools.quantize from end to end on a model small enough for a CPU."""
+"""`megatron-dapo quantize` from end to end on a model small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from typer.main import get_command
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
-from tools import quantize
+from megatron_dapo.cli.main import app
+from megatron_dapo.cli.options import REFUSED
+from megatron_dapo.cli.quantize import OUT_OF_TOLERANCE
 
 needs_modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None,
@@ -69,7 +72,8 @@ def prompts(repository: Path) -> str:
 
 
 def run_tool(source: Path, target: Path, name: str, prompts: str, *more: str) -> int:
-    return quantize.main([str(source), str(target), "--format", name, "--prompts", prompts, "--device", "cpu", *more])
+    arguments = [str(source), str(target), "--format", name, "--prompts", prompts, "--device", "cpu", *more]
+    return get_command(app).main(["quantize", *arguments], standalone_mode=False) or 0
 
 
 @needs_modelopt
@@ -77,7 +81,7 @@ def run_tool(source: Path, target: Path, name: str, prompts: str, *more: str) ->
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
 def test_a_model_is_quantized_and_accepted(request, model, tmp_path, prompts, name, capsys) -> None:
     source = request.getfixturevalue(model)
-    assert run_tool(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
+    assert run_tool(source, tmp_path / name, name, prompts, *FEW, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     stored = json.loads((tmp_path / name / "quantization.json").read_text())
     assert stored == report and report["scored_by"] == "transformers"
@@ -99,13 +103,13 @@ def test_a_model_is_quantized_and_accepted(request, model, tmp_path, prompts, na
 def test_one_out_of_tolerance_leaves_nothing_and_says_both_numbers(source, tmp_path, prompts, capsys) -> None:
     code = run_tool(source, tmp_path / "fp8", "fp8", prompts, *FEW, "--max-mean", "1e-6")
     message = capsys.readouterr().err
-    assert code == quantize.REFUSED and "mean |log-prob difference|" in message and "allowed 1e-06" in message
+    assert code == OUT_OF_TOLERANCE and "mean |log-prob difference|" in message and "allowed 1e-06" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) -> None:
     (tmp_path / "out").mkdir()
-    assert run_tool(source, tmp_path / "out", "fp8", prompts, *FEW) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", "fp8", prompts, *FEW) == REFUSED
     assert "exists already" in capsys.readouterr().err and list((tmp_path / "out").iterdir()) == []
 
 
@@ -120,18 +124,18 @@ def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) 
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
     source, tmp_path, prompts, capsys, name, more, what
 ) -> None:
-    assert run_tool(source, tmp_path / "out", name, prompts, *more) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", name, prompts, *more) == REFUSED
     assert what in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_directory_is_named(tmp_path, prompts, capsys) -> None:
-    assert run_tool(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
+    assert run_tool(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == REFUSED
     assert "nothing is not a directory" in capsys.readouterr().err
 
 
 def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> None:
     base = repository / "examples/quickstart/base_model"
-    assert run_tool(base, tmp_path / "out", "fp8_blockwise", prompts) == quantize.FAILED
+    assert run_tool(base, tmp_path / "out", "fp8_blockwise", prompts) == REFUSED
     assert "q_proj.weight has 96 rows, which is no multiple of 128" in capsys.readouterr().err
 
 
@@ -147,5 +151,5 @@ def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> Non
 def test_too_few_prompts(source, tmp_path, prompts, capsys, text, more, what) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(Path(prompts).read_text() if text is None else text)
-    assert run_tool(source, tmp_path / "out", "fp8", str(path), *more) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", "fp8", str(path), *more) == REFUSED
     assert what in capsys.readouterr().err and not (tmp_path / "out").exists()

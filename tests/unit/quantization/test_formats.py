@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.quantization.formats import FORMATS, check_device, check_shapes, format_of
-from tools.quantization.stored import ALGORITHMS
+from megatron_dapo.quantization.formats import FORMATS, check_device, check_shapes, format_of
+from megatron_dapo.quantization.stored import ALGORITHMS
 
 
 def test_every_format_can_be_read_back() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantize_hidden
-from tools.quantization.experts import separate_experts
+from megatron_dapo.quantization.experts import separate_experts
 
 Tensors = Mapping[str, torch.Tensor]
 # Tensors of one matrix by the suffix of their names -> [rows, columns] fp32.

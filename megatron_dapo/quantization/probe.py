@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tools.quantization.formats import Tolerance
+from megatron_dapo.quantization.formats import Tolerance
 
 Tokens = list[int]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tools.quantization.probe import compare, logprobs_of
-from tools.quantization.stored import (
+from megatron_dapo.quantization.probe import compare, logprobs_of
+from megatron_dapo.quantization.stored import (
     ALGORITHMS,
     E2M1,
     load_dequantized,

@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from checkpoint_converters import hf_to_megatron, megatron_to_hf, verify
 from megatron_dapo.cli.main import app
 from tests.unit.checkpoints.saved_states import random_state, save_states
+
+
+def convert(*arguments: str) -> int:
+    """Run `megatron-dapo convert` in this process and return its exit code."""
+    return get_command(app).main(["convert", *arguments], standalone_mode=False) or 0
 
 
 @pytest.fixture
@@ -26,13 +31,13 @@ def model(make_model_directory: Callable[..., Path]) -> Path:
 @pytest.fixture
 def stored(model: Path, tmp_path: Path) -> Path:
     """A checkpoint of the model, as Megatron-LM's directory."""
-    assert hf_to_megatron.main([str(model), str(tmp_path / "stored"), "--format", "torch_dist"]) == 0
+    assert convert("hf-to-megatron", str(model), str(tmp_path / "stored"), "--format", "torch_dist") == 0
     return tmp_path / "stored"
 
 
 def test_a_model_comes_back_with_experts_and_types(model: Path, stored: Path, tmp_path: Path) -> None:
-    assert megatron_to_hf.main([str(stored / "release"), str(tmp_path / "back"), "--model", str(model)]) == 0
-    assert verify.main([str(model), str(tmp_path / "back")]) == 0
+    assert convert("megatron-to-hf", str(stored / "release"), str(tmp_path / "back"), "--model", str(model)) == 0
+    assert convert("verify", str(model), str(tmp_path / "back")) == 0
 
 
 def missing_common(inside: Path) -> None:
@@ -91,7 +96,7 @@ def test_damage_is_named_in_one_line(
 ) -> None:
     damage(stored / "release")
     capsys.readouterr()
-    assert megatron_to_hf.main([str(stored), str(tmp_path / "back"), "--model", str(model)]) == 1
+    assert convert("megatron-to-hf", str(stored), str(tmp_path / "back"), "--model", str(model)) == 2
     output = capsys.readouterr()
     assert DAMAGES[damage] in output.err and output.err.count("\n") == 1 and not output.out
     assert not list(tmp_path.glob("*back*"))
@@ -118,13 +123,13 @@ def test_another_model_is_refused(
 ) -> None:
     other = make_model_directory(family, dtype=torch.bfloat16, name="other", **sizes)
     capsys.readouterr()
-    assert megatron_to_hf.main([str(stored), str(tmp_path / "back"), "--model", str(other)]) == 1
+    assert convert("megatron-to-hf", str(stored), str(tmp_path / "back"), "--model", str(other)) == 2
     error = capsys.readouterr().err
     assert reason in error and "--model" in error and error.count("\n") == 1
 
 
 def test_a_model_directory_has_to_be_named(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert megatron_to_hf.main([str(stored), str(tmp_path / "back")]) == 1
+    assert convert("megatron-to-hf", str(stored), str(tmp_path / "back")) == 2
     assert "name a Hugging Face directory of the same model with --model" in capsys.readouterr().err
 
 
@@ -136,7 +141,7 @@ def test_a_runs_checkpoint_becomes_an_iteration(model: Path, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "12"
     assert (tmp_path / "out/iter_0000012/.metadata").is_file()
-    assert megatron_to_hf.main([str(tmp_path / "out"), str(tmp_path / "back"), "--model", str(model)]) == 0
-    assert verify.main([str(model), str(tmp_path / "back")]) == 0
+    assert convert("megatron-to-hf", str(tmp_path / "out"), str(tmp_path / "back"), "--model", str(model)) == 0
+    assert convert("verify", str(model), str(tmp_path / "back")) == 0
     refused = CliRunner().invoke(app, [*command, "--critic"])
     assert refused.exit_code == 2

@@ -10,7 +10,7 @@ from megatron_dapo.engines.sglang.alone import started
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from tools.quantization.probe import Sample
+from megatron_dapo.quantization.probe import Sample
 
 
 def engine_logprobs(

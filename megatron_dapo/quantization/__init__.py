@@ -1,4 +1,4 @@
 """Quantized checkpoints from a trained Hugging Face directory: NVIDIA ModelOpt writes them, this package accepts them.
 
-The command is `python -m tools.quantize`.
+The command is `megatron-dapo quantize`.
 """

@@ -31,7 +31,7 @@ CONFIG = {
 }
 CHILD = """
 import sys
-from checkpoint_converters.convert import huggingface_to_megatron, megatron_to_huggingface
+from megatron_dapo.converters.convert import huggingface_to_megatron, megatron_to_huggingface
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()

@@ -17,6 +17,7 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
+from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
 from megatron_dapo.checkpoints.torch_dist_layout import (
@@ -171,6 +172,21 @@ class TorchDistModel(StoredModel):
                 f"{self.path}: holds {more[0]}, which the model of {model} lacks ({len(more)} such tensors); name the model "
                 "that was trained with --model"
             )
+
+
+def convert_torch_dist(
+    source: str | Path, target: str | Path, model: str | Path | None, shard_bytes: int
+) -> ExportReport:
+    """Write a checkpoint of Megatron-LM as a Hugging Face directory; config, tokenizer and types are those of `model`.
+
+    ValueError or OSError in one line; then `target` is not there.
+    """
+    if model is None:
+        raise ValueError(
+            f"{source} is of Megatron-LM and has no config.json; name a Hugging Face directory of the same model with --model"
+        )
+    with TorchDistModel(source, model) as stored:
+        return export_stored_model(target, stored, model, shard_bytes=shard_bytes)
 
 
 def write_torch_dist_model(

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tools.quantization.formats import Tolerance
-from tools.quantization.probe import Sample, compare, logprobs_of, sample_responses
+from megatron_dapo.quantization.formats import Tolerance
+from megatron_dapo.quantization.probe import Sample, compare, logprobs_of, sample_responses
 
 
 def test_log_probs_of_the_response_alone(model, samples) -> None:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.cli.main import app
 from megatron_dapo.parallel.layout import ParallelLayout
 
-PROGRAMS = Path(__file__).parents[3] / "checkpoint_converters"
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
 def _program(name: str):
-    specification = importlib.util.spec_from_file_location(name, PROGRAMS / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return lambda *arguments: module.main([str(a) for a in arguments])
+    return lambda *arguments: get_command(app).main(["convert", name, *map(str, arguments)], standalone_mode=False) or 0
 
 
-hf_to_megatron, megatron_to_hf, verify = (_program(name) for name in ("hf_to_megatron", "megatron_to_hf", "verify"))
+hf_to_megatron, megatron_to_hf, verify = (_program(name) for name in ("hf-to-megatron", "megatron-to-hf", "verify"))
 
 
 def _stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -181,11 +178,11 @@ def test_incomplete_input_fails_and_leaves_nothing(make_model_directory, tmp_pat
     shard = sorted(directory.glob("model-*.safetensors"))[2]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert hf_to_megatron(directory, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 2
     message = capsys.readouterr().err
     assert shard.name in message and f"{len(whole) - 1} bytes" in message and str(len(whole)) in message
     shard.unlink()
-    assert hf_to_megatron(directory, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 2
     assert f"{shard.name}: the file is missing" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
@@ -196,28 +193,28 @@ def test_incomplete_megatron_directory_fails(make_model_directory, tmp_path, cap
     path = tmp_path / "cut" / "layout.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "rank_00001.safetensors": 17}}))
-    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 2
     assert "the manifest says 17" in capsys.readouterr().err
     path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "../x": 17}}))
-    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 2
     assert "'../x'" in capsys.readouterr().err
     path.write_text(json.dumps({**manifest, "parallel": {**manifest["parallel"], "tensor": 4}}))
-    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 2
     path.write_text(json.dumps({**manifest, "version": 2}))
-    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 2
     path.write_text(json.dumps(manifest))
     (tmp_path / "cut" / "rank_00001.safetensors").unlink()
-    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 2
     assert "rank_00001.safetensors: the file is missing" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 
 def test_layout_or_target_that_does_not_fit(make_model_directory, tmp_path, capsys):
     directory = make_model_directory("llama")
-    assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 3) == 1
+    assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 3) == 2
     assert "3 does not divide num_attention_heads 8" in capsys.readouterr().err
     (tmp_path / "cut").mkdir()
-    assert hf_to_megatron(directory, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 2
     assert "exists already" in capsys.readouterr().err
     assert list((tmp_path / "cut").iterdir()) == []
 
@@ -227,7 +224,7 @@ def test_fused_tensors_of_two_types_are_refused(make_model_directory, tmp_path, 
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].bfloat16()}, directory / "model.safetensors")
-    assert hf_to_megatron(directory, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 2
     assert "fuses tensors of different types" in capsys.readouterr().err and not (tmp_path / "cut").exists()
 
 

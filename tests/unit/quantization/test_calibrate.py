@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from megatron_dapo.ops.fp8 import quantize_weight
-from tools.quantization import calibrate
-from tools.quantization.formats import FORMATS
-from tools.quantization.probe import compare, logprobs_of
-from tools.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
+from megatron_dapo.quantization import calibrate
+from megatron_dapo.quantization.formats import FORMATS
+from megatron_dapo.quantization.probe import compare, logprobs_of
+from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 

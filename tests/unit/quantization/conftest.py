@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tools.quantization.probe import Sample
+from megatron_dapo.quantization.probe import Sample
 
 
 @pytest.fixture

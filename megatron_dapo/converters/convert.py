@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_converters.megatron_checkpoint import (
+from megatron_dapo.converters.megatron_checkpoint import (
     MANIFEST_FILE,
     UNTOUCHED_FILE,
     MegatronCheckpoint,

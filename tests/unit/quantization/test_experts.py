@@ -10,11 +10,11 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_dapo.ops.fp8 import quantize_weight
-from tools.quantization import calibrate
-from tools.quantization.experts import SeparateExperts, separate_experts
-from tools.quantization.formats import FORMATS
-from tools.quantization.probe import compare, logprobs_of
-from tools.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
+from megatron_dapo.quantization import calibrate
+from megatron_dapo.quantization.experts import SeparateExperts, separate_experts
+from megatron_dapo.quantization.formats import FORMATS
+from megatron_dapo.quantization.probe import compare, logprobs_of
+from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
 
 CPU = torch.device("cpu")
 NUM_MATRICES = 2 * (4 + 3 * 4)  # a layer: attention, and gate, up and down of 4 experts

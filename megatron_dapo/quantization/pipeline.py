@@ -27,30 +27,18 @@ from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
-from tools.quantization import calibrate
-from tools.quantization.engine_check import engine_logprobs
-from tools.quantization.experts import separate_experts
-from tools.quantization.formats import Format, Tolerance, check_device, check_shapes
-from tools.quantization.probe import LogprobDifference, Sample, compare, logprobs_of, sample_responses
-from tools.quantization.stored import load_dequantized, read_json
+from megatron_dapo.quantization import calibrate
+from megatron_dapo.quantization.engine_check import engine_logprobs
+from megatron_dapo.quantization.experts import separate_experts
+from megatron_dapo.quantization.formats import Format, Tolerance, check_device, check_shapes
+from megatron_dapo.quantization.probe import LogprobDifference, Sample, compare, logprobs_of, sample_responses
+from megatron_dapo.quantization.prompts import Prompts
+from megatron_dapo.quantization.stored import load_dequantized, read_json
 
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "quantization.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts to calibrate with, and others to check with."""
-
-    path: Path
-    template: str = "chat"
-    max_prompt_tokens: int = 2048
-    num_calibration: int = 64
-    num_check: int = 32
-    response_tokens: int = 256
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_converters.convert import first_difference, huggingface_to_megatron, megatron_to_huggingface
-from checkpoint_converters.megatron_checkpoint import MegatronCheckpoint
+from megatron_dapo.converters.convert import first_difference, huggingface_to_megatron, megatron_to_huggingface
+from megatron_dapo.converters.megatron_checkpoint import MegatronCheckpoint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantize_weight
-from tools.quantization.formats import Format
-from tools.quantization.stored import BLOCK_SCALES, read_json
+from megatron_dapo.quantization.formats import Format
+from megatron_dapo.quantization.stored import BLOCK_SCALES, read_json
 
 logger = logging.getLogger(__name__)
 

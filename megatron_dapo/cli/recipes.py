@@ -1,0 +1,170 @@
+"""Recipes that come with the package: `megatron-dapo recipes` lists and copies them, `quickstart` trains one.
+
+They have one home, examples/ in the repository; a wheel holds a copy of it as package data (setup.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_dapo.cli.options import (
+    DryRunOption,
+    JsonOption,
+    LayoutOption,
+    OutputDirOption,
+    RestartsOption,
+    SetOption,
+    refuse,
+)
+from megatron_dapo.cli.run import train
+from megatron_dapo.config.loader import read_toml
+
+PACKAGE = Path(__file__).resolve().parents[1]
+QUICKSTART = Path("quickstart/quickstart.toml")
+# Directories that belong together: a recipe there reads data and models beside it.
+_WHOLE = ("quickstart", "smollm2", "launch", "references")
+_SUFFIXES = (".toml", ".sh", ".json")
+
+recipes_app = typer.Typer(invoke_without_command=True, help="List recipes that come with the package, and copy them.")
+
+
+def shipped_directory() -> Path:
+    """Return the directory of the recipes: package data of an installed wheel, examples/ of a checkout."""
+    inside, beside = PACKAGE / "examples", PACKAGE.parent / "examples"
+    return inside if inside.is_dir() else beside
+
+
+def shipped_files() -> dict[str, Path]:
+    """Return name -> path of every recipe, layout, grid, script and reference, e.g. layouts/colocated_1node."""
+    root = shipped_directory()
+    paths = (path for path in sorted(root.glob("*/*")) if path.suffix in _SUFFIXES)
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in paths}
+
+
+def find_shipped(name: str) -> list[Path]:
+    """Return the files of a recipe (layouts/colocated_1node, or its last part), a directory (launch), or "all".
+
+    A recipe comes with the ones it builds on and with the data and models beside it. ValueError for an unknown name.
+    """
+    root, files = shipped_directory(), shipped_files()
+    if name == "all":
+        return sorted(_files_in(root))
+    name = name.removeprefix("examples/").rstrip("/")
+    if (root / name).is_dir():
+        return sorted(_files_in(root / name))
+    stem = name.removesuffix(".toml").removesuffix(".sh").removesuffix(".json")
+    found = [path for key, path in files.items() if stem in (key, key.rpartition("/")[2])]
+    if not found:
+        raise ValueError(f"no recipe {name!r} comes with the package; `megatron-dapo recipes` lists them")
+    if len(found) > 1:
+        names = ", ".join(path.relative_to(root).as_posix() for path in found)
+        raise ValueError(f"{name!r} may be {names}; name one of them with its directory")
+    return sorted({path for one in _chain(found[0]) for path in _with_neighbors(one)})
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    skipped = ("__pycache__", "runs")
+    return (p for p in directory.rglob("*") if p.is_file() and not any(part in skipped for part in p.parts))
+
+
+def _chain(path: Path) -> Iterator[Path]:
+    """Yield a recipe and those that it builds on: its `base`, or the `recipe` of a grid and of its variants."""
+    yield path
+    if path.suffix == ".toml":
+        for below in _recipes_named_in(read_toml(path)):
+            yield from _chain((path.parent / below).resolve())
+
+
+def _recipes_named_in(tree: dict[str, Any]) -> Iterator[str]:
+    for key, value in tree.items():
+        if key in ("base", "recipe") and isinstance(value, str) and value.endswith(".toml"):
+            yield value
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield from _recipes_named_in(item)
+
+
+def _with_neighbors(path: Path) -> Iterator[Path]:
+    if path.parent.name in _WHOLE:
+        yield from _files_in(path.parent)
+    elif path.parent.name == "recipes":
+        yield from _files_in(path.parent.parent / "references")  # telemetry.references of the recipes
+    yield path
+
+
+def summary(path: Path) -> str:
+    """Return the first sentence of the comment that a file begins with."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#!"):
+            continue
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines).split(". ")[0].rstrip(".:")
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List recipes that come with the package, and copy them."""
+    if context.invoked_subcommand is None:
+        list_recipes()
+
+
+@recipes_app.command("list")
+def list_recipes(json_output: JsonOption = False) -> None:
+    """List every recipe, layout, grid, launch script and reference with its first line."""
+    described = {name: summary(path) for name, path in shipped_files().items()}
+    if json_output:
+        typer.echo(json.dumps(described))
+        return
+    width = max(map(len, described))
+    for name, text in described.items():
+        typer.echo(f"{name:<{width}}  {text}".rstrip())
+    typer.echo("\n`megatron-dapo recipes copy NAME [DIR]` writes one with all that it needs to DIR/examples.")
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="one that `recipes` lists, a directory such as launch, or all")],
+    directory: Annotated[Path, typer.Argument(help="takes the directory examples/")] = Path("."),
+    force: Annotated[bool, typer.Option("--force", help="replace files that differ")] = False,
+) -> None:
+    """Copy a recipe, and the recipes, data and models that it refers to, to DIR/examples; paths stay as in the documentation."""
+    root = shipped_directory()
+    try:
+        files = find_shipped(name)
+    except ValueError as error:
+        refuse(error)
+    targets = {path: directory / "examples" / path.relative_to(root) for path in files}
+    changed = [to for path, to in targets.items() if to.exists() and to.read_bytes() != path.read_bytes()]
+    if changed and not force:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        refuse(f"{changed[0]}{more}: there already, with another content; --force replaces it")
+    try:
+        for path, to in targets.items():
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to)  # with its mode: scripts stay executable
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+    for to in targets.values():
+        if to.suffix in (".toml", ".sh"):
+            typer.echo(to)
+    typer.echo(f"{len(targets)} files in {directory / 'examples'}")
+
+
+def quickstart(
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    output_dir: OutputDirOption = None,
+    restarts: RestartsOption = 0,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Train the example that comes with the package: a 2 MB model, two processes, minutes on a CPU; needs no network."""
+    train(shipped_directory() / QUICKSTART, overrides, layout, output_dir, restarts, dry_run)

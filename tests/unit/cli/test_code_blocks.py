@@ -1,0 +1,123 @@
+"""Every fenced code block of the README and docs/: Python runs, TOML loads as a recipe, commands parse.
+
+A block that cannot be checked stands behind a line `<!-- not run: reason -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.config import load_config
+from megatron_dapo.config.loader import tomllib
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"(?:<!-- not run: (.+?) -->\n)?^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Programs beside our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
+OTHERS = ("make", "pip", "python", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    kind: str
+    text: str
+    reason: str  # that it is not run, "" for one that is
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start(2)) + 1
+            yield Block(page, line, match[2], match[3], match[1] or "")
+
+
+def of_kind(*kinds: str) -> list[object]:
+    found = [one for one in blocks() if one.kind in kinds and not one.reason]
+    return [pytest.param(one, id=f"{one.page.name}:{one.line}") for one in found]
+
+
+def test_every_block_says_its_language_or_its_reason() -> None:
+    known = ("python", "toml", "bash", "text", "json", "csv")
+    wrong = [f"{one.page.name}:{one.line}" for one in blocks() if one.kind not in known and not one.reason]
+    assert not wrong, f"no checked language: {', '.join(wrong)}"
+    assert all(len(one.reason.split()) > 2 for one in blocks() if one.reason)
+    assert len([one for one in blocks() if not one.reason and one.kind != "text"]) >= 15
+
+
+@pytest.mark.parametrize("block", of_kind("python"))
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a module of its own in an empty directory: imports hold, definitions stand. Rewards are scored by tests/unit/rewards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "documented", type(sys)("documented"))
+    exec(compile(block.text, f"{block.page.name}:{block.line}", "exec"), sys.modules["documented"].__dict__)
+
+
+@pytest.mark.parametrize("block", of_kind("toml"))
+def test_toml_loads(block: Block, tmp_path: Path) -> None:
+    """Names and types are checked as a recipe's; what a fragment leaves out is taken from the smallest recipe."""
+    (tmp_path / "smallest.toml").write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n')
+    tree = tomllib.loads(block.text)
+    text = block.text
+    if "base" in tree:
+        assert (ROOT / "examples" / tree["base"]).is_file()
+        text = text.replace(f'"{tree["base"]}"', f'"{ROOT / "examples" / tree["base"]}"')
+    else:
+        text = f'base = "smallest.toml"\n{text}'
+    (tmp_path / "own.toml").write_text(text)
+    load_config(tmp_path / "own.toml")
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)  # a variable for this command
+        if words:
+            yield words
+
+
+@pytest.mark.parametrize("block", of_kind("bash", "sh", "console"))
+def test_commands_parse(block: Block) -> None:
+    for words in commands_of(block):
+        program, arguments = words[0].rpartition("/")[2], words[1:]
+        if program == "megatron-dapo":
+            parse(arguments)
+        else:
+            assert program in OTHERS or (ROOT / words[0]).is_file(), f"{words[0]} is no program that is known here"
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse a command as the program does, without running it: names, required arguments and types of values."""
+    command, parent = get_command(app), None
+    while hasattr(command, "commands"):
+        assert arguments, "a command is missing"
+        assert arguments[0] in command.commands, f"no command {arguments[0]!r}"
+        parent = command.context_class(command, info_name=arguments[0], parent=parent)
+        command = command.commands[arguments[0]]
+        arguments = arguments[1:]
+        if getattr(command, "invoke_without_command", False) and not arguments:
+            return
+    command.make_context(parent.info_name if parent else None, list(arguments), parent=parent)
+
+
+@pytest.mark.parametrize(
+    "line", ["tran own.toml", "train", "train own.toml --layuot tp2", "train own.toml --restarts few", "recipes cpy x"]
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, typer.BadParameter.__base__)):  # every error of usage
+        parse(line.split())

@@ -1,0 +1,69 @@
+"""`megatron-dapo recipes`: names, what is copied with a recipe, and files that are not replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.cli.recipes import find_shipped, shipped_directory, shipped_files
+from megatron_dapo.config import load_config
+
+runner = CliRunner()
+
+
+def copy(name: str, directory: Path, *more: str) -> str:
+    result = runner.invoke(app, ["recipes", "copy", name, str(directory), *more])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_recipe_has_a_first_line() -> None:
+    result = runner.invoke(app, ["recipes"])
+    assert result.exit_code == 0, result.output
+    for name, path in shipped_files().items():
+        if path.suffix in (".toml", ".sh"):
+            (line,) = (line for line in result.output.splitlines() if line.split()[:1] == [name])
+            assert len(line.split()) > 4, f"{name} begins with no comment that says what it is"
+
+
+@pytest.mark.parametrize("name", [name for name, path in shipped_files().items() if path.suffix == ".toml"])
+def test_a_copy_loads_as_the_original_does(name: str, tmp_path: Path) -> None:
+    path = shipped_files()[name]
+    copy(name, tmp_path)
+    copied = tmp_path / "examples" / path.relative_to(shipped_directory())
+    if "recipe" in copied.read_text().split("[", 1)[0] and "grids/" in name:
+        from megatron_dapo.ablation.grid import read_grid
+
+        assert read_grid(copied) is not None
+        return
+    original, found = (load_config(one).config.model_dump(mode="json") for one in (path, copied))
+    for path_of_input in (found["model"]["path"], *found["data"]["train_paths"]):
+        local = Path(path_of_input)
+        assert not local.is_relative_to(shipped_directory()), f"{local} is not in the copy"
+        assert local.exists() or not Path(str(local).replace(str(tmp_path / "examples"), str(shipped_directory()))).exists()
+    assert found["optimizer"] == original["optimizer"] and found["rollout"] == original["rollout"]
+
+
+def test_a_name_that_is_not_there_and_one_of_two(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["recipes", "copy", "nothing", str(tmp_path)])
+    assert result.exit_code == 2 and "no recipe 'nothing' comes with the package" in result.output
+    result = runner.invoke(app, ["recipes", "copy", "dapo_qwen2.5_32b", str(tmp_path)])
+    assert result.exit_code == 2 and "recipes/dapo_qwen2.5_32b.toml" in result.output
+    assert not (tmp_path / "examples").exists()
+
+
+def test_changed_files_are_replaced_only_on_request(tmp_path: Path) -> None:
+    copy("short", tmp_path)
+    copied = tmp_path / "examples/quickstart/quickstart.toml"
+    copied.write_text("# mine\n")
+    result = runner.invoke(app, ["recipes", "copy", "short", str(tmp_path)])
+    assert result.exit_code == 2 and str(copied) in result.output and copied.read_text() == "# mine\n"
+    copy("short", tmp_path, "--force")
+    assert "[run]" in copied.read_text()
+
+
+def test_all_is_everything() -> None:
+    assert {path for path in shipped_files().values()} <= set(find_shipped("all"))
