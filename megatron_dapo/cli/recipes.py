@@ -27,8 +27,6 @@ from megatron_dapo.config.loader import read_toml
 
 PACKAGE = Path(__file__).resolve().parents[1]
 QUICKSTART = Path("quickstart/quickstart.toml")
-# Directories that belong together: a recipe there reads data and models beside it.
-_WHOLE = ("quickstart", "smollm2", "launch", "references")
 _SUFFIXES = (".toml", ".sh", ".json")
 
 recipes_app = typer.Typer(invoke_without_command=True, help="List recipes that come with the package, and copy them.")
@@ -50,7 +48,7 @@ def shipped_files() -> dict[str, Path]:
 def find_shipped(name: str) -> list[Path]:
     """Return the files of a recipe (layouts/colocated_1node, or its last part), a directory (launch), or "all".
 
-    A recipe comes with the ones it builds on and with the data and models beside it. ValueError for an unknown name.
+    A recipe comes with the ones it builds on, and with the data, models and references that these name. ValueError for an unknown name.
     """
     root, files = shipped_directory(), shipped_files()
     if name == "all":
@@ -65,7 +63,9 @@ def find_shipped(name: str) -> list[Path]:
     if len(found) > 1:
         names = ", ".join(path.relative_to(root).as_posix() for path in found)
         raise ValueError(f"{name!r} may be {names}; name one of them with its directory")
-    return sorted({path for one in _chain(found[0]) for path in _with_neighbors(one)})
+    needed: set[Path] = set()
+    _needed(found[0], needed)
+    return sorted(needed)
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
@@ -73,29 +73,29 @@ def _files_in(directory: Path) -> Iterator[Path]:
     return (p for p in directory.rglob("*") if p.is_file() and not any(part in skipped for part in p.parts))
 
 
-def _chain(path: Path) -> Iterator[Path]:
-    """Yield a recipe and those that it builds on: its `base`, or the `recipe` of a grid and of its variants."""
-    yield path
-    if path.suffix == ".toml":
-        for below in _recipes_named_in(read_toml(path)):
-            yield from _chain((path.parent / below).resolve())
+def _needed(path: Path, found: set[Path]) -> None:
+    """Add a file to `found`, and the shipped files and directories that its values name: `base`, data, models, references."""
+    if path in found:
+        return
+    found.add(path)
+    if path.suffix != ".toml":
+        return
+    for value in _texts(read_toml(path)):
+        below = (path.parent / value).resolve()
+        if not below.is_relative_to(shipped_directory()) or path.is_relative_to(below):
+            continue  # outside, or the directory of the recipe itself
+        if below.is_dir():
+            found.update(_files_in(below))
+        elif below.is_file():
+            _needed(below, found)
 
 
-def _recipes_named_in(tree: dict[str, Any]) -> Iterator[str]:
-    for key, value in tree.items():
-        if key in ("base", "recipe") and isinstance(value, str) and value.endswith(".toml"):
-            yield value
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, dict):
-                yield from _recipes_named_in(item)
-
-
-def _with_neighbors(path: Path) -> Iterator[Path]:
-    if path.parent.name in _WHOLE:
-        yield from _files_in(path.parent)
-    elif path.parent.name == "recipes":
-        yield from _files_in(path.parent.parent / "references")  # telemetry.references of the recipes
-    yield path
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def summary(path: Path) -> str:
