@@ -31,6 +31,7 @@ class Prompt:
     answer: str  # gold answer, already validated
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
+    source: str = ""  # of data.sources or data.eval_paths, for metrics; "": the rows' own data_source
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
-"""A comparison with a reference, as a table."""
+"""Comparisons as text: a run with a reference, an evaluation, and two evaluations paired by problem."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
-from megatron_dapo.evaluation.comparison import Comparison, MetricComparison
+if TYPE_CHECKING:
+    from megatron_dapo.evaluation.comparison import Comparison, MetricComparison
+    from megatron_dapo.evaluation.estimators import Estimate
+    from megatron_dapo.evaluation.protocol import EvaluationResult
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -38,3 +44,31 @@ def remarks(comparison: Comparison) -> list[str]:
     notes = [f"{metric.metric}: {metric.note}" for metric in comparison.metrics if metric.note]
     scores = [f"{score.name} {score.value:g} ({score.source})" for score in comparison.nearest_scores]
     return notes + ([f"published scores like the run's newest: {'; '.join(scores)}"] if scores else [])
+
+
+def result_lines(result: EvaluationResult) -> Iterator[str]:
+    """Yield the estimates of all problems, of each source's, and the rates."""
+    yield from _estimate_lines(result.metrics)
+    for source in result.sources:
+        part = result.of_source(source)
+        yield f"{source}, {len(part.problems)} problems:"
+        yield from (f"  {line}" for line in _estimate_lines(part.metrics))
+    for name, rate in result.rates.items():
+        yield f"{name}: {rate:.4g}"
+
+
+def difference_lines(result: EvaluationResult, other: EvaluationResult) -> Iterator[str]:
+    """Yield `result` minus `other` with intervals, paired by problem. ValueError for unlike protocols or problems."""
+    from megatron_dapo.evaluation.protocol import compare
+
+    yield f"{result.protocol.model} minus {other.protocol.model}, paired over {len(result.problems)} problems, 95 %:"
+    yield from (f"  {line}" for line in _estimate_lines(compare(other, result), sign="+"))
+    for source in result.sources:
+        part = result.of_source(source)
+        yield f"{source}, {len(part.problems)} problems:"
+        yield from (f"  {line}" for line in _estimate_lines(compare(other.of_source(source), part), sign="+"))
+
+
+def _estimate_lines(metrics: Mapping[str, Estimate], sign: str = "") -> Iterator[str]:
+    for name, estimate in metrics.items():
+        yield f"{name}: {estimate.value:{sign}.4f}  [{estimate.low:{sign}.4f}, {estimate.high:{sign}.4f}]"

@@ -40,21 +40,22 @@ logger = logging.getLogger(__name__)
 _NUM_REPORTS = 20  # log lines of an evaluation's progress
 
 
-def evaluate_model(config: Config) -> EvaluationResult:
+def evaluate_model(config: Config, name: str = "") -> EvaluationResult:
     """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section.
 
+    name: the model as the result records it; default: its directory.
     ValueError for a configuration or data that cannot be used, RuntimeError where servers fail.
     """
     with watched_alone("evaluate"):
-        return _evaluate(config, config.model.path)
+        return _evaluate(config, config.model.path, name or str(config.model.path))
 
 
-def _evaluate(config: Config, model_dir: Path) -> EvaluationResult:
+def _evaluate(config: Config, model_dir: Path, name: str) -> EvaluationResult:
     inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
     with open_verifier_pool(config.reward) as pool:
         # Before servers start: a file that cannot be read is an error at once.
         dataset = load_eval_dataset(config, inputs, pool)
-        protocol = evaluation_protocol(config, str(model_dir), dataset, inputs.stop_tokens, pool.version)
+        protocol = evaluation_protocol(config, name, dataset, inputs.stop_tokens, pool.version)
         with opened_engine(config, model_dir) as (engine, max_in_flight, version):
             protocol = replace(protocol, engine_version=version or protocol.engine_version)
             progress = ProgressLog(len(dataset.prompts) * protocol.num_samples)

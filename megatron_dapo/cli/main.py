@@ -115,9 +115,12 @@ def nodes(
 
 @app.command()
 def compare(
-    run: Annotated[Path, typer.Argument(help="a run's directory")],
+    run: Annotated[Path, typer.Argument(help="a run's directory, or a result that `eval --output` wrote")],
     reference: Annotated[
-        Path, typer.Argument(help="another run's directory, or a .json, .csv or .jsonl with a step column")
+        Path,
+        typer.Argument(
+            help="another run's directory, or a .json, .csv or .jsonl with a step column; of a result another result"
+        ),
     ],
     metric: Annotated[
         list[str] | None,
@@ -130,10 +133,19 @@ def compare(
 
     Exit code: 0 on track or too early to say, 1 off track, 2 arguments that cannot be read.
     """
-    from megatron_dapo.cli.compare import comparison_table, remarks
+    from megatron_dapo.cli.compare import comparison_table, difference_lines, remarks
     from megatron_dapo.evaluation.comparison import compare_with, rule_from
     from megatron_dapo.evaluation.reference import read_record
 
+    if run.is_file():
+        from megatron_dapo.evaluation.protocol import EvaluationResult
+
+        try:
+            results = [EvaluationResult.from_json(path.read_text(encoding="utf-8")) for path in (run, reference)]
+            typer.echo("\n".join(difference_lines(*results)))
+        except (ValueError, OSError) as error:
+            refuse(error)
+        return
     if unit not in (None, "train_step", "optimizer_step"):
         refuse(f"--unit {unit}: choose train_step or optimizer_step")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megatron_dapo.cli.memory_plan import memory_lines
 from megatron_dapo.cli.precision_plan import precision_lines
@@ -20,6 +21,9 @@ from megatron_dapo.config import (
 from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.rules import UnusableInput, Violation
+from megatron_dapo.doctor.hub_inputs import local_copies
+from megatron_dapo.doctor.inputs import input_problems, quick_problems
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 
@@ -33,8 +37,11 @@ class Machines:
     gpu_gib: float = GPU_GIB
     host_gib: float = HOST_GIB
     num_tasks: int | None = None  # processes that a launcher will start
+    gpus_here: int = 0  # of the machine of a dry run, where nothing else is said; 0: none, or not known
 
 
+# What is read of the inputs: nothing, what needs no heavy import, or everything.
+Inputs = Literal["none", "quick", "all"]
 ONE_NODE_OF_CPUS = Machines(num_nodes=1, gpus_per_node=0)
 
 
@@ -57,27 +64,42 @@ def make_plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
-    read_inputs: bool = False,
+    inputs: Inputs = "none",
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `adapt`: to what is run where that is not the recipe's own run. `read_inputs`: also check what is in the files that are named,
-    and try what a run starts; takes seconds.
+    `adapt`: to what is run where that is not the recipe's own run. `inputs`: check what is in the files that are named, too, and
+    for "all" (seconds) try what a run starts. Models and data of the Hub are downloaded for either.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
     merged += [f"run.output_dir={output_dir}"] if output_dir else []
     loaded = load_config(recipe, merged)
+    absent: list[Violation] = []
+    if inputs != "none":
+        copies, absent = local_copies(loaded)
+        if copies:
+            merged += copies
+            loaded = load_config(recipe, merged)
     loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
     architecture, problems = check_inputs(config)
+    problems = [*absent, *(one for one in problems if one.path not in {other.path for other in absent})]
     cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
     processes = _processes(config, machines, cluster)
     problems += validate(config, processes, architecture, cluster)
-    if read_inputs:
-        from megatron_dapo.doctor.inputs import input_problems
-
-        problems += input_problems(config)
+    needed = processes + server_gpus(config)
+    if 0 < machines.gpus_here < needed and cluster.num_nodes == 1:
+        fix = f"use a layout for {machines.gpus_here}, or --gpus-per-node {needed} where it is for another machine"
+        problems.append(
+            UnusableInput(
+                "parallel", f"the run needs {needed} GPUs of its node, this machine has {machines.gpus_here}", fix
+            )
+        )
+    if inputs == "all":
+        problems += input_problems(config, is_here=cluster.num_nodes == 1)
+    elif inputs == "quick" and not problems:
+        problems += quick_problems(config)
     if problems:
         raise ConfigError(problems, str(recipe))
     return Plan(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from megatron_dapo.cli.compare import difference_lines, result_lines
 from megatron_dapo.cli.options import (
     DryRunOption,
     FreeDiskOption,
@@ -27,6 +30,7 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.cli.plan import (
     ONE_NODE_OF_CPUS,
+    Inputs,
     Machines,
     Plan,
     describe,
@@ -38,8 +42,12 @@ from megatron_dapo.config import Config, ConfigError, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.process_limits import process_limits
+from megatron_dapo.doctor.inputs import SAMPLING
 from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
 from megatron_dapo.recovery.disk_space import checkpoint_space, size
+
+if TYPE_CHECKING:
+    from megatron_dapo.evaluation.protocol import EvaluationResult
 
 WORKER = "megatron_dapo.launch.worker"
 
@@ -60,9 +68,11 @@ def train(
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
     machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, output_dir, machines, read_inputs=dry_run and inputs)
+    plan = _plan(recipe, overrides, layout, output_dir, machines, inputs=_inputs(dry_run, inputs))
     for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
+    if dry_run and inputs:
+        typer.echo(f"inputs: checked, {SAMPLING}")
     if not dry_run:
         raise typer.Exit(_run(recipe, plan, restarts))
 
@@ -91,7 +101,7 @@ def pretrain_value(
         return pretraining_config(config, output_dir)
 
     machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt, dry_run and inputs)
+    plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
     for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
@@ -116,9 +126,8 @@ def sft(
     from megatron_dapo.data.examples import sft_config
 
     machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(
-        recipe, overrides, layout, None, machines, lambda config: sft_config(config, output_dir), dry_run and inputs
-    )
+    adapt = functools.partial(sft_config, directory=output_dir)
+    plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
     for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
     if not dry_run:
@@ -137,7 +146,7 @@ def rejection_sample(
 ) -> None:
     """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_for_sampling).loaded.config
+    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_sampling, _inputs(False)).loaded.config
     from megatron_dapo.selection.run import EXAMPLES
     from megatron_dapo.selection.run import rejection_sample as run
 
@@ -163,7 +172,7 @@ def rounds(
     from megatron_dapo.selection.rounds import begin, outcome_lines, stages
 
     # Checked as a whole at first: what is wrong with the last stage must not show hours later.
-    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), read_inputs=dry_run)
+    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), inputs=_inputs(dry_run))
     _require_disk(plan, None)
     config = plan.loaded.config
     sequence = stages(config, config.run.output_dir)
@@ -202,7 +211,7 @@ def replay(
     dry_run: DryRunOption = False,
 ) -> None:
     """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), read_inputs=dry_run)
+    plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), inputs=_inputs(dry_run))
     if not batch.is_dir():
         refuse(f"{batch} is no directory of a dumped rollout batch; telemetry.dump_batches writes them to RUN/batches")
     if dry_run:
@@ -219,6 +228,16 @@ def evaluate(
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face directory; default: model.path of the recipe")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="a checkpoint instead, e.g. RUN/checkpoints/step_000012, of a run that may still be training"
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="compare with this directory, or with a result of --output: differences with intervals"),
+    ] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
     dry_run: DryRunOption = False,
@@ -228,36 +247,81 @@ def evaluate(
     Servers where rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of sglang.urls.
     Exit code: 0 done, 1 servers failed, 2 refused.
     """
+    if model and checkpoint:
+        refuse("--model and --checkpoint: give one of them")
+    if against and not against.exists():
+        refuse(f"--against {against}: neither a Hugging Face directory nor a result that `eval --output` wrote")
+    with tempfile.TemporaryDirectory(prefix="evaluated-") as scratch:
+        if checkpoint:
+            model = _exported(checkpoint, Path(scratch) / "model")
+        config = _evaluated_config(recipe, model, overrides, dry_run)
+        if dry_run:
+            files = ", ".join(map(str, config.data.eval_paths))
+            typer.echo(f"would evaluate {checkpoint or config.model.path} on {files}; {SAMPLING}")
+            return
+        result = _evaluated(config, str(checkpoint or config.model.path))
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(result.to_json() + "\n", encoding="utf-8")
+        other = None
+        if against:
+            other = _read_result(against) if against.is_file() else None
+            if other is None:
+                other = _evaluated(_evaluated_config(recipe, against, overrides, False), str(against))
+    for line in result_lines(result):
+        typer.echo(line)
+    if other is not None:
+        try:
+            typer.echo("\n".join(difference_lines(result, other)))
+        except ValueError as error:
+            refuse(error)
+
+
+def _exported(checkpoint: Path, target: Path) -> Path:
+    """Write the policy of a checkpoint as a Hugging Face directory; its run is not touched."""
+    from megatron_dapo.cli.checkpoint import export_checkpoint
+    from megatron_dapo.recovery.checkpoint_store import CheckpointError
+
+    try:
+        export_checkpoint(checkpoint, target)
+    except (ValueError, OSError, CheckpointError) as error:
+        refuse(error)
+    return target
+
+
+def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | None, dry_run: bool) -> Config:
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_evaluation, dry_run)
-    config = plan.loaded.config
-    if not config.data.eval_paths:
+    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_evaluation, _inputs(dry_run))
+    if not plan.loaded.config.data.eval_paths:
         refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
-    if dry_run:
-        typer.echo(f"would evaluate {config.model.path} on {', '.join(map(str, config.data.eval_paths))}")
-        return
+    return plan.loaded.config
+
+
+def _evaluated(config: Config, name: str) -> EvaluationResult:
     from megatron_dapo.cli.evaluate import evaluate_model
 
     try:
-        result = evaluate_model(config)
+        return evaluate_model(config, name)
     except ValueError as error:
         refuse(error)
     except RuntimeError as error:  # servers: the last line of it is the first error in their log
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(result.to_json() + "\n", encoding="utf-8")
-    for name, estimate in result.metrics.items():
-        typer.echo(f"{name}: {estimate.value:.4f}  [{estimate.low:.4f}, {estimate.high:.4f}]")
-    for name, rate in result.rates.items():
-        typer.echo(f"{name}: {rate:.4g}")
+
+
+def _read_result(path: Path) -> EvaluationResult:
+    from megatron_dapo.evaluation.protocol import EvaluationResult
+
+    try:
+        return EvaluationResult.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        refuse(f"--against {path}: {error}")
 
 
 def _for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
-    data = config.data.model_copy(update={"train_paths": config.data.eval_paths or config.data.train_paths})
+    data = config.data.model_copy(update={"train_paths": config.data.eval_paths, "sources": ()})
     telemetry = config.telemetry.model_copy(update={"references": ()})
     # No weights are brought to servers that run already, so no transport is refused.
     external = {"placement": "disaggregated", "weight_sync_transport": "disk"} if config.sglang.urls else {}
@@ -277,12 +341,17 @@ def _plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
-    read_inputs: bool = False,
+    inputs: Inputs = "none",
 ) -> Plan:
     try:
-        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, read_inputs)
+        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         refuse(error)
+
+
+def _inputs(dry_run: bool, reads: bool = True) -> Inputs:
+    """Return what a command reads of its inputs before it starts anything: a dry run all, a run what takes a second."""
+    return ("all" if dry_run else "quick") if reads else "none"
 
 
 def _require_disk(plan: Plan, free_gib: float | None) -> str:
@@ -295,6 +364,9 @@ def _require_disk(plan: Plan, free_gib: float | None) -> str:
     except ConfigError as error:
         refuse(error)
     return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
+
+
+_GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def machines_of(
@@ -312,6 +384,8 @@ def machines_of(
             "num_tasks": None if nodes else job.num_tasks,
             "gpus_per_node": gpus_per_node or job.gpus_per_node,
             "gpu_gib": gpu_memory,
+            # Counted without torch, which takes seconds; a machine without any is not where the run is to start.
+            "gpus_here": 0 if nodes or gpus_per_node or job.num_nodes else len(list(_GPUS_OF_DRIVER.glob("*"))),
             # The batch script runs on a node of the job, and its nodes are alike.
             "host_gib": host_memory or (process_limits().usable_memory / GIB if job.num_nodes else None),
         }
@@ -374,6 +448,8 @@ def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[s
     # torchrun's own code says only that a worker ended otherwise than with 0.
     last = verdict(directory, batch_job(), start, plan.loaded.config.run.max_fruitless_attempts)
     if last is None or not last.was_stopped:
+        words = "and none could report why: see what they printed above"
+        typer.echo(f"error: the processes of the run ended with exit code {code}, {words}", err=True)
         return code
     typer.echo(f"{last.reason}; the same command continues the run (exit code {last.exit_code})", err=True)
     return last.exit_code

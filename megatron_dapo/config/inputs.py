@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.untrusted import read_json
@@ -215,7 +216,9 @@ def missing_inputs(config: Config) -> list[Violation]:
     files = {"data.train_paths": config.data.train_paths, "data.eval_paths": config.data.eval_paths}
     if config.has_critic:
         files["value_pretraining.train_paths"] = config.value_pretraining.train_paths
-    absent = ((path, file) for path, paths in files.items() for file in paths if not file.is_file())
+    own = (Path(source.path) for source in config.data.sources if not source.path.startswith(TASK_PREFIX))
+    files["data.sources"] = tuple(own)
+    absent = ((path, file) for path, paths in files.items() for file in paths if not file.exists())
     found += [_absent(path, file, "a file that exists") for path, file in absent]
     references = (path for path in config.telemetry.references if not path.exists())
     return [*found, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
+from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe, Section
@@ -74,8 +75,16 @@ def overrides_of(tree: Mapping[str, Any], directory: str | Path = ".") -> tuple[
     values = {
         path: _absolute_inputs(path, value) if path in leaf_fields() else value.value for path, value in flat.items()
     }
-    # JSON writes scalars and lists as TOML does.
-    return tuple(f"{path}={json.dumps(value, default=_refuse)}" for path, value in values.items())
+    return tuple(f"{path}={toml_value(value)}" for path, value in values.items())
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML in one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)} = {toml_value(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value, default=_refuse)  # JSON writes scalars as TOML does
 
 
 def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
@@ -230,6 +239,8 @@ def _written(path: str) -> tuple[str, str]:
     if field is None:
         return 'a value in TOML: 3, 1e-6, true, "text" or a list of these', ""
     items = typing.get_args(field.annotation)
+    if typing.get_origin(field.annotation) is dict:
+        return "a table", f"--set '{path}={{enable_thinking = false}}'"
     choices = union_names(path.removesuffix(".name")) or _words(field)
     if _table_of(field):
         return f"a list of tables [[{path}]]", f"--set '{path}=[{{...}}]'"
@@ -309,11 +320,21 @@ def _name_unions(tree: dict[str, Any]) -> None:
 
 
 def _absolute_inputs(path: str, value: _Value) -> Any:
+    if path == "data.sources" and isinstance(value.value, list):
+        return [_absolute_source(table, value.directory) for table in value.value]
     if not is_input(path):
         return value.value
     if isinstance(value.value, list | tuple):
         return [_absolute(item, value.directory) for item in value.value]
     return _absolute(value.value, value.directory)
+
+
+def _absolute_source(table: Any, directory: Path) -> Any:
+    """Return a table of data.sources with the path of its file absolute; the name of a task stays."""
+    path = table.get("path") if isinstance(table, dict) else None
+    if not isinstance(path, str) or path.startswith(TASK_PREFIX):
+        return table
+    return {**table, "path": _absolute(path, directory)}
 
 
 def is_input(path: str) -> bool:

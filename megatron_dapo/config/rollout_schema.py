@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megatron_dapo.config.section import (
     AtLeastOne,
@@ -18,6 +18,7 @@ from megatron_dapo.config.section import (
     Seed,
 )
 
+TASK_PREFIX = "reasoning_gym:"  # of a source that is made, not read
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
 InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
@@ -62,14 +63,50 @@ class ColumnsConfig(Section):
     """Gold answer. "": there is none, for a reward function that needs none."""
 
 
+class SourceConfig(Section):
+    """One source of training prompts, a table [[data.sources]]. What it leaves out is as in [data]."""
+
+    path: str
+    """A file or saved directory as in data.train_paths, or reasoning_gym:TASK for made problems with a verifier of their own."""
+
+    name: str = ""
+    """Label in metrics, and data_source of rows that have none. "": the file's name, or the task's."""
+
+    weight: float = 1.0
+    """Share of the prompts drawn, relative to the other sources' weights; above 0."""
+
+    columns: ColumnsConfig | None = None
+    """Names of its columns."""
+
+    system_prompt: str | None = None
+    """System message in front of its prompts that have none."""
+
+    prompt_template: str | None = None
+    """Text of a prompt's last turn."""
+
+    size: int = 10_000
+    """Problems that are made, of a reasoning_gym task; above 0."""
+
+    seed: int = 0
+    """Seed of the made problems; another one gives others."""
+
+    settings: dict[str, Any] = {}
+    """Settings of the task, e.g. { min_terms = 2, max_terms = 3 }."""
+
+
 class DataConfig(Section):
     """Prompts to train and evaluate on."""
 
-    train_paths: Annotated[tuple[InputPath, ...], Bounds(min_length=1)]
-    """Files of rows: .parquet, .jsonl, .json (a list of objects) or .csv. Relative: from the recipe's directory."""
+    train_paths: tuple[InputPath, ...] = ()
+    """Rows: .parquet, .jsonl, .json (a list of objects) or .csv files, directories written by `save_to_disk` of datasets, or
+    hf://OWNER/NAME of the Hub. Relative: from the recipe's directory."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources with weights, tables [[data.sources]], instead of train_paths."""
 
     eval_paths: tuple[InputPath, ...] = ()
-    """Held-out files with the same columns. Empty: no evaluation."""
+    """Held-out data with the same columns, of the same kinds. Of several each has metrics of its own, by its file's name, beside
+    those of all problems. Empty: no evaluation."""
 
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the columns; those of DAPO-Math-17k where nothing else is said."""
@@ -83,6 +120,9 @@ class DataConfig(Section):
     template: Template = "chat"
     """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
     template."""
+
+    chat_template_options: dict[str, Any] = {}
+    """Variables that the chat template gets, e.g. { enable_thinking = false }."""
 
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt in tokens; longer ones are dropped and counted."""

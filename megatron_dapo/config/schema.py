@@ -460,7 +460,11 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
             "max_train_seconds": 0.0,
         },
         "rollout": {"filter_groups": False, "dynamic_sampling": "hard"},
-        "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},
+        "data": (
+            {"train_paths": config.value_pretraining.train_paths, "sources": ()}
+            if config.value_pretraining.train_paths
+            else {}
+        ),
         # Returns are those of whole responses, and there are no advantages.
         "algorithm": {
             "name": "vapo",

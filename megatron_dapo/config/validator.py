@@ -181,6 +181,33 @@ RULES = (
         reason="else the loss is not the likelihood of the given responses",
     ),
     Rule(
+        "data.train_paths or data.sources",
+        'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
+        path="data.train_paths",
+        reason="there is nothing to train on",
+    ),
+    Rule(
+        "not (data.train_paths and data.sources)",
+        "leave one of data.sources and data.train_paths out",
+        reason="a source is a file with a weight",
+    ),
+    Rule(
+        "not any(not source.weight > 0 or source.size < 1 for source in data.sources)",
+        "give every table of data.sources a weight above 0 and, where it is a task, a size of at least 1",
+    ),
+    Rule(
+        "not data.sources",
+        'set data.train_paths instead of data.sources, or rollout.responses = "sampled"',
+        where='rollout.responses == "given"',
+        reason="given responses are read from files, in their order",
+    ),
+    Rule(
+        "not data.chat_template_options",
+        'set data.chat_template_options = {}, or data.template = "chat"',
+        where='data.template == "plain"',
+        reason="the plain template is no chat template and takes none",
+    ),
+    Rule(
         "not data.injection.templates",
         'set data.injection.templates = [], or rollout.responses = "sampled"',
         path="data.injection.templates",

@@ -15,7 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256, read_rows
+from megatron_dapo.config.rollout_schema import DataConfig
+from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256
+from megatron_dapo.data.prompt_stream import SourceShare
+from megatron_dapo.data.sources import Source, train_sources
 from megatron_dapo.data.template import Messages, PromptTemplate, Tokenizer
 from megatron_dapo.types import Prompt
 
@@ -103,11 +106,25 @@ def load_prompts(
     Raises ValueError on a missing, empty, damaged or wrongly structured file, on gold answers the verifier cannot
     use, and when no prompt is short enough.
     """
-    prompt_template = PromptTemplate(tokenizer, template)
-    collected = _collect_files(paths, deduplicate, row_format)
+    sources = [Source(tuple(map(Path, paths)), row_format)] if paths else []
+    return load_sources(sources, PromptTemplate(tokenizer, template), max_prompt_tokens, deduplicate, validate_answers)
+
+
+def load_sources(
+    sources: Sequence[Source],
+    prompt_template: PromptTemplate,
+    max_prompt_tokens: int,
+    deduplicate: bool = True,
+    validate_answers: ValidateAnswers | None = None,
+) -> PromptDataset:
+    """Load the prompts of several sources; a problem that two of them have is the first one's. Errors as of `load_prompts`."""
+    collected = _collect_sources(sources, deduplicate)
     _check_answers(collected.rows, validate_answers)
     prompts = [
-        Prompt(prompt_id, row.messages, _rendered(row, prompt_template), row.answer, row.data_source, row.extra)
+        Prompt(
+            *(prompt_id, row.messages, _rendered(row, prompt_template), row.answer),
+            *(row.data_source or row.source, row.extra, row.source or row.data_source),
+        )
         for prompt_id, row in collected.rows
     ]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
@@ -119,6 +136,23 @@ def load_prompts(
         )
     dataset = _dataset(collected, prompts, kept, max_prompt_tokens, prompt_template)
     _log(dataset)
+    return dataset
+
+
+def load_eval_sources(
+    sources: Sequence[Source],
+    prompt_template: PromptTemplate,
+    max_prompt_tokens: int,
+    validate_answers: ValidateAnswers | None = None,
+) -> PromptDataset:
+    """Load evaluation problems as `load_eval_prompts` does, each under its source's name."""
+    # A benchmark without some of its problems is another benchmark.
+    dataset = load_sources(sources, prompt_template, max_prompt_tokens, True, validate_answers)
+    if dataset.report.num_too_long:
+        raise ValueError(
+            f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
+            f"max_prompt_tokens = {max_prompt_tokens}: raise it to at least {dataset.report.longest_prompt_tokens}"
+        )
     return dataset
 
 
@@ -135,14 +169,8 @@ def load_eval_prompts(
     avg@k, pass@k and maj@k are then statistics over samples of one problem; `multiplicity` counts its rows in the files.
     ValueError for a prompt that is too long.
     """
-    # A benchmark without some of its problems is another benchmark.
-    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, True, validate_answers, row_format)
-    if dataset.report.num_too_long:
-        raise ValueError(
-            f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
-            f"max_prompt_tokens = {max_prompt_tokens}: raise it to at least {dataset.report.longest_prompt_tokens}"
-        )
-    return dataset
+    sources = [Source(tuple(map(Path, paths)), row_format)] if paths else []
+    return load_eval_sources(sources, PromptTemplate(tokenizer, template), max_prompt_tokens, validate_answers)
 
 
 def prompt_id_of(messages: Messages, answer: str) -> str:
@@ -150,6 +178,30 @@ def prompt_id_of(messages: Messages, answer: str) -> str:
     # Keys of a message may be in any order in the file: role and content are taken out by name.
     canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+# ---- of a recipe
+
+
+def prompt_template(data: DataConfig, tokenizer: Tokenizer) -> PromptTemplate:
+    """Return the template that renders a run's prompts. ValueError where the tokenizer has none."""
+    return PromptTemplate(tokenizer, data.template, data.chat_template_options)
+
+
+def shares_of(data: DataConfig, prompts: Sequence[Prompt]) -> list[SourceShare] | None:
+    """Return each source's prompts and weight; None without data.sources. ValueError where a source has no prompt left."""
+    if not data.sources:
+        return None
+    found = []
+    for source in train_sources(data):
+        ids = tuple(prompt.prompt_id for prompt in prompts if prompt.source == source.name)
+        if not ids:
+            raise ValueError(
+                f"data.sources: no prompt of {source.name!r} is left: all are longer than data.max_prompt_tokens = "
+                f"{data.max_prompt_tokens}, or an earlier source has them; remove it"
+            )
+        found.append(SourceShare(source.name, source.weight, ids))
+    return found
 
 
 # ---- stages
@@ -184,11 +236,11 @@ def collect_rows(rows: Iterable[Row], deduplicate: bool = True) -> CollectedRows
     return CollectedRows(sum(multiplicity.values()), tuple(kept), multiplicity)
 
 
-def _collect_files(paths: Sequence[str | Path], deduplicate: bool, row_format: RowFormat) -> CollectedRows:
-    if not paths:
+def _collect_sources(sources: Sequence[Source], deduplicate: bool) -> CollectedRows:
+    files = [path for source in sources for path in source.paths]
+    if not files and not any(source.made for source in sources):
         raise ValueError("no data files given")
-    files = [Path(path) for path in paths]
-    collected = collect_rows((row for file in files for row in read_rows(file, row_format)), deduplicate)
+    collected = collect_rows((row for source in sources for row in source.rows()), deduplicate)
     return replace(collected, files=tuple((str(file), file_sha256(file)) for file in files))
 
 

@@ -152,7 +152,12 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             "total_steps": max(1, math.ceil(num_rows * section.epochs / section.batch_size)),
             "max_generation_steps": 0,
         },
-        "data": {"train_paths": paths, "max_epochs": 0, "injection": InjectionConfig()},
+        "data": {
+            "train_paths": paths,
+            "sources": () if paths else config.data.sources,
+            "max_epochs": 0,
+            "injection": InjectionConfig(),
+        },
         # Of the temperature 1 that likelihood means; evaluations have their own. Rows come in the order of the stream, each once.
         "rollout": {
             "responses": "given",

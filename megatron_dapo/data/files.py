@@ -1,4 +1,5 @@
-"""Rows of data files. Parquet and JSON lines are streamed: no such file is in memory as a whole.
+"""Rows of data files, and of data sets that the `datasets` library saved. Parquet, JSON lines and Arrow are streamed: no such
+file is in memory as a whole.
 
 The columns of DAPO-Math-17k, which `RowFormat` replaces by others:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.data import saved_dataset
+from megatron_dapo.data.made_problems import ENTRY, MadeProblems
 from megatron_dapo.untrusted import blamed_on
 
 BATCH_ROWS = 8192
@@ -41,6 +45,7 @@ class Row:
     data_source: str
     extra: Mapping[str, Any]
     location: str
+    source: str = ""  # the name of its source in metrics
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,11 @@ def read_rows(path: Path, row_format: RowFormat = DAPO_FORMAT) -> Iterator[Row]:
             yield _checked_row(values, location, row_format)
 
 
-def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 8, rows: int = 128) -> Iterator[Row]:
-    """Yield checked rows from `places` >= 2 spread evenly over a file, `rows` from each; the whole of a small file.
+def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 16, rows: int = 64) -> Iterator[Row]:
+    """Yield checked rows from `places` >= 2 of a file, `rows` from each; the whole of a small file.
 
-    A file of two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
+    The places are the beginning, the end, and others drawn by a fixed seed, so that the same file gives the same rows. A file of
+    two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
     """
     with blamed_on(path):
         kind = _kind(path)
@@ -96,6 +102,14 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
             yield _checked_row(values, location, row_format)
     if is_empty:
         raise ValueError(f"{path} has no rows")
+
+
+def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None = None) -> Iterator[Row]:
+    """Yield the first `count` of problems that reasoning-gym makes, by default all, in their system prompt and template."""
+    for number, made in enumerate(problems.rows(count)):
+        messages = _formatted(({"role": "user", "content": made["question"]},), row_format)
+        location, task = f"{problems}, problem {number}", problems.task
+        yield Row(messages, made["answer"], task, {ENTRY: made[ENTRY]}, location)
 
 
 def read_table(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -116,6 +130,8 @@ def column_names(path: Path) -> tuple[str, ...]:
             import pyarrow.parquet
 
             return tuple(pyarrow.parquet.read_schema(path).names)
+        if _kind(path) == SAVED:
+            return saved_dataset.column_names(path)
         return next((tuple(values) for _, values in _READERS[_kind(path)](path, Columns(()))), ())
 
 
@@ -126,6 +142,8 @@ def count_rows(path: Path) -> int:
             import pyarrow.parquet
 
             return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if _kind(path) == SAVED:
+            return saved_dataset.count_rows(path)
         if _kind(path) not in _SPREADERS:
             return sum(1 for _ in _READERS[_kind(path)](path, Columns(())))
         with path.open("rb") as file:
@@ -134,22 +152,25 @@ def count_rows(path: Path) -> int:
 
 def _kind(path: Path) -> str:
     """Return the file's kind, a key of `_READERS`. ValueError where there is no such file or kind."""
+    if path.is_dir():
+        return SAVED
     if not path.is_file():
         raise ValueError(f"data file {path} does not exist")
     kind = path.suffix.lower()
     if kind not in _READERS:
         raise ValueError(
-            f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}"
+            f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS.keys() - {SAVED}))}"
         )
     return kind
 
 
 def file_sha256(path: Path) -> str:
-    """Hash a file without reading it as a whole."""
+    """Hash a file, or the files of a saved data set in their order, without reading it as a whole."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+    for part in saved_dataset.data_files(path) if path.is_dir() else (path,):
+        with part.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -243,7 +264,7 @@ def _spread_parquet(path: Path, columns: Columns, places: int, rows: int) -> Ite
                 accumulate((file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)), initial=0)
             )
             last = file.num_row_groups - 1
-            for group in sorted({place * last // (places - 1) for place in range(places)}):
+            for group in sorted(set(_places(last + 1, places))):
                 batch = next(file.iter_batches(batch_size=rows, row_groups=[group], columns=present), None)
                 for index, values in enumerate(batch.to_pylist() if batch else (), start=starts[group]):
                     yield f"{path}, row {index}", values
@@ -257,9 +278,9 @@ def _spread_json_lines(path: Path, columns: Columns, places: int, rows: int) -> 
         yield from _read_json_lines(path, columns)
         return
     with path.open("rb") as file:
-        for place in range(places):
+        for place in _places(size, places):
             # The last place is the end, where a copy that was cut short is damaged.
-            file.seek(min(place * size // (places - 1), size - _TAIL_BYTES))
+            file.seek(min(place, size - _TAIL_BYTES))
             if place:
                 file.readline()  # the rest of a line
             for _ in range(rows):
@@ -271,14 +292,42 @@ def _spread_json_lines(path: Path, columns: Columns, places: int, rows: int) -> 
                     yield location, values
 
 
+def _places(size: int, count: int) -> list[int]:
+    """Return `count` places in a file of that size, ascending: its beginning, its end, and drawn ones between."""
+    draw = random.Random(size)  # the same file gives the same places
+    between = draw.sample(range(1, size - 1), min(count - 2, size - 2)) if size > 2 else []
+    return sorted({0, *between, size - 1})
+
+
+def _read_saved(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    names = saved_dataset.column_names(path)
+    _check_columns(names, columns, str(path))
+    yield from saved_dataset.read_rows(path, columns.among(names))
+
+
+def _spread_saved(path: Path, columns: Columns, places: int, rows: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    names, count = saved_dataset.column_names(path), saved_dataset.count_rows(path)
+    _check_columns(names, columns, str(path))
+    starts = _places(max(1, count), places) if count > places * rows else [0]
+    most = rows if count > places * rows else count
+    yield from saved_dataset.read_rows(path, columns.among(names), [range(start, start + most) for start in starts])
+
+
+SAVED = "saved data set"  # the kind of a directory
 _READERS = {
+    SAVED: _read_saved,
     ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
 }
-_SPREADERS = {".parquet": _spread_parquet, ".jsonl": _spread_json_lines, ".ndjson": _spread_json_lines}
+_SPREADERS = {
+    SAVED: _spread_saved,
+    ".parquet": _spread_parquet,
+    ".jsonl": _spread_json_lines,
+    ".ndjson": _spread_json_lines,
+}
 
 
 # ---- checks

@@ -11,12 +11,59 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.data.injection import SEPARATOR, Injection
 from megatron_dapo.types import FilterDecision
 
 STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """The prompts of one source, and its share of the draws relative to the other sources'."""
+
+    name: str
+    weight: float
+    prompt_ids: tuple[str, ...]
+
+
+class _Passes:
+    """The shuffled epochs of one source, and the place in them."""
+
+    def __init__(self, share: SourceShare, seed: str) -> None:
+        if not share.prompt_ids or not share.weight > 0:
+            raise ValueError(
+                f"source {share.name!r} has {len(share.prompt_ids)} prompts and weight {share.weight}; both must be above 0"
+            )
+        self.share = share
+        self._seed = seed
+        self.move(0, 0)
+
+    def move(self, epoch: int, position: int) -> None:
+        """Go to the place where `position` prompts of `epoch` were drawn."""
+        self.epoch, self.position = epoch, position
+        # A string seed is hashed by SHA-512: unlike hash(), the same in every process and Python version.
+        self._order = list(range(len(self.share.prompt_ids)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+
+    @property
+    def num_drawn(self) -> int:
+        return self.epoch * len(self.share.prompt_ids) + self.position
+
+    def is_exhausted(self, max_epochs: int | None) -> bool:
+        return self.position == len(self._order) and self.epoch + 1 == max_epochs
+
+    def due(self) -> float:
+        """Return the time of the next draw, on a clock on which each source draws `weight` times a unit."""
+        return (self.num_drawn + 0.5) / self.share.weight
+
+    def next(self) -> str:
+        if self.position == len(self._order):
+            self.move(self.epoch + 1, 0)
+        self.position += 1
+        return self.share.prompt_ids[self._order[self.position - 1]]
 
 
 class PromptStream:
@@ -27,6 +74,10 @@ class PromptStream:
         seed: of the shuffles.
         max_epochs: number of epochs; None: endless.
         injection: of rewrites of prompts; None: none.
+        sources: shares of the draws; None: all prompts are one source.
+
+    With several sources each has epochs of its own, and every draw takes the source that is furthest behind its share: no random
+    number decides it, and the state is the position in each. A source that has made `max_epochs` leaves its share to the others.
     """
 
     def __init__(
@@ -35,6 +86,7 @@ class PromptStream:
         seed: int,
         max_epochs: int | None = None,
         injection: Injection | None = None,
+        sources: Sequence[SourceShare] | None = None,
     ) -> None:
         self._prompt_ids = tuple(prompt_ids)
         self._known = frozenset(self._prompt_ids)
@@ -54,19 +106,20 @@ class PromptStream:
         self._max_epochs = max_epochs
         self._fingerprint = fingerprint(self._prompt_ids)
         self._requeued: deque[str] = deque()
-        self._epoch = 0
-        self._position = 0  # prompts of this epoch drawn so far
-        self._order = self._shuffled(0)
+        shares = sources or [SourceShare("", 1.0, self._prompt_ids)]
+        if sorted(name for share in shares for name in share.prompt_ids) != sorted(self._prompt_ids):
+            raise ValueError("the sources of a prompt stream must hold each of its prompts once")
+        self._passes = [_Passes(share, f"{seed}/{share.name}" if share.name else str(seed)) for share in shares]
 
     @property
     def epoch(self) -> int:
-        """Number of epochs before the current one."""
-        return self._epoch
+        """Number of epochs before the current one; of several sources the fewest."""
+        return min(source.epoch for source in self._passes)
 
     @property
     def num_drawn(self) -> int:
         """Fresh prompts drawn since the beginning; requeued ones are not counted again."""
-        return self._epoch * len(self._prompt_ids) + self._position
+        return sum(source.num_drawn for source in self._passes)
 
     @property
     def num_requeued(self) -> int:
@@ -77,16 +130,11 @@ class PromptStream:
         """Return the next prompt id, requeued ones first and in their order; None after `max_epochs`."""
         if self._requeued:
             return self._requeued.popleft()
-        if self._position == len(self._order):
-            # Requeued prompts may still come later, so the end of the data is not final.
-            if self._epoch + 1 == self._max_epochs:
-                return None
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffled(self._epoch)
+        open_sources = [source for source in self._passes if not source.is_exhausted(self._max_epochs)]
+        if not open_sources:
+            return None  # requeued prompts may still come later, so the end of the data is not final
         visit = self.num_drawn
-        self._position += 1
-        prompt_id = self._prompt_ids[self._order[self._position - 1]]
+        prompt_id = min(open_sources, key=_Passes.due).next()
         return prompt_id if self._injection is None else self._injection.at_visit(prompt_id, visit)
 
     def requeue(self, prompt_id: str) -> None:
@@ -114,8 +162,7 @@ class PromptStream:
             "fingerprint": self._fingerprint,
             "num_prompts": len(self._prompt_ids),
             "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
+            **self._positions(),
             "requeued": list(self._requeued),
             **({} if self._injection is None else {"injection": self._injection.state_dict()}),
         }
@@ -124,11 +171,21 @@ class PromptStream:
         """Continue where `state` was taken. ValueError, and no change, if it is of other data or another seed."""
         self._check_state(state)
         self._requeued = deque(state["requeued"])
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._shuffled(self._epoch)
+        for source, (epoch, position) in zip(self._passes, _positions_of(state)):
+            source.move(epoch, position)
         if self._injection is not None and "injection" in state:
             self._injection.load_state_dict(state["injection"])
+
+    def _positions(self) -> dict[str, Any]:
+        """Return the state of the sources: of one as ever, of several a list with names and weights."""
+        if not self._passes[0].share.name:
+            return {"epoch": self._passes[0].epoch, "position": self._passes[0].position}
+        return {
+            "sources": [
+                {"name": s.share.name, "weight": s.share.weight, "epoch": s.epoch, "position": s.position}
+                for s in self._passes
+            ]
+        }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != STATE_VERSION:
@@ -143,24 +200,28 @@ class PromptStream:
             )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's prompt stream has seed {state['seed']}, the configuration {self._seed}")
+        saved = [(one["name"], one["weight"]) for one in state.get("sources", ())]
+        own = [(source.share.name, source.share.weight) for source in self._passes if source.share.name]
+        if saved != own:
+            raise ValueError(
+                f"the checkpoint's prompt stream draws from the sources {saved or 'of one file list'}, the configuration from "
+                f"{own or 'one file list'}: resume with the data.sources of the checkpoint, or start the data order afresh"
+            )
         unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
         if unknown and all(name.partition(SEPARATOR)[0] in self._known for name in unknown):
             raise ValueError(
                 f"the checkpoint's prompt stream holds {len(unknown)} rewrites of prompts, such as {unknown[0]!r}, that this run "
                 "does not have: resume with the data.injection.templates of the checkpoint"
             )
-        is_in_range = 0 <= state["position"] <= len(self._prompt_ids) and state["epoch"] >= 0
-        if unknown or not is_in_range:
-            raise ValueError(
-                f"damaged prompt stream state: epoch {state['epoch']}, position {state['position']} of "
-                f"{len(self._prompt_ids)}, unknown requeued prompts {unknown[:3]}"
-            )
+        places = list(zip(_positions_of(state), self._passes))
+        wrong = [p for p, s in places if not (0 <= p[1] <= len(s.share.prompt_ids) and p[0] >= 0)]
+        if unknown or wrong:
+            found = ", ".join(f"epoch {p[0]}, position {p[1]} of {len(s.share.prompt_ids)}" for p, s in places)
+            raise ValueError(f"damaged prompt stream state: {found}, unknown requeued prompts {unknown[:3]}")
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        # A string seed is hashed by SHA-512: unlike hash(), the same in every process and Python version.
-        order = list(range(len(self._prompt_ids)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+
+def _positions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [(one["epoch"], one["position"]) for one in state.get("sources", (state,))]
 
 
 def fingerprint(prompt_ids: Sequence[str]) -> str:

@@ -46,12 +46,17 @@ _EXTRA = re.compile(r"\bextra\s*==")  # metadata lists what extras require, too,
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SGLANG_CODE = """
-import importlib.metadata, importlib.util, json
+import importlib.metadata, importlib.util, json, os
 try:
-    version = importlib.metadata.version("sglang")
+    distribution = importlib.metadata.distribution("sglang")
+    version, record = distribution.version, [str(distribution.locate_file(""))]
+    for file in distribution.files or ():
+        if file.name == "RECORD":
+            found = os.stat(distribution.locate_file(file))
+            record = [str(distribution.locate_file(file)), found.st_mtime_ns, found.st_size]
 except importlib.metadata.PackageNotFoundError:
-    version = None
-print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None]))
+    version = record = None
+print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None, record]))
 """
 
 
@@ -287,10 +292,10 @@ def sglang_facts(config: Config) -> SglangFacts:
         return SglangFacts(python, error="no such file")
     try:
         # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
-        version, has_router = json.loads(run([str(python), "-c", _SGLANG_CODE], {"PYTHONPATH": ""}, 120))
-    except ProbeFailure as failure:
+        version, has_router, record = json.loads(run([str(python), "-c", _SGLANG_CODE], {"PYTHONPATH": ""}, 120))
+    except (ProbeFailure, ValueError) as failure:  # ValueError: it printed something else, so it is no Python
         return SglangFacts(python, error=str(failure))
-    return SglangFacts(python, version=version, has_router=has_router)
+    return SglangFacts(python, version=version, has_router=has_router, record=tuple(record or ()))
 
 
 def model_bytes(config: Config) -> int:

@@ -37,6 +37,8 @@ class SglangFacts:
     error: str = ""  # why its interpreter does not run
     version: str | None = None  # None: SGLang is not installed
     has_router: bool = False
+    record: tuple[object, ...] = ()  # path, modification time and size of the installation's RECORD
+    import_error: str = ""  # why SGLang cannot be imported, where that was tried
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     except ValueError as error:
         return [conflict(name, str(error), install + newest)]
     supported = f"{'.'.join(map(str, OLDEST))} to {newest}"
+    if facts.import_error:
+        fix = f"repair that environment: {facts.python} -m pip check, then {install}{newest}"
+        return [conflict(name, f"{facts.version} for {facts.python}: {facts.import_error}", fix)]
     findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
     if wants_router:
         problem = "" if facts.has_router else f"sglang_router is not installed for {facts.python}"

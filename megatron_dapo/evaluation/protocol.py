@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
-from megatron_dapo.evaluation.estimators import Estimate, ProblemRecord, bootstrap_mean, problem_values
+from megatron_dapo.evaluation.estimators import (
+    Estimate,
+    ProblemRecord,
+    bootstrap_mean,
+    estimate_metrics,
+    problem_values,
+    response_rates,
+)
 from megatron_dapo.types import SamplingParams
 from megatron_dapo.untrusted import printable
 
@@ -71,6 +78,20 @@ class EvaluationResult:
         """The estimate of avg@n."""
         return self.metrics[f"avg@{self.protocol.num_samples}"]
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources in order of appearance; empty where all problems are of one."""
+        names = tuple(dict.fromkeys(problem.source for problem in self.problems if problem.source))
+        return names if len(names) > 1 else ()
+
+    def of_source(self, name: str) -> EvaluationResult:
+        """Return the result of one source's problems alone."""
+        problems = tuple(problem for problem in self.problems if problem.source == name)
+        if not problems:
+            raise ValueError(f"no problem of {name!r} in this evaluation; it has {', '.join(self.sources)}")
+        protocol = replace(self.protocol, num_problems=len(problems))
+        return EvaluationResult(protocol, estimate_metrics(problems), response_rates(problems), problems)
+
     def to_json(self) -> str:
         """Return the result as a JSON document."""
         # NaN is no JSON: other readers would refuse the file.
@@ -94,7 +115,9 @@ class EvaluationResult:
 
 def _checked(kind: type, content: Any) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
-    if not isinstance(content, dict) or set(content) != names:
+    # A field with a default is newer than the format: results of earlier releases lack it.
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(content, dict) or not required <= set(content) <= names:
         given = set(content) if isinstance(content, dict) else set()
         raise ValueError(
             f"evaluation result, {kind.__name__}: missing {sorted(names - given)}, unknown {sorted(given - names)}; "

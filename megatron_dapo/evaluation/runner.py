@@ -225,6 +225,7 @@ def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
         outcomes=tuple(sample.score.outcome for sample in row),
         truncated=tuple(sample.completion.is_truncated for sample in row),
         response_tokens=tuple(len(sample.completion.token_ids) for sample in row),
+        source=problem.prompt.source,
     )
 
 

@@ -1,9 +1,12 @@
-"""torchrun whose store listens on the address of --master-addr alone: python -m megatron_dapo.launch.torchrun ARGUMENTS."""
+"""torchrun whose store listens on the address of --master-addr alone, and which leaves errors to the ranks:
+python -m megatron_dapo.launch.torchrun ARGUMENTS."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, main
 
 from megatron_dapo.parallel.store import restrict_stores
@@ -11,4 +14,9 @@ from megatron_dapo.parallel.store import restrict_stores
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     restrict_stores(int(get_args_parser().parse_args(arguments).nnodes.split(":")[-1]))
-    main(arguments)
+    # Ranks report why they fail, in one line and in failure.json: torchrun's box of "Root Cause" knows an exit code.
+    logging.disable(logging.ERROR)
+    try:
+        main(arguments)
+    except ChildFailedError:
+        sys.exit(1)

@@ -220,9 +220,7 @@ class Heartbeat:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._report(failure) or not self._verdict.wait(_VERDICT_S):
             self._speak_for_itself(failure)
-        elif self._culprit == self.rank:
-            say(failure.detail)
-        else:
+        elif self._culprit != self.rank:  # the culprit's line is printed, and its traceback is in failure.json
             say(f"rank {self.rank} ({self._node}): as a consequence: {failure.message}\n")
         return self._exit_code if self._verdict.is_set() else failure.exit_code
 

@@ -78,6 +78,9 @@ class CollectStatistics:
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
     windows: WindowSummary | None = None  # None: responses are generated in one piece
     prompts: Mapping[str, float] = field(default_factory=dict)  # what the choice of prompts did, see `PromptSource`
+    sources: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # by source: groups, kept, responses, correct
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
@@ -109,6 +112,7 @@ class StatisticsBuilder:
     reward_sum: float = 0.0
     lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
     windows: WindowSummary | None = None
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add_scored(self, group: Group, decision: str) -> None:
         """Count one scored group. Responses that continue in a later window are counted when they end."""
@@ -121,6 +125,10 @@ class StatisticsBuilder:
         self.outcomes.update(sample.score.outcome for sample in finished)
         self.accuracy_sum += sum(sample.score.accuracy for sample in finished)
         self.reward_sum += sum(sample.reward for sample in finished)
+        if group.prompt.source:
+            correct = sum(sample.score.accuracy for sample in finished)
+            counts = {"groups": 1, "kept": int(decision == KEPT), "responses": len(finished), "correct": correct}
+            self.sources.setdefault(group.prompt.source, Counter()).update(counts)
 
     def add_aborted(self, completions: Iterable[Completion]) -> None:
         """Count one group given up, with the tokens it had."""
@@ -154,6 +162,7 @@ class StatisticsBuilder:
         counts = {name: value for name, value in vars(self).items() if name in names}
         # dataclasses.asdict would count the pairs of a Counter: mappings are plain dictionaries.
         counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(self.outcomes)}
+        counts["sources"] = {name: dict(found) for name, found in self.sources.items()}
         return CollectStatistics(
             **counts,
             num_unfinished=num_unfinished,

@@ -14,6 +14,7 @@ from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.cli.evaluate import opened_engine
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.sources import train_files
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.recovery.heartbeat import watched_alone
@@ -55,8 +56,8 @@ def sampling_settings(config: Config) -> dict[str, Any]:
     return {
         "model": str(config.model.path),
         "model_sha256": _digest(sorted(config.model.path.glob("*.safetensors"))),
-        "data": [str(path) for path in config.data.train_paths],
-        "data_sha256": _digest(config.data.train_paths),
+        "data": [str(path) for path in train_files(config.data)],
+        "data_sha256": _digest([path for path in train_files(config.data) if path.is_file()]),
         "left_out": [str(path) for path in config.data.eval_paths],
         "seed": config.run.seed,
         "engine": rollout.engine,

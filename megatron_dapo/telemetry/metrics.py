@@ -288,14 +288,22 @@ EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric
 
 
 REWARD_PART = "reward/part/"  # begins the names of the means of a user's own parts of the reward
+SOURCE = "rollout/source/"  # begins the names of what is known of one source of prompts: SOURCE + NAME/METRIC
+SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        "accuracy_generated": "accuracy of the source's responses, before the filter",
+        "groups_generated": "its groups that were scored",
+        "groups_filtered_share": "share of them that the filter dropped",
+    }
+)
 
 
 def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
-    """Return `values` as floats in the schema's order, then those of a user's own parts of the reward.
+    """Return `values` as floats in the schema's order, then those of a user's own parts of the reward and of sources.
 
     Raises ValueError naming every unknown and missing metric.
     """
-    own = sorted(name for name in values if name.startswith(REWARD_PART))
+    own = sorted(name for name in values if name.startswith((REWARD_PART, SOURCE)) or _is_of_source(name, schema))
     unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema and name not in own]
     missing = [name for name in schema if name not in values]
     if unknown or missing:
@@ -307,6 +315,13 @@ def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[s
             "metrics of a step are exactly those of the schema; " + "; ".join(part for part in parts if part)
         )
     return {name: float(values[name]) for name in (*schema, *own)}
+
+
+def _is_of_source(name: str, schema: Mapping[str, Metric]) -> bool:
+    """Return True for a metric of the evaluation under a source's name: eval/NAME/avg_at_k."""
+    section, _, metric = name.rpartition("/")
+    head, _, source = section.partition("/")
+    return head == "eval" and bool(source) and f"eval/{metric}" in schema
 
 
 def _near(name: str, schema: Mapping[str, Metric]) -> str:

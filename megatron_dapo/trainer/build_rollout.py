@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +17,19 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
 from megatron_dapo.config.reward_schema import RewardConfig
-from megatron_dapo.config.rollout_schema import DataConfig
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
+from megatron_dapo.data.dataset import (
+    PromptDataset,
+    load_eval_sources,
+    load_sources,
+    prompt_template,
+    shares_of,
+)
 from megatron_dapo.data.examples import Example, load_examples
-from megatron_dapo.data.files import RowFormat
 from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.data.template import PromptTemplate, StopTokens, check_special_tokens, resolve_stop_token_ids
+from megatron_dapo.data.sources import eval_sources, train_sources
+from megatron_dapo.data.template import StopTokens, check_special_tokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -43,11 +48,14 @@ from megatron_dapo.rollout.example_collector import ExampleCollector
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
-from megatron_dapo.trainer.build_engines import Engines
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import Phases, RunPaths
 from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import blamed_on, printable
+
+if TYPE_CHECKING:
+    # It imports megatron-core, which takes seconds that a check of inputs does not have.
+    from megatron_dapo.trainer.build_engines import Engines
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +97,8 @@ def build_rollout_context(
     # Its own seed: two runs with different run.seed can see the prompts in one order.
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
-    stream = PromptStream(prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection)
+    shares = shares_of(config.data, prompts)
+    stream = PromptStream(prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection, shares)
 
     sampling = SamplingParams(
         config.rollout.temperature,
@@ -117,7 +126,7 @@ def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prom
     data = config.data
     if config.rollout.responses == "sampled":
         return load_train_dataset(config, inputs, pool).prompts, {}
-    template = PromptTemplate(inputs.tokenizer, data.template)
+    template = prompt_template(data, inputs.tokenizer)
     limits = data.max_prompt_tokens, config.rollout.max_response_tokens
     dataset = load_examples(data.train_paths, template, inputs.stop_tokens, *limits)
     return tuple(example.prompt for example in dataset.examples), dataset.by_id
@@ -130,7 +139,7 @@ def prompt_injection(
     section = config.data.injection
     if not section.templates:
         return None, {}
-    template = PromptTemplate(inputs.tokenizer, config.data.template)
+    template = prompt_template(config.data, inputs.tokenizer)
     injection, by_id = injection_of(
         prompts,
         section,
@@ -304,24 +313,14 @@ def _open_mixture(reward: RewardConfig) -> MixturePool:
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
     """Load the training prompts and check that they request the answer format that the verifier reads."""
     data = config.data
-    dataset = load_prompts(
-        data.train_paths,
-        inputs.tokenizer,
-        data.max_prompt_tokens,
-        data.template,
-        deduplicate=data.deduplicate,
-        validate_answers=pool.validate_answers,
-        row_format=row_format(data),
+    template = prompt_template(data, inputs.tokenizer)
+    dataset = load_sources(
+        train_sources(data), template, data.max_prompt_tokens, data.deduplicate, pool.validate_answers
     )
     self_test(config, inputs, pool, dataset.prompts)
-    first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
+    first = template.describe(dataset.prompts[0].messages)
     logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
     return dataset
-
-
-def row_format(data: DataConfig) -> RowFormat:
-    """Return how rows of the data files are read."""
-    return RowFormat(data.columns.prompt, data.columns.answer, data.system_prompt, data.prompt_template)
 
 
 def self_test(config: Config, inputs: ModelInputs, pool: Any, prompts: Sequence[Prompt]) -> None:
@@ -358,14 +357,8 @@ def self_test(config: Config, inputs: ModelInputs, pool: Any, prompts: Sequence[
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
     """Load the held-out problems, each once."""
-    return load_eval_prompts(
-        config.data.eval_paths,
-        inputs.tokenizer,
-        config.data.max_prompt_tokens,
-        config.data.template,
-        validate_answers=pool.validate_answers,
-        row_format=row_format(config.data),
-    )
+    template = prompt_template(config.data, inputs.tokenizer)
+    return load_eval_sources(eval_sources(config.data), template, config.data.max_prompt_tokens, pool.validate_answers)
 
 
 def evaluation_protocol(

@@ -15,7 +15,7 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
-from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, STEP_METRICS
+from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, Score, ScoredSample, num_distinct
 
@@ -54,6 +54,7 @@ def step_metrics(
         **prefix_metrics(batch.prefix_reuse),
         **prompt_metrics(rollout),
         **window_metrics(rollout),
+        **source_metrics(rollout),
         **quality_metrics(rollout.groups),
         **reward_metrics(rollout.groups, disagreement_share),
         **absent,
@@ -125,6 +126,21 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
                 for one in _finished(group.samples)
             ]
         ),
+    }
+
+
+def source_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return accuracy and filtered share of each source of prompts; none where all are of one."""
+    sources = batch.statistics.sources
+    return {
+        f"{SOURCE}{name}/{metric}": value
+        for name, counts in sources.items()
+        if len(sources) > 1
+        for metric, value in (
+            ("accuracy_generated", counts["correct"] / max(1, counts["responses"])),
+            ("groups_generated", counts["groups"]),
+            ("groups_filtered_share", 1.0 - counts["kept"] / counts["groups"]),
+        )
     }
 
 
@@ -277,16 +293,22 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
-    """Return the "eval/" metrics of a result."""
-    k = result.protocol.num_samples
-    headline = result.headline
+    """Return the "eval/" metrics of a result: of all problems, and of each source's as eval/NAME/avg_at_k where there are several."""
+    metrics = {f"eval/{name}": value for name, value in _estimates(result).items()}
+    for source in result.sources:
+        found = _estimates(result.of_source(source))
+        metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
+    return {**metrics, "eval/seconds": seconds}
+
+
+def _estimates(result: EvaluationResult) -> dict[str, float]:
+    k, headline = result.protocol.num_samples, result.headline
     return {
-        "eval/avg_at_k": headline.value,
-        "eval/avg_at_k_low": headline.low,
-        "eval/avg_at_k_high": headline.high,
-        "eval/pass_at_k": result.metrics[f"pass@{k}"].value,
-        "eval/cons_at_k": result.metrics[f"cons@{k}"].value,
-        "eval/truncated_share": result.rates["truncation_rate"],
-        "eval/response_tokens_mean": result.rates["mean_response_tokens"],
-        "eval/seconds": seconds,
+        "avg_at_k": headline.value,
+        "avg_at_k_low": headline.low,
+        "avg_at_k_high": headline.high,
+        "pass_at_k": result.metrics[f"pass@{k}"].value,
+        "cons_at_k": result.metrics[f"cons@{k}"].value,
+        "truncated_share": result.rates["truncation_rate"],
+        "response_tokens_mean": result.rates["mean_response_tokens"],
     }

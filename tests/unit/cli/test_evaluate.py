@@ -97,3 +97,27 @@ def test_eval_command(directory: Path, tmp_path: Path) -> None:
     assert protocol["verifier"] == "dapo" and protocol["engine"] == "embedded" and len(protocol["dataset_sha256"]) == 64
     repeated = CliRunner().invoke(app, ["eval", str(directory / "recipe.toml"), "--model", str(directory / "model")])
     assert repeated.output.splitlines()[-1] == result.output.splitlines()[-1]
+
+
+def test_two_models_are_compared_by_problem_and_by_file(directory: Path, tmp_path: Path) -> None:
+    lines = (directory / "data.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("low", lines[:4]), ("high", lines[4:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    command = ["eval", str(directory / "recipe.toml"), "--set", "data.eval_paths=['LOW', 'HIGH']"]
+    command[3] = command[3].replace("LOW", str(tmp_path / "low.jsonl")).replace("HIGH", str(tmp_path / "high.jsonl"))
+    result = tmp_path / "result.json"
+    first = CliRunner().invoke(app, [*command, "--output", str(result)])
+    assert first.exit_code == 0, first.output
+    assert "low, 4 problems:" in first.output and "high, 5 problems:" in first.output
+    # With itself, by its directory and by its result.
+    for other in (directory / "model", result):
+        compared = CliRunner().invoke(app, [*command, "--against", str(other)])
+        assert compared.exit_code == 0, compared.output
+        shown = compared.output.partition("paired over 9 problems")[2].splitlines()
+        assert [line for line in shown if "avg@3" in line] == ["  avg@3: +0.0000  [+0.0000, +0.0000]"] * 3
+    by_files = CliRunner().invoke(app, ["compare", str(result), str(result)])
+    assert by_files.exit_code == 0 and "  avg@3: +0.0000  [+0.0000, +0.0000]" in by_files.output
+    absent = CliRunner().invoke(app, [*command, "--against", str(tmp_path / "no")])
+    assert absent.exit_code == 2 and "neither a Hugging Face directory nor a result" in absent.output
+    no_checkpoint = CliRunner().invoke(app, [*command, "--checkpoint", str(tmp_path / "step_000003")])
+    assert no_checkpoint.exit_code == 2 and "step_000003" in no_checkpoint.output

@@ -90,10 +90,10 @@ def test_a_probe_that_fails_says_why() -> None:
 
 def test_facts_of_the_servers_environment_come_from_its_own_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "python"
-    script.write_text("#!/bin/sh\necho '[\"0.5.19\", true]'\n", encoding="utf-8")
+    script.write_text('#!/bin/sh\necho \'["0.5.19", true, ["/r", 1, 2]]\'\n', encoding="utf-8")
     script.chmod(0o755)
     facts = gather.sglang_facts(config(sglang={"python": str(script)}))
-    assert (facts.error, facts.version, facts.has_router) == ("", "0.5.19", True)
+    assert (facts.error, facts.version, facts.has_router, facts.record) == ("", "0.5.19", True, ("/r", 1, 2))
     script.write_text("#!/bin/sh\necho broken >&2; exit 1\n", encoding="utf-8")
     assert gather.sglang_facts(config(sglang={"python": str(script)})).error == "broken"
     assert gather.sglang_facts(config(sglang={"python": str(tmp_path / "no")})).error == "no such file"

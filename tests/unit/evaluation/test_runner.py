@@ -14,6 +14,8 @@ from megatron_dapo.evaluation.protocol import (
     differing_fields,
 )
 from megatron_dapo.evaluation.runner import evaluate, evaluation_seed, unique_problems
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, checked
+from megatron_dapo.trainer.metrics import evaluation_metrics
 from megatron_dapo.types import Completion, Prompt, Score, VersionRange
 
 PROTOCOL = EvaluationProtocol(
@@ -242,6 +244,31 @@ def test_comparison_is_paired_by_problem():
     assert 0 < difference.low <= difference.value <= difference.high
     same = compare(before, replace(before, problems=before.problems[::-1]))
     assert all((entry.value, entry.low, entry.high) == (0.0, 0.0, 0.0) for entry in same.values())
+
+
+def test_each_source_has_its_own_estimates_beside_those_of_all_problems():
+    prompts = [replace(one, source="easy" if number % 3 else "hard") for number, one in enumerate(PROMPTS)]
+    result, blended = run(prompts=prompts), run()
+    assert result.sources == ("hard", "easy") and blended.sources == ()
+    assert result.metrics == blended.metrics  # the overall number does not know of sources
+    parts = [result.of_source(name) for name in result.sources]
+    assert sum(len(part.problems) for part in parts) == len(PROMPTS)
+    weighted = sum(part.headline.value * len(part.problems) for part in parts) / len(PROMPTS)
+    assert weighted == pytest.approx(result.headline.value)
+    metrics = checked(EVALUATION_METRICS, evaluation_metrics(result, 1.0))
+    assert metrics["eval/hard/avg_at_k"] == parts[0].headline.value
+    assert set(evaluation_metrics(blended, 1.0)) == set(EVALUATION_METRICS)
+    with pytest.raises(ValueError, match="unknown: eval/hard/avg_at_kk"):
+        checked(EVALUATION_METRICS, {**metrics, "eval/hard/avg_at_kk": 0.0})
+    assert EvaluationResult.from_json(result.to_json()) == result
+    document = json.loads(result.to_json())
+    for record in document["problems"]:
+        del record["source"]  # as earlier releases wrote it
+    assert EvaluationResult.from_json(json.dumps(document)).sources == ()
+    with pytest.raises(ValueError, match="it has hard, easy"):
+        result.of_source("medium")
+    paired = compare(run(prompts=prompts, engine=FakeEngine(skill=0.1)).of_source("hard"), parts[0])
+    assert paired["avg@4"].value >= 0
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EvaluationProtocol)])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from megatron_dapo.config.schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rewards.repetition import repetition_numbers, zlib_ratio
-from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.rollout.statistics import statistics_from_json
+from megatron_dapo.telemetry.metrics import STEP_METRICS, checked
 from megatron_dapo.trainer.metrics import (
     prefix_metrics,
     quality_metrics,
     quality_warnings,
     reward_metrics,
     rollout_metrics,
+    source_metrics,
     throughput_metrics,
     window_metrics,
 )
@@ -33,6 +36,27 @@ def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None
     for name in ("token_staleness_mean", "token_staleness_max", "partial_share", "responses_continued"):
         assert metrics[f"rollout/{name}"] == 0
     assert metrics["rollout/tokens_discarded"] == metrics["rollout/groups_unfinished"] == 0
+
+
+def test_sources_by_counting_their_groups(make_world: Callable) -> None:
+    world = make_world([0.5] * 40)
+    prompts = world.collector._prompts  # the ids of the world, as its collector looks them up
+    for number, name in enumerate(list(prompts)):
+        prompts[name] = replace(prompts[name], source="odd" if number % 2 else "even")
+    batch = world.collector.collect(4)
+    metrics = source_metrics(batch)
+    counts = batch.statistics.sources
+    decided = sum(batch.statistics.filter_decisions.values())
+    assert sum(metrics[f"rollout/source/{name}/groups_generated"] for name in ("odd", "even")) == decided
+    assert sum(found["kept"] for found in counts.values()) == batch.statistics.filter_decisions["kept"]
+    correct = sum(found["correct"] for found in counts.values())
+    responses = sum(found["responses"] for found in counts.values())
+    assert correct / responses == pytest.approx(batch.statistics.mean_accuracy)
+    assert statistics_from_json(json.loads(json.dumps(asdict(batch.statistics)))) == batch.statistics
+    with pytest.raises(ValueError, match="missing"):  # the names of sources are known to the schema
+        checked(STEP_METRICS, metrics)
+    one = replace(batch.statistics, sources={"odd": counts["odd"]})
+    assert source_metrics(replace(batch, statistics=one)) == {}
 
 
 def test_the_window_section_by_counting_windows() -> None:

@@ -1,0 +1,137 @@
+"""Models and data sets of the Hugging Face Hub: their names in a recipe, and their local copies.
+
+    model.path = "Qwen/Qwen2.5-0.5B"                  or "hf://Qwen/Qwen2.5-0.5B@REVISION"
+    data.train_paths = ["hf://OWNER/NAME"]            or "hf://OWNER/NAME@REVISION/DIRECTORY_OR_FILE"
+
+The copy lies in the Hub's cache under the commit it is of, so the path that a run records pins the revision.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megatron_dapo.untrusted import one_line
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0  # of the first question: without a network it has to fail within a dry run's ten seconds
+_PREFIX = "hf:"
+_REFERENCE = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.+))?")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+DATA_KINDS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
+_SPLITS = {"train": ("train",), "eval": ("test", "validation", "valid", "eval")}
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True)
+class HubReference:
+    """A repository of the Hub, and the part of it that is meant."""
+
+    repository: str
+    revision: str | None = None
+    part: str = ""  # a file or directory of it
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "")
+
+
+class HubError(ValueError):
+    """A repository that cannot be had; the text says why and what to do."""
+
+
+def hub_reference(path: Path, directory: Path, is_model: bool) -> HubReference | None:
+    """Return the repository that an input of a recipe names, None for a local path.
+
+    `path`: absolute, as the loader made it; `directory`: that relative inputs are from. A model needs no "hf://" where no
+    directory of its owner's name is there.
+    """
+    if path.exists() or not path.is_relative_to(directory):
+        return None
+    text = path.relative_to(directory).as_posix()
+    is_marked = text.startswith(f"{_PREFIX}/")
+    if not is_marked and (not is_model or text.count("/") != 1 or path.parent.exists()):
+        return None
+    found = _REFERENCE.fullmatch(text.removeprefix(f"{_PREFIX}/"))
+    return HubReference(found[1], found[2], found[3] or "") if found else None
+
+
+def download_model(reference: HubReference) -> Path:
+    """Return the local copy of a model; downloads what is missing. HubError where it cannot be had."""
+    return _snapshot(reference, "model", list(_MODEL_FILES))
+
+
+def download_data(reference: HubReference, split: str) -> list[Path]:
+    """Return the data files of a data set: those of its part, else those whose path names the split ("train" or "eval").
+
+    HubError where the data set cannot be had, or has no such file.
+    """
+    root = _snapshot(reference, "dataset", [f"*{kind}" for kind in DATA_KINDS])
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix in DATA_KINDS)
+    chosen = list(_chosen(names, reference.part, split))
+    if not chosen:
+        listed = ", ".join(names[:_MAX_LISTED]) or f"no file of {', '.join(DATA_KINDS)}"
+        raise HubError(
+            f"data set {reference} of the Hub has no {reference.part or split + ' file'}; it has {listed}: name one as "
+            f"hf://{reference}/FILE"
+        )
+    return [root / name for name in chosen]
+
+
+def _chosen(names: list[str], part: str, split: str) -> Iterator[str]:
+    if part:
+        yield from (name for name in names if name == part or name.startswith(f"{part.rstrip('/')}/"))
+        return
+    data = [name for name in names if PurePosixPath(name).name != "dataset_infos.json"]
+    words = _SPLITS[split]
+    yield from (data if len(data) == 1 and split == "train" else (n for n in data if any(w in n for w in words)))
+
+
+def _snapshot(reference: HubReference, kind: str, patterns: list[str]) -> Path:
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    options = {"repo_id": reference.repository, "repo_type": kind, "allow_patterns": patterns}
+    offline: Exception
+    try:
+        info = HfApi().repo_info(
+            reference.repository, repo_type=kind, revision=reference.revision, timeout=TIMEOUT_S, files_metadata=False
+        )
+        logger.info("%s %s of the Hub, commit %s", kind, reference, info.sha)
+        # By its name, not by the commit: then the cache finds it by the name where there is no network.
+        return Path(snapshot_download(revision=reference.revision, **options))
+    except HfHubHTTPError as error:
+        raise HubError(_refusal(reference, kind, error)) from error
+    except HFValidationError as error:
+        raise HubError(f"{reference} is no name of a Hub repository: {one_line(error)}") from error
+    except (httpx.HTTPError, OfflineModeIsEnabled, OSError) as error:
+        offline = error
+    try:  # a copy of an earlier run serves
+        return Path(snapshot_download(revision=reference.revision, local_files_only=True, **options))
+    except (LocalEntryNotFoundError, OSError) as error:
+        flag = " --repo-type dataset" if kind == "dataset" else ""
+        raise HubError(
+            f"there is no {reference} here, and the Hub cannot be reached ({type(offline).__name__}: {one_line(offline)[:120]}): where "
+            f"there is a network run `hf download {reference.repository}{flag} --local-dir DIR`, copy DIR here and name it"
+        ) from error
+
+
+def _refusal(reference: HubReference, kind: str, error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    reasons = {
+        401: "it does not exist, or needs a token: run `hf auth login`",
+        403: "access is not granted: ask for it on its page and run `hf auth login`",
+        404: "there is no such repository or revision: check its name",
+    }
+    return f"{kind} {reference} of the Hub: {reasons.get(status, one_line(error)[:200])} (HTTP {status})"
+
+
+def input_directory(origin: str) -> Path:
+    """Return the directory that relative inputs of a value are from, by its origin: a recipe's file, or --set."""
+    recipe = Path(origin)
+    return Path(os.path.abspath(recipe.parent)) if recipe.suffix == ".toml" else Path.cwd()

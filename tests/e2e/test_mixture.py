@@ -1,0 +1,73 @@
+"""A run on two sources with weights, evaluated on two files, and its checkpoint evaluated beside it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from whole_runs import ROOT, lines_of, run_command
+
+QUICKSTART = ROOT / "examples" / "quickstart"
+RECIPE = """
+[model]
+path = "{model}"
+[data]
+eval_paths = ["first.jsonl", "second.jsonl"]
+max_prompt_tokens = 256
+[[data.sources]]
+path = "often.jsonl"
+weight = 3.0
+[[data.sources]]
+path = "seldom.json"
+name = "rare"
+columns = {{ prompt = "question", answer = "answer" }}
+[rollout]
+prompts_per_step = 4
+group_size = 2
+max_response_tokens = 32
+filter_groups = false
+[training]
+mini_batch_prompts = 4
+[evaluation]
+num_samples = 2
+at_start = false
+[checkpoint]
+interval = 1
+keep = 4
+[run]
+total_steps = 2
+"""
+
+
+def test_sources_and_files_are_told_apart_in_training_and_evaluation(tmp_path: Path) -> None:
+    rows = (QUICKSTART / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "often.jsonl").write_text("".join(rows[:40]))
+    plain = [json.loads(line) for line in rows[40:60]]
+    table = [{"question": row["prompt"][-1]["content"], "answer": row["reward_model"]["ground_truth"]} for row in plain]
+    (tmp_path / "seldom.json").write_text(json.dumps(table))
+    held_out = (QUICKSTART / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "first.jsonl").write_text("".join(held_out[:8]))
+    (tmp_path / "second.jsonl").write_text("".join(held_out[8:12]))
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(RECIPE.format(model=QUICKSTART / "base_model"))
+    run = tmp_path / "run"
+    outcome = run_command("train", str(recipe), "--output-dir", str(run))
+    assert outcome.code == 0, outcome.text
+    samples = lines_of(run / "samples.jsonl")
+    # Rows without a data_source have their source's name; three of four prompts are of the first source.
+    assert Counter(sample["data_source"] for sample in samples) == {"quickstart_bookkeeping": 12, "rare": 4}
+    for row in lines_of(run / "metrics.jsonl"):
+        counts = [row[f"rollout/source/{name}/groups_generated"] for name in ("often", "rare")]
+        assert counts == [3, 1]
+    [evaluation] = lines_of(run / "evaluations.jsonl")
+    parts = [evaluation[f"eval/{name}/avg_at_k"] for name in ("first", "second")]
+    assert abs(evaluation["eval/avg_at_k"] - (8 * parts[0] + 4 * parts[1]) / 12) < 1e-9
+    # The last checkpoint is the model that the run evaluated, and its file compares with it problem by problem.
+    evaluated = run / "evaluations" / "step_000002.json"
+    checkpoint = run / "checkpoints" / "step_000002"
+    again = run_command("eval", str(recipe), "--checkpoint", str(checkpoint), "--against", str(evaluated))
+    assert again.code == 0, again.text
+    assert f"{checkpoint} minus" in again.text and "paired over 12 problems" in again.text
+    difference = next(line for line in again.lines if line.startswith("  avg@2: ") and "+" in line)
+    assert difference == "  avg@2: +0.0000  [+0.0000, +0.0000]"

@@ -1,0 +1,159 @@
+"""Models and data sets of the Hub, from a stand-in of it on loopback; without a network, what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from megatron_dapo.data.hub import HubReference, hub_reference
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "examples" / "quickstart"
+SHA = "0123456789abcdef0123456789abcdef01234567"
+MODEL = {path.name: path.read_bytes() for path in (QUICKSTART / "base_model").iterdir()}
+DATA = {
+    "README.md": b"# sums",
+    "data/train.jsonl": (QUICKSTART / "train.jsonl").read_bytes(),
+    "data/test.jsonl": (QUICKSTART / "heldout.jsonl").read_bytes(),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub's protocol that a download uses."""
+
+    def do_HEAD(self) -> None:
+        self._answer(sends_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(sends_body=True)
+
+    def _answer(self, sends_body: bool) -> None:
+        path, kind = self.path.partition("?")[0], "models"
+        if path.startswith(("/datasets/", "/api/datasets/")):
+            path, kind = path.replace("/datasets/", "/" if path.startswith("/datasets/") else "/models/", 1), "datasets"
+        files = {"models": {"own/tiny": MODEL}, "datasets": {"own/sums": DATA}}[kind]
+        repository = next((name for name in files if f"/{name}" in path), None)
+        if repository is None:
+            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, sends_body)
+        if "/tree/" in path:
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in files[repository].items()
+            ]
+            return self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"}, sends_body)
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in files[repository]]
+            document = {"id": repository, "_id": "1", "sha": SHA, "private": False, "siblings": siblings}
+            return self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"}, sends_body)
+        body = files[repository][path.split("/resolve/")[1].partition("/")[2]]
+        return self._send(200, body, {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": SHA}, sends_body)
+
+    def _send(self, code: int, body: bytes, headers: dict[str, str], sends_body: bool) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if sends_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+RECIPE = """
+[model]
+path = "{model}"
+[data]
+train_paths = ["hf://own/sums"]
+eval_paths = ["hf://own/sums/data/test.jsonl"]
+"""
+COPIES = """
+import json, sys
+from megatron_dapo.config import load_config
+from megatron_dapo.doctor.hub_inputs import local_copies
+copies, problems = local_copies(load_config(sys.argv[1]))
+print(json.dumps([copies, [str(problem) for problem in problems]]))
+"""
+
+
+def copies(tmp_path: Path, endpoint: str, model: str) -> tuple[list[str], list[str]]:
+    """What `local_copies` returns in a process of its own: the Hub's client reads its environment once."""
+    (tmp_path / "own.toml").write_text(RECIPE.format(model=model))
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-c", COPIES, str(tmp_path / "own.toml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_model_and_a_data_set_are_downloaded_and_their_commit_is_on_record(tmp_path: Path, endpoint: str) -> None:
+    found, problems = copies(tmp_path, endpoint, "own/tiny")
+    assert not problems
+    values = dict(override.split("=", 1) for override in found)
+    model, train, held_out = (
+        json.loads(values[name]) for name in ("model.path", "data.train_paths", "data.eval_paths")
+    )
+    assert f"snapshots/{SHA}" in model
+    assert {path.name: path.read_bytes() for path in Path(model).iterdir()}["model.safetensors"] == MODEL[
+        "model.safetensors"
+    ]
+    assert [Path(path).read_bytes() for path in (*train, *held_out)] == [
+        DATA["data/train.jsonl"],
+        DATA["data/test.jsonl"],
+    ]
+    # Without the network the copy of the earlier run serves.
+    again, problems = copies(tmp_path, "http://127.0.0.1:9", "own/tiny")
+    assert (again, problems) == (found, [])
+
+
+def test_a_repository_that_is_not_there_is_named(tmp_path: Path, endpoint: str) -> None:
+    found, problems = copies(tmp_path, endpoint, "own/tinny")
+    assert [line for line in problems if line.startswith("model.path: model own/tinny of the Hub: ")]
+    assert not [override for override in found if override.startswith("model.path")]
+
+
+def test_without_a_network_it_says_what_to_do_in_seconds(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    found, problems = copies(tmp_path, "http://127.0.0.1:9", "own/tiny")
+    assert not found and time.perf_counter() - start < 60  # mostly imports of a busy machine
+    assert "hf download own/tiny --local-dir DIR" in problems[0]
+    assert "hf download own/sums --repo-type dataset --local-dir DIR" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_model", "reference"),
+    [
+        ("Qwen/Qwen2.5-0.5B", True, HubReference("Qwen/Qwen2.5-0.5B")),
+        ("hf:/Qwen/Qwen2.5-0.5B@main", True, HubReference("Qwen/Qwen2.5-0.5B", "main")),
+        ("hf:/openai/gsm8k/main/train.parquet", False, HubReference("openai/gsm8k", None, "main/train.parquet")),
+        ("hf:/datasets/openai/gsm8k", False, HubReference("openai/gsm8k")),
+        ("openai/gsm8k", False, None),  # of data only with the mark: "data/train" is a path
+        ("models/qwen/base", True, None),
+        ("there/base", True, None),
+        ("base", True, None),
+    ],
+)
+def test_names_of_the_hub_are_told_from_paths(
+    text: str, is_model: bool, reference: HubReference | None, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    assert hub_reference(tmp_path / text, tmp_path, is_model) == reference
