@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, make_plan
+from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.inputs import input_problems, quick_problems
@@ -520,6 +520,12 @@ def test_what_cannot_run_is_refused_in_one_line(case: str, own: Path, monkeypatc
     for word in words:
         assert word in found[0]
     assert not (own / "run").is_dir() and not any("Traceback" in line for line in lines)
+
+
+def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
+    given = [f"run.output_dir={own / 'run'}"]
+    with pytest.raises(ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"):
+        make_plan(own / "quickstart.toml", given, "tp2", None, Machines(gpus_here=1))
 
 
 def test_a_recipe_that_runs_has_no_problem(own: Path) -> None:
