@@ -203,7 +203,7 @@ RULES = (
     ),
     Rule(
         "not data.chat_template_options",
-        'set data.chat_template_options = {}, or data.template = "chat"',
+        'leave data.chat_template_options out, or set data.template = "chat"',
         where='data.template == "plain"',
         reason="the plain template is no chat template and takes none",
     ),
