@@ -8,8 +8,9 @@
 # Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves, the job is requeued,
 # and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
 # made no train step. Where nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and the trainer alone starts again
-# in the same job. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO. PREFLIGHT=1 before it measures the
-# nodes first, and ends the job where one is slow. With nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
+# in the same job; checkpoint.memory_copies keeps its last checkpoint in the nodes' memory. COMMAND=pretrain-value before it pretrains the
+# critic of a layout of VAPO or T-PPO. PREFLIGHT=1 before it measures the nodes first, and ends the job where one is slow. With
+# nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -21,7 +22,7 @@
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
-    sed -n '2,13p' "$0"
+    sed -n '2,14p' "$0"
     exit 2
 fi
 layout=$1
@@ -70,7 +71,7 @@ worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
 if [ "${PREFLIGHT:-0}" = 1 ]; then
     "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight --directory "${PREFLIGHT_DIRECTORY:-.}"
 fi
-# A step of its own: what a step has started ends with it. Without servers to keep it ends at once.
+# A step of its own: what a step has started ends with it. Without servers or copies of checkpoints to keep it ends at once.
 "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_ON_NODE" "${worker[@]}" --keep-servers </dev/null &
 supervisors=$!

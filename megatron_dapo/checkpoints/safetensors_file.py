@@ -148,7 +148,8 @@ class SafetensorsReader:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise ValueError(
+            # With checksums it was one when it was written.
+            raise (ValueError if self._checksums is None else DamagedError)(
                 f"{self.path}: not a safetensors file, or truncated: it has {size} bytes "
                 f"and its header should have {length}"
             )

@@ -84,11 +84,16 @@ class SavedModel(StoredModel):
     """
 
     def __init__(
-        self, directory: str | Path, name: str = "policy", checksums: Mapping[str, PieceChecksums] | None = None
+        self,
+        directory: str | Path,
+        name: str = "policy",
+        checksums: Mapping[str, PieceChecksums] | None = None,
+        copies: Mapping[str, Path] | None = None,
     ) -> None:
-        """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong."""
+        """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong.
+        `copies`: of files of tensors, which are read there and not in `directory`."""
         super().__init__()
-        self.path, self.name, self._checksums = Path(directory), name, checksums or {}
+        self.path, self.name, self._checksums, self._copies = Path(directory), name, checksums or {}, copies or {}
         path = self.path / index_file(name)
         document = _read_index(path)
         with blamed_on(path):
@@ -109,7 +114,8 @@ class SavedModel(StoredModel):
     def reader(self, file: str) -> SafetensorsReader:
         """Return the open reader of a file."""
         if file not in self._readers:
-            self._readers[file] = SafetensorsReader(self.path / file, self._checksums.get(file))
+            path = self._copies.get(file, self.path / file)
+            self._readers[file] = SafetensorsReader(path, self._checksums.get(file))
         return self._readers[file]
 
     def read(self, kind: str, piece: StoredPiece, out: torch.Tensor, bounds: Slice | None = None) -> None:

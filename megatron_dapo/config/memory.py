@@ -426,13 +426,15 @@ def _host_bytes(
 ) -> int:
     """Return the host memory of the fullest node, that of rank 0, which has the verifiers."""
     sglang = config.sglang
-    # The copy for a checkpoint stays for the next one, once the first was saved.
-    after_save = sum(model.on_host(how) + model.saved for model, how in models)
+    # The copy for a checkpoint stays for the next one, once the first was saved. Those that a failure leaves are there twice
+    # during a save: older ones are freed when it is in place.
+    num_copies = 1 + {"none": 0, "node": 2, "peer": 4}[config.checkpoint.memory_copies]
+    after_save = sum(model.on_host(how) + num_copies * model.saved for model, how in models)
     # While a 16-bit model is loaded an fp32 copy of it is there, beside the models that were built before.
     loading = max((model.gradients for model, _ in models), default=0) if config.model.dtype != "float32" else 0
     of_rank = TRAINER_PROCESS + max(after_save, loading)
     if separate:
-        after_save = separate.on_host(config.critic.offload) + separate.saved
+        after_save = separate.on_host(config.critic.offload) + num_copies * separate.saved
         of_rank = max(of_rank, TRAINER_PROCESS + max(after_save, separate.gradients))
     num_bytes = processes * of_rank + config.reward.num_processes * config.reward.memory_limit_mb * (1 << 20)
     if engine:

@@ -123,6 +123,17 @@ class CheckpointConfig(Section):
     keep_best_is: Literal["higher", "lower"] = "higher"
     """The better value of checkpoint.keep_best."""
 
+    memory_copies: Literal["none", "node", "peer"] = "none"
+    """Copies of the newest checkpoint in host memory, from which a restart after a failure reads instead of storage. node: what
+    the ranks of a node saved, in its memory; survives lost processes. peer: in that of another node as well, of another
+    data-parallel replica where there is one; survives a lost node. Linux only. See docs/checkpoints.md for the memory."""
+
+    memory_copies_gib: NonNegativeFloat = 0.0
+    """GiB of copies on a node at most; a checkpoint beyond it is on storage alone, with a warning. 0: as much as /dev/shm has."""
+
+    memory_copies_seconds: PositiveFloat = 600.0
+    """Seconds without a trainer process on a node after which its copies are freed: longer than a restart takes."""
+
     resume: Resume = "auto"
     """auto: continue from the newest valid checkpoint if there is one; refused where the run's records say that there was one and
     the directory has none, as when it is not mounted. never: fail if the directory holds one. must: fail
@@ -326,6 +337,11 @@ class Config(Section):
         # Memory of a GPU that a dead process shared must not stay open.
         shares_gpu_memory = sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "device"
         return self.rollout.engine == "sglang" and not sglang.urls and sglang.keep_seconds > 0 and not shares_gpu_memory
+
+    @property
+    def leaves_processes(self) -> bool:
+        """True if processes of the run's nodes outlive trainer processes that fail, so that a restart on the same nodes is worth it."""
+        return self.keeps_servers or self.checkpoint.memory_copies != "none"
 
     @property
     def has_critic(self) -> bool:

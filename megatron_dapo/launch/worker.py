@@ -75,8 +75,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--keep-servers",
         action="store_true",
-        help="run nothing but the supervisor of this node's SGLang servers, which keeps them for the next attempt after a failure; "
-        "ends at once where the recipe has none to keep",
+        help="run nothing but the supervisor of this node's SGLang servers, which keeps them for the next attempt after a failure, "
+        "and the keeper of checkpoints in its memory; ends at once where the recipe has neither",
     )
     return parser.parse_args(arguments)
 
@@ -112,7 +112,7 @@ def _report_verdict(loaded: LoadedConfig, since: float) -> int:
     from megatron_dapo.recovery.attempts import excluded_nodes
 
     found = judge(loaded, since)
-    is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.keeps_servers
+    is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.leaves_processes
     excluded = ",".join(excluded_nodes(loaded.config.run.output_dir, batch_job()))
     sys.stdout.write(f"{'trainer' if is_in_place else 'job'} {excluded}".rstrip() + "\n")
     if found is None:
@@ -122,18 +122,27 @@ def _report_verdict(loaded: LoadedConfig, since: float) -> int:
     return found.exit_code
 
 
-def _keep_servers(loaded: LoadedConfig) -> int:
-    """Supervise this node's servers for all attempts of the batch job."""
+def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
+    """Supervise this node's servers, and see to its keeper of checkpoints, for all attempts of the batch job."""
     from megatron_dapo.engines.sglang.supervisor import supervise
+    from megatron_dapo.recovery.memory_copies import keeper_settings
 
-    place, run = supervision(), loaded.config.run
+    place, config = supervision(), loaded.config
+    run = config.run
     if place is None:
         raise ValueError(
             f"--keep-servers is for a batch script that exports {SERVERS_ARE_KEPT}=1: workers would not know"
         )
-    if loaded.config.keeps_servers:
-        restrict_files(run.group_readable)
-        supervise(place.address(run.output_dir), os.getppid(), loaded.config.sglang.keep_seconds)
+    restrict_files(run.group_readable)
+    keeper = None
+    if config.checkpoint.memory_copies != "none":
+        # Here: what a step has started ends with it on most sites, and this step lasts as long as the job.
+        settings = keeper_settings(config.checkpoint, config.checkpoint_dir, process.num_nodes, rendezvous_host())
+        keeper = settings.connect()
+    if config.keeps_servers:
+        supervise(place.address(run.output_dir), os.getppid(), config.sglang.keep_seconds)
+    elif keeper is not None:
+        keeper.wait_for_end()
     return 0
 
 
@@ -167,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
         return _report_verdict(load_run(parsed), parsed.verdict)
     if parsed.keep_servers:
         keep_nccl_on_loopback(process)
-        return _keep_servers(load_run(parsed))
+        return _keep_servers(load_run(parsed), process)
     try:
         if parsed.replay is None and (settled := _settled(load_run(parsed))) is not None:
             return settled

@@ -141,16 +141,22 @@ class ModelState:
 
     _index: dict[str, Any] | None = None
 
-    def load(self, directory: Path, name: str, checksums: Mapping[str, PieceChecksums] | None = None) -> None:
+    def load(
+        self,
+        directory: Path,
+        name: str,
+        checksums: Mapping[str, PieceChecksums] | None = None,
+        copies: Mapping[str, Path] | None = None,
+    ) -> None:
         """Load the state that any layout saved. Collective among the model's ranks.
 
-        Files with `checksums` are verified while they are read: DamagedError on all ranks where one is not what was written.
+        Files that have `copies` are read there. Files with `checksums` are verified while they are read: DamagedError on all ranks where one is not what was written.
         Random states and scales of FP8 modules are those of ranks: they are loaded where the layout is the same. ValueError
         on all ranks where it does not fit this model or cannot be read; the model may then be loaded in part.
         """
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
-            saved = SavedModel(directory, name, checksums)
+            saved = SavedModel(directory, name, checksums, copies)
         with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)

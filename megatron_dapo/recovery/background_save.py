@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ from megatron_dapo.recovery.durable_files import (
     write_direct,
 )
 from megatron_dapo.recovery.file_process import BackgroundJob, FileProcess
+from megatron_dapo.recovery.memory_copies import CopyTargets, keep_copies
 
 if TYPE_CHECKING:
     import torch
@@ -216,7 +217,9 @@ class BackgroundSaves:
             try:
                 writer.copy(memory.tensor(writer.num_bytes, is_locked=stream is not None), stream)
                 arguments = self._store.partial_path(save.step), self._store.rank, writer.places()
-                save.part = self._store.files.start(write_part, *arguments)
+                copies = self._store.copies
+                targets = copies.targets.to_json() if copies is not None and copies.targets is not None else None
+                save.part = self._store.files.start(write_part, *arguments, save.step, targets)
             except Exception as error:
                 save.problem = error
             writer.regions.clear()  # the tensors are the run's alone again
@@ -273,12 +276,16 @@ class BackgroundSaves:
             if save.problem is not None:
                 raise save.problem
             assert save.part is not None, "what was copied is being written"
-            save.part.result()
+            problem = save.part.result()
+            if self._store.copies is not None:
+                self._store.copies.warn(problem)
         done = save.begun
         # Every part is there: only now, or rank 0 would wait for others in a place that counts as its own.
         with require_together(store, save.step):
             if save.commit is not None:
                 done = save.commit.result()
+        if store.copies is not None:
+            store.copies.committed(save.step)
         return Saved(save.step, store.path(save.step), done - save.begun)
 
 
@@ -300,12 +307,24 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 # In the file process
 
 
-def write_part(work: Work, directory: Path, rank: int, places: Sequence[tuple[str, int, int, Sequence[int]]]) -> None:
-    """Write one rank's files from its copy, then its part of the manifest."""
+def write_part(
+    work: Work,
+    directory: Path,
+    rank: int,
+    places: Sequence[tuple[str, int, int, Sequence[int]]],
+    step: int = 0,
+    targets: Mapping[str, str] | None = None,
+) -> str:
+    """Write one rank's files from its copy, then its part of the manifest, then give the files of tensors to keepers.
+
+    `targets`: of `CopyTargets`; None without copies in memory. Returns why one was not copied, "" if all were.
+    """
+    keepers = CopyTargets(**targets) if targets else None
     entries = []
     for name, start, end, sizes in places:
         try:
-            entries.append(write_direct(directory / name, work.memory[start:end], sizes))
+            entry = write_direct(directory / name, work.memory[start:end], sizes)
+            entries.append(replace(entry, keepers=keepers.keepers if keepers and entry.pieces else ()))
         except FileExistsError:
             raise ValueError(written_twice(name)) from None
     part = directory / part_name(rank)
@@ -313,6 +332,11 @@ def write_part(work: Work, directory: Path, rank: int, places: Sequence[tuple[st
     unfinished = part.with_suffix(".unfinished")
     HERE.write_json(unfinished, [entry.to_json() for entry in entries])
     os.replace(unfinished, part)
+    if keepers is None:
+        return ""
+    # Behind the part, so that the commit does not wait for it.
+    contents = [work.memory[start:end] for _, start, end, _ in places]
+    return keep_copies(keepers, step, [(entry, each) for entry, each in zip(entries, contents) if entry.pieces])
 
 
 def commit_when_written(

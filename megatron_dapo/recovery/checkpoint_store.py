@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from megatron_dapo.recovery.durable_files import (
     sha256_of_pieces,
     sync_directory,
 )
+from megatron_dapo.recovery.memory_copies import CopiedFiles, MemoryCopies
 from megatron_dapo.recovery.retention import KeepPolicy, steps_to_delete
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -49,6 +50,7 @@ MANIFEST = "manifest.json"
 _OWN_HASH = "sha256"  # field of the manifest
 _STEP = re.compile(r"step_(\d{6,})")
 _PART = re.compile(r"manifest_rank_(\d+)\.json")
+_ADDRESS, _MAX_KEEPERS = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}"), 2  # of keepers of copies
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -81,6 +83,7 @@ class Checkpoint:
     directory: Path
     files: Mapping[str, FileEntry]
     metadata: Mapping[str, Any]
+    copies: Mapping[str, Path] = field(default_factory=dict)  # of files in memory, which are read there
 
     def load_json(self, name: str) -> Any:
         return read_json(self._path(name))
@@ -90,7 +93,7 @@ class Checkpoint:
         # Here: checkpoints are listed and checked without torch.
         from megatron_dapo.checkpoints.safetensors_file import read_tensors
 
-        return read_tensors(self._path(name), self.checksums.get(name))
+        return read_tensors(self.copies.get(name, self._path(name)), self.checksums.get(name))
 
     @cached_property
     def checksums(self) -> Mapping[str, PieceChecksums]:
@@ -176,6 +179,7 @@ class CheckpointStore:
         self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
         self._coordination = coordination
         self.files = files
+        self.copies: MemoryCopies | None = None  # of checkpoints in memory; on all ranks or on none
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
@@ -196,6 +200,12 @@ class CheckpointStore:
     def agree(self, ok: bool) -> bool:
         """Return True on every rank if every rank passed True. Collective, and a barrier."""
         return ok if self._coordination is None else self._coordination.all_true(ok)
+
+    def sum(self, rows: list[list[int]]) -> list[list[int]]:
+        """Return the element-wise sum of every rank's rows, on all ranks. Collective."""
+        if self._coordination is None:
+            return rows
+        return self._coordination.merge(rows, _summed, "where checkpoints were read")
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
@@ -285,17 +295,20 @@ class CheckpointStore:
                 logger.info("removing %s, left by an interrupted run", entry)
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def open(self, step: int) -> Checkpoint:
+    def open(self, step: int, with_copies: bool = False) -> Checkpoint:
         """The checkpoint of `step`, its manifest and file sizes checked (not its contents: `wrong_files`).
 
-        Raises CheckpointError with the reason where it is not whole.
+        `with_copies`: its files are read in memory where copies of them are, and may then be missing in the directory. Raises
+        CheckpointError with the reason where it is not whole.
         """
         directory = self.path(step)
         checkpoint = _read_manifest(directory, step)
+        if with_copies and self.copies is not None:
+            checkpoint = replace(checkpoint, copies=CopiedFiles(self.copies, step, checkpoint.files))
         for entry in checkpoint.files.values():
             path = directory / entry.name
             size = path.stat().st_size if path.is_file() else None
-            if size != entry.size:
+            if size != entry.size and entry.name not in checkpoint.copies:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
                     f"checkpoint {directory}: {entry.name} {found}, the manifest says {entry.size} bytes"
@@ -328,6 +341,10 @@ class CheckpointStore:
     @staticmethod
     def _replaced_path(final: Path) -> Path:
         return final.with_name(final.name + ".replaced")
+
+
+def _summed(parts: list[list[list[int]]]) -> list[list[int]]:
+    return [[sum(numbers) for numbers in zip(*rows)] for rows in zip(*parts)]
 
 
 def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, method: str, *arguments: Any) -> Any:
@@ -417,10 +434,15 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
     for step in store.steps():
         problem = _problem(store, step, load is not None)
         if store.agree(problem is None):
-            checkpoint = store.open(step)
-            problem = None if load is None else _loading_problem(checkpoint, load)
-            if load is None or store.agree(problem is None):
-                return checkpoint
+            if load is None:
+                return store.open(step)
+            # Copies in memory first. Where one of them is wrong storage has the same checkpoint.
+            for with_copies in (True, False) if store.copies is not None else (False,):
+                checkpoint, problem = _loaded(store, step, load, with_copies)
+                if store.agree(problem is None):
+                    return checkpoint
+                if with_copies:
+                    logger.warning("copies of step %d in memory: %s; reading storage", step, problem or "broken elsewhere")
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
         reasons.append(reason)
@@ -436,8 +458,10 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
 
 def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
     """Return why a checkpoint is broken, None if it is not, without what is verified by the load where it `is_loaded`."""
+    if store.copies is not None:
+        store.copies.begin_load()
     try:
-        checkpoint = store.open(step)
+        checkpoint = store.open(step, with_copies=is_loaded)
         later = checkpoint.checksums if is_loaded else {}
         names = [name for name in sorted(checkpoint.files) if name not in later]
         wrong = wrong_files(checkpoint, names[store.rank :: store.num_ranks])
@@ -450,13 +474,30 @@ def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
     )
 
 
-def _loading_problem(checkpoint: Checkpoint, load: Callable[[Checkpoint], None]) -> str | None:
-    """Return why a checkpoint cannot be loaded, "" where another rank knows; None if it is."""
+def _loaded(
+    store: CheckpointStore, step: int, load: Callable[[Checkpoint], None], with_copies: bool
+) -> tuple[Checkpoint | None, str | None]:
+    """Load a checkpoint; return it with None, or with why it cannot be loaded, "" where another rank knows."""
+    if store.copies is not None:
+        store.copies.begin_load(with_copies)
+    checkpoint = None
+    try:
+        checkpoint = store.open(step, with_copies=True)
+    except CheckpointError as error:  # a file that only memory had
+        problem = str(error)
+    else:
+        problem = None
+    if not store.agree(problem is None):
+        return checkpoint, problem or ""
+    assert checkpoint is not None
     try:
         load(checkpoint)
     except (DamagedError, OSError) as error:
-        return "" if getattr(error, "is_consequence", False) else str(error)
-    return None
+        problem = "" if getattr(error, "is_consequence", False) else str(error)
+    finally:
+        if store.copies is not None:
+            store.copies.release()
+    return checkpoint, problem
 
 
 def find_resume(
@@ -526,8 +567,11 @@ def _read_manifest(directory: Path, step: int) -> Checkpoint:
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
     """Return the entry of a manifest. ValueError, KeyError or TypeError where it is none."""
     name, size, sha256, pieces = entry["name"], entry["size"], entry["sha256"], entry.get("pieces", "")
+    keepers = entry.get("keepers", ())
+    if len(keepers) > _MAX_KEEPERS or any(not _ADDRESS.fullmatch(each) for each in keepers):
+        raise ValueError(f"the keepers of {name!r:.200} are {keepers!r:.200}, not host:port of at most {_MAX_KEEPERS}")
     if type(size) is not int or any(not isinstance(each, str) for each in (name, sha256, pieces)):
         raise ValueError(f"a file is {entry!r:.200}, not a name with its size and sha256")
     if pieces and (sum(PieceChecksums(pieces).sizes) != size or sha256_of_pieces(pieces) != sha256):
         raise ValueError(f"the pieces of {name!r:.200} are not those of its size and sha256")
-    return FileEntry(name, size, sha256, pieces)
+    return FileEntry(name, size, sha256, pieces, keepers)

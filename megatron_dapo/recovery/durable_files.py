@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
@@ -35,15 +35,17 @@ class FileEntry:
     """Identity of a file: name within its directory, bytes, SHA-256 in hex.
 
     A file with `pieces`, see `PieceChecksums`, is verified piece by piece while it is read; `sha256` is that of their text.
+    `keepers`: addresses at which a copy in memory may be, see `memory_copies`.
     """
 
     name: str
     size: int
     sha256: str
     pieces: str = ""
+    keepers: Sequence[str] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "pieces" or value}
+        return {name: value for name, value in asdict(self).items() if value or name not in ("pieces", "keepers")}
 
 
 class _Sums:

@@ -13,6 +13,7 @@ was interrupted behind that checkpoint.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_dapo.checkpoints.piece_checksums import PieceChecksums
 from megatron_dapo.checkpoints.saved_model import OtherModelError, index_file, rank_file
 from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.background_save import BackgroundSaves, Saved
@@ -35,6 +37,15 @@ from megatron_dapo.recovery.checkpoint_store import (
 )
 from megatron_dapo.recovery.disk_space import keep_policy
 from megatron_dapo.recovery.durable_files import HERE, Files
+from megatron_dapo.recovery.file_process import FileProcess
+from megatron_dapo.recovery.memory_copies import (
+    NODE,
+    PEER,
+    STORAGE,
+    MemoryCopies,
+    keeper_settings,
+    peers_of,
+)
 from megatron_dapo.rollout.serialization import join_state, split_state
 
 if TYPE_CHECKING:
@@ -50,6 +61,11 @@ logger = logging.getLogger(__name__)
 POLICY, CRITIC = "policy", "critic"  # names of the models in a checkpoint
 TRAINING_STATE = "training_state"
 RESUMED = "resuming from %s"  # the log line by which the proof of resume finds the checkpoint
+LOADED_FROM = (
+    "files of tensors were read: %d (%.1f MB) in memory of their node, %d (%.1f MB) in memory of a peer, "
+    "%d (%.1f MB) in storage"
+)
+COPIES_KEY = "copies.key"  # in the run's directory: keepers of its nodes tell each other by it from strangers
 
 
 class Stateful(Protocol):
@@ -62,7 +78,13 @@ class Stateful(Protocol):
 
     def index(self, name: str) -> dict[str, Any] | None: ...
 
-    def load(self, directory: Path, name: str, checksums: Mapping[str, PieceChecksums] | None = None) -> None: ...
+    def load(
+        self,
+        directory: Path,
+        name: str,
+        checksums: Mapping[str, PieceChecksums] | None = None,
+        copies: Mapping[str, Path] | None = None,
+    ) -> None: ...
 
 
 @dataclass
@@ -133,6 +155,7 @@ class Checkpoints:
     def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
+        self.loaded_bytes: dict[str, int] = {}  # of the resume, by source; empty without copies in memory
         self.saves = BackgroundSaves(store)
 
     @property
@@ -155,13 +178,30 @@ class Checkpoints:
         """Return those of the run's checkpoint directory, agreed on by all ranks."""
         return cls(CheckpointStore(config.checkpoint_dir, keep_policy(config), coordination, files), state)
 
+    def keep_in_memory(self, copies: MemoryCopies | None) -> None:
+        """Copy saves to `copies`, and load from there what they have; on all ranks or on none."""
+        self._store.copies = copies
+
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
         found = find_resume(resume, self._store, self.restore)
         if found is None:
             return -1
         logger.info(RESUMED, found.directory)
+        if self._store.copies is not None:
+            self._report_sources(self._store.copies)
         return found.step
+
+    def _report_sources(self, copies: MemoryCopies) -> None:
+        """Log where the files of tensors came from, over all ranks; each counts where it is opened, with all its bytes."""
+        sources = (NODE, PEER, STORAGE)
+        own = [[len(files := copies.loaded.get(source, {})), sum(files.values())] for source in sources]
+        total = self._store.sum(own)
+        for source, (_, num_bytes) in zip(sources, total):
+            self.loaded_bytes[source] = num_bytes
+        logger.info(
+            LOADED_FROM, *(part for count, num_bytes in total for part in (count, num_bytes / 1e6))
+        )
 
     def restore_step(self, step: int) -> None:
         """Restore models, optimizers and counters of the checkpoint of `step`, not the data.
@@ -224,7 +264,7 @@ class Checkpoints:
         """Restore models, optimizers and counters, not the data."""
         state = self._state
         for name, model in state.models().items():
-            model.load(checkpoint.directory, name, checkpoint.checksums)
+            model.load(checkpoint.directory, name, checkpoint.checksums, checkpoint.copies)
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])
@@ -258,6 +298,54 @@ def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
         )
     for name, value in values.items():
         setattr(target, name, value)
+
+
+# ---- copies in memory
+
+
+def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
+    """Return the copies of checkpoints in this node's memory, kept by a process that is started if there is none; None
+    without them. Collective."""
+    mode, run_directory = config.checkpoint.memory_copies, config.run.output_dir
+    if mode == "none" or not FileProcess.IS_POSSIBLE:
+        return None
+    coordination, name = topology.coordination, socket.gethostname()
+    key = run_directory / COPIES_KEY
+    if topology.rank == 0 and not key.exists():  # the one that keepers of an earlier attempt know stays
+        create_key(run_directory, COPIES_KEY)
+    own = {name: {"rank": topology.rank, "address": "", "replicas": [_replica_of(topology)]}}
+    nodes = coordination.merge(own, _merged_nodes, "the key of the keepers of checkpoints")
+    settings = keeper_settings(config.checkpoint, config.checkpoint_dir, len(nodes), topology.rendezvous_host)
+    copies = MemoryCopies(settings, read_key(key))
+    own[name]["address"] = copies.address
+    nodes = coordination.merge(own, _merged_nodes, "the keepers of checkpoints")
+    order = sorted(nodes, key=lambda each: nodes[each]["rank"])
+    peer = order[peers_of([frozenset(nodes[each]["replicas"]) for each in order])[order.index(name)]]
+    has_peer = mode == "peer" and peer != name
+    copies.use_peer(nodes[peer]["address"] if has_peer else "")
+    where = f"node {peer}" if has_peer else "no other node"
+    logger.info("checkpoints are copied to memory of each node; of %s to %s as well", name, where)
+    return copies
+
+
+def _replica_of(topology: RunTopology) -> str:
+    """Return the data-parallel replica that this rank holds a part of."""
+    policy = topology.policy.num_ranks
+    if topology.rank < policy:
+        return f"policy {topology.policy_layout.coordinates(topology.rank).data}"
+    return f"critic {topology.critic_layout.coordinates(topology.rank - policy).data}"
+
+
+def _merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Merge what ranks tell of their nodes: the first rank, the address of the keeper, the replicas of all ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for name, node in part.items():
+            known = found.setdefault(name, node)
+            known["rank"] = min(known["rank"], node["rank"])
+            known["address"] = known["address"] or node["address"]
+            known["replicas"] = sorted({*known["replicas"], *node["replicas"]})
+    return found
 
 
 # ---- the optimizer state beside an exported critic

@@ -34,6 +34,7 @@ from megatron_dapo.recovery.disk_space import checkpoint_space
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.recovery.memory_copies import MemoryCopies
 from megatron_dapo.recovery.node_metrics import SamplerSettings, start_sampler
 from megatron_dapo.recovery.node_watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.recovery.signals import StopRequest
@@ -42,7 +43,13 @@ from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_context
-from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, save_training_state
+from megatron_dapo.trainer.checkpointing import (
+    Checkpoints,
+    RunProgress,
+    RunState,
+    join_keepers,
+    save_training_state,
+)
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.parity import build_parity
@@ -202,9 +209,14 @@ def prepared_run(
         watch = _watch(config, topology, heartbeat)
         node_watch = _start_node_watch(config, heartbeat, stack)
         with watch("build"):
-            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch)
+            copies = join_keepers(config, topology)
+            if copies is not None:
+                stack.callback(copies.close)
+            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch, copies)
         heartbeat.train_step = lambda: run.progress.train_step
         yield run
+        if copies is not None and not stop.requested:
+            copies.end()
     # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
@@ -219,6 +231,7 @@ def _build(
     watch: Callable[[str], AbstractContextManager[None]],
     files: Files,
     node_watch: NodeWatch | None = None,
+    copies: MemoryCopies | None = None,
 ) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=watch)
@@ -234,6 +247,7 @@ def _build(
     progress = RunProgress()
     state = RunState.of(topology, learner, progress, collector)
     checkpoints = Checkpoints.of(config, state, topology.coordination, files)
+    checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
         require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)

@@ -12,14 +12,14 @@ _NUM_BYTES = 32
 _MAX_BYTES = 4096
 
 
-def create_key(directory: Path) -> Path:
+def create_key(directory: Path, name: str = _NAME) -> Path:
     """Write a fresh key into `directory` (made if missing) and return the file, mode 0600 from its first byte.
 
     A key that is there already is replaced: a resumed run has servers of its own.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / _NAME
-    scratch = directory / f".{_NAME}.{os.getpid()}"
+    path = directory / name
+    scratch = directory / f".{name}.{os.getpid()}"
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as stream:

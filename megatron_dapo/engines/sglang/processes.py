@@ -5,10 +5,13 @@ for the engine's own processes import it as well.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +58,13 @@ def leave_signals_to_starter() -> None:
     ends its engines itself, by SIGKILL.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
+def require_same_user(connection: socket.socket) -> None:
+    """Raise PermissionError if another user's process is at the other end: an abstract socket has no owner of its own."""
+    user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+    if user != os.geteuid():
+        raise PermissionError(errno.EPERM, f"the other end belongs to user {user}, this process to {os.geteuid()}")
 
 
 def end_with_parent() -> None:

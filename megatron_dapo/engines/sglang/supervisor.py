@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import socketserver
-import struct
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.engines.sglang.processes import require_same_user
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
@@ -44,13 +44,6 @@ def settings_to_json(settings: ServerSettings) -> dict[str, Any]:
 def _settings_from_json(document: Mapping[str, Any]) -> ServerSettings:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
     return ServerSettings(**{name: Path(value) if name in _PATHS else value for name, value in values.items()})
-
-
-def require_same_user(connection: socket.socket) -> None:
-    """Raise PermissionError if another user's process is at the other end: an abstract socket has no owner of its own."""
-    user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
-    if user != os.geteuid():
-        raise PermissionError(errno.EPERM, f"the other end belongs to user {user}, this process to {os.geteuid()}")
 
 
 @dataclass

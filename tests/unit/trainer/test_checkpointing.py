@@ -36,6 +36,7 @@ def restored(critic: dict[str, Any]) -> CriticCounters:
         directory="checkpoint",
         metadata=state.layouts(),
         checksums={},
+        copies={},
         load_json=lambda name: {"progress": {}, "learner": {}, "critic": critic},
     )
     Checkpoints(SimpleNamespace(), state).restore_policy(checkpoint)
@@ -66,7 +67,7 @@ class FakeState:
     def index(self, name):
         return {"dtype": self.dtype}
 
-    def load(self, directory, name, checksums=None) -> None:
+    def load(self, directory, name, checksums=None, copies=None) -> None:
         saved = json.loads((directory / f"{name}.json").read_text())
         if saved["dtype"] != self.dtype:
             raise OtherModelError(f"w: saved {saved['dtype']}, here {self.dtype}")
