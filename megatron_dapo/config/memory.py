@@ -20,7 +20,7 @@ from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.critic_rules import as_policy
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema import CheckpointConfig, Config
 from megatron_dapo.precision import RECIPES, Recipe, padded_tokens
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
@@ -417,6 +417,14 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
     )
 
 
+def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
+    """Return the bytes of copies of checkpoints on a node whose ranks save `saved`, at most those that it may have."""
+    # During a save those of the one before are there too.
+    num_bytes = {"none": 0, "node": 2, "peer": 4}[checkpoint.memory_copies] * saved
+    limit = int(checkpoint.memory_copies_gib * GIB)
+    return min(num_bytes, limit) if limit else num_bytes
+
+
 def _host_bytes(
     config: Config,
     models: list[tuple[ModelMemory, str]],
@@ -426,17 +434,17 @@ def _host_bytes(
 ) -> int:
     """Return the host memory of the fullest node, that of rank 0, which has the verifiers."""
     sglang = config.sglang
-    # The copy for a checkpoint stays for the next one, once the first was saved. Those that a failure leaves are there twice
-    # during a save: older ones are freed when it is in place.
-    num_copies = 1 + {"none": 0, "node": 2, "peer": 4}[config.checkpoint.memory_copies]
-    after_save = sum(model.on_host(how) + num_copies * model.saved for model, how in models)
+    # The copy for a checkpoint stays for the next one, once the first was saved.
+    after_save = sum(model.on_host(how) + model.saved for model, how in models)
     # While a 16-bit model is loaded an fp32 copy of it is there, beside the models that were built before.
     loading = max((model.gradients for model, _ in models), default=0) if config.model.dtype != "float32" else 0
     of_rank = TRAINER_PROCESS + max(after_save, loading)
     if separate:
-        after_save = separate.on_host(config.critic.offload) + num_copies * separate.saved
+        after_save = separate.on_host(config.critic.offload) + separate.saved
         of_rank = max(of_rank, TRAINER_PROCESS + max(after_save, separate.gradients))
     num_bytes = processes * of_rank + config.reward.num_processes * config.reward.memory_limit_mb * (1 << 20)
+    saved = max(sum(model.saved for model, _ in models), separate.saved if separate else 0)
+    num_bytes += _copied_bytes(config.checkpoint, processes * saved)
     if engine:
         ranks = sglang.servers_per_node * sglang.tp_size
         num_bytes += ranks * SERVER_PROCESS

@@ -62,6 +62,7 @@ _WAITS = (
     ("megatron_dapo.bridge", BOUNDED, "the weight sync of an engine"),
     ("megatron_dapo.rollout.async_collector", BOUNDED, "the collecting thread"),
     ("megatron_dapo.recovery.heartbeat", BOUNDED, "the watcher"),
+    ("megatron_dapo.recovery.memory_copies", BOUNDED, "the keeper of checkpoints in memory"),
     ("megatron_dapo.parallel.coordination", COLLECTIVE, ""),
     ("megatron_dapo.launch.lifetime", COLLECTIVE, "rank 0"),
     ("megatron_dapo.reshard.execution", COLLECTIVE, ""),

@@ -119,8 +119,12 @@ class KeeperClient:
     def ask(self, operation: str, **arguments: Any) -> tuple[dict[str, Any], int]:
         """Return the answer to a request, and a descriptor that came with it or -1. OSError where it failed."""
         with self._lock:
-            self._socket.send(json.dumps({"do": operation, **arguments}).encode())
-            text, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+            try:
+                self._socket.send(json.dumps({"do": operation, **arguments}).encode())
+                text, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+            except OSError:
+                self._socket.close()  # an answer that comes late would be taken for that to the next request
+                raise
         if not text:
             raise ConnectionError("the keeper of this node's copies has ended")
         answer = json.loads(text)

@@ -155,7 +155,7 @@ class Checkpoints:
     def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
-        self.loaded_bytes: dict[str, int] = {}  # of the resume, by source; empty without copies in memory
+        self.loaded_bytes = dict.fromkeys((NODE, PEER, STORAGE), 0)  # of the resume, with copies in memory
         self.saves = BackgroundSaves(store)
 
     @property
@@ -313,12 +313,12 @@ def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
     key = run_directory / COPIES_KEY
     if topology.rank == 0 and not key.exists():  # the one that keepers of an earlier attempt know stays
         create_key(run_directory, COPIES_KEY)
-    own = {name: {"rank": topology.rank, "address": "", "replicas": [_replica_of(topology)]}}
-    nodes = coordination.merge(own, _merged_nodes, "the key of the keepers of checkpoints")
+    own = {name: {"rank": topology.rank, "address": "", "replicas": [replica_of(topology)]}}
+    nodes = coordination.merge(own, merged_nodes, "the key of the keepers of checkpoints")
     settings = keeper_settings(config.checkpoint, config.checkpoint_dir, len(nodes), topology.rendezvous_host)
     copies = MemoryCopies(settings, read_key(key))
     own[name]["address"] = copies.address
-    nodes = coordination.merge(own, _merged_nodes, "the keepers of checkpoints")
+    nodes = coordination.merge(own, merged_nodes, "the keepers of checkpoints")
     order = sorted(nodes, key=lambda each: nodes[each]["rank"])
     peer = order[peers_of([frozenset(nodes[each]["replicas"]) for each in order])[order.index(name)]]
     has_peer = mode == "peer" and peer != name
@@ -328,7 +328,7 @@ def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
     return copies
 
 
-def _replica_of(topology: RunTopology) -> str:
+def replica_of(topology: RunTopology) -> str:
     """Return the data-parallel replica that this rank holds a part of."""
     policy = topology.policy.num_ranks
     if topology.rank < policy:
@@ -336,7 +336,7 @@ def _replica_of(topology: RunTopology) -> str:
     return f"critic {topology.critic_layout.coordinates(topology.rank - policy).data}"
 
 
-def _merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge what ranks tell of their nodes: the first rank, the address of the keeper, the replicas of all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:

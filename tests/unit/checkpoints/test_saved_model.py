@@ -53,6 +53,14 @@ def test_a_whole_tensor_is_read_from_all_files(directory: Path) -> None:
         assert list(saved.read_local(1)) == ["random/torch"]
 
 
+def test_a_file_that_has_a_copy_elsewhere_is_read_there(directory: Path) -> None:
+    copy = directory / "memory"
+    (directory / "policy_00001.safetensors").rename(copy)
+    with SavedModel(directory, copies={"policy_00001.safetensors": copy}) as saved:
+        assert all(torch.equal(saved.read_tensor(name), values) for name, values in WHOLE.items())
+        assert list(saved.read_local(1)) == ["random/torch"]
+
+
 def set_field(*path: str, value: Any) -> Callable[[dict], None]:
     def change(document: dict) -> None:
         for key in path[:-1]:

@@ -13,6 +13,7 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.config import config_from_dict
+from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.memory import (
     checkpoint_bytes,
     engine_weight_bytes,
@@ -22,6 +23,7 @@ from megatron_dapo.config.memory import (
     num_parameters,
     optimizer_share,
     rank_parameters,
+    run_memory,
     stage_memory,
 )
 from megatron_dapo.config.model_schema import ParallelConfig
@@ -207,6 +209,19 @@ def test_ranks_share_the_copy_of_a_checkpoint(dtype: str, distributed: bool) -> 
     stages = [stage_memory(config, facts, 16, stage) for stage in range(2)]
     # Eight ranks a stage: nothing twice, but for norms that the estimate gives to both tensor ranks.
     assert 8 * sum(stage.saved for stage in stages) == pytest.approx(checkpoint_bytes(facts, dtype), rel=1e-3)
+
+
+@pytest.mark.parametrize(("mode", "times"), [("node", 2), ("peer", 4)])
+def test_copies_in_memory_count_as_host_memory_up_to_their_limit(mode: str, times: int) -> None:
+    facts, cluster = facts_of(QWEN_7B), Cluster(num_nodes=2)
+
+    def host(**checkpoint: Any) -> int:
+        return run_memory(run_of(parallel={"tp_size": 2}, checkpoint=checkpoint), facts, 16, cluster).host
+
+    saved = model_memory(run_of(parallel={"tp_size": 2}), facts, 16).saved
+    assert host(memory_copies=mode) - host() == times * 8 * saved, "eight ranks a node; two checkpoints during a save"
+    assert host(memory_copies=mode, memory_copies_gib=1.0) - host() == GIB
+    assert host(memory_copies_gib=1.0) == host()
 
 
 def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:

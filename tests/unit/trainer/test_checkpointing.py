@@ -20,6 +20,8 @@ from megatron_dapo.trainer.checkpointing import (
     RunProgress,
     RunState,
     load_training_state,
+    merged_nodes,
+    replica_of,
     save_training_state,
 )
 from megatron_dapo.trainer.critic_learner import CriticCounters
@@ -105,3 +107,35 @@ def test_state_of_an_earlier_release_is_left_out_with_a_warning(
 
 def test_a_directory_without_state_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not load_training_state(tmp_path, FakeState()) and caplog.text == ""
+
+
+def test_nodes_are_told_of_by_all_their_ranks_in_any_order() -> None:
+    """The coordination merges level by level: a merge of merges is the merge of all."""
+    ranks = [(0, "b", "x:1", 0), (1, "b", "", 0), (2, "a", "", 0), (3, "a", "y:2", 1), (4, "c", "", 1), (5, "c", "", 2)]
+
+    def told() -> list[dict[str, dict[str, Any]]]:
+        return [
+            {name: {"rank": rank, "address": address, "replicas": [f"policy {replica}"]}}
+            for rank, name, address, replica in ranks
+        ]
+
+    expected = {
+        "b": {"rank": 0, "address": "x:1", "replicas": ["policy 0"]},
+        "a": {"rank": 2, "address": "y:2", "replicas": ["policy 0", "policy 1"]},
+        "c": {"rank": 4, "address": "", "replicas": ["policy 1", "policy 2"]},
+    }
+    assert merged_nodes(told()) == expected
+    assert merged_nodes([merged_nodes(told()[4:]), merged_nodes(told()[:3]), merged_nodes(told()[3:4])]) == expected
+
+
+def test_replicas_are_those_of_the_model_that_a_rank_holds() -> None:
+    topology = SimpleNamespace(
+        policy=SimpleNamespace(num_ranks=4),
+        policy_layout=ParallelLayout(4, tensor=2),
+        critic_layout=ParallelLayout(2, pipeline=2),
+    )
+    replicas = []
+    for rank in range(6):
+        topology.rank = rank
+        replicas.append(replica_of(topology))
+    assert replicas == ["policy 0", "policy 0", "policy 1", "policy 1", "critic 0", "critic 0"]
