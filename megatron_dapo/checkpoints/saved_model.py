@@ -93,7 +93,8 @@ class SavedModel(StoredModel):
         """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong.
         `copies`: of files of tensors, which are read there and not in `directory`."""
         super().__init__()
-        self.path, self.name, self._checksums, self._copies = Path(directory), name, checksums or {}, copies or {}
+        self.path, self.name, self._checksums = Path(directory), name, checksums or {}
+        self._copies = {} if copies is None else copies  # whether it is empty is not asked: that would look up every file
         path = self.path / index_file(name)
         document = _read_index(path)
         with blamed_on(path):

@@ -286,7 +286,10 @@ class MemoryCopies:
 
 
 class CopiedFiles(Mapping[str, Path]):
-    """The files of a checkpoint that are in memory, by name; one of another node is fetched when it is looked up."""
+    """The files of a checkpoint that are in memory, by name; one of another node is fetched when it is looked up.
+
+    Its length and its iteration look up every file.
+    """
 
     def __init__(self, copies: MemoryCopies, step: int, files: Mapping[str, FileEntry]) -> None:
         self._copies, self._step, self._files = copies, step, files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -53,10 +53,19 @@ def test_a_whole_tensor_is_read_from_all_files(directory: Path) -> None:
         assert list(saved.read_local(1)) == ["random/torch"]
 
 
+class LookedUp(dict):
+    """A mapping that may be asked for single files alone."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("every file would be fetched")
+
+    __len__ = __iter__
+
+
 def test_a_file_that_has_a_copy_elsewhere_is_read_there(directory: Path) -> None:
     copy = directory / "memory"
     (directory / "policy_00001.safetensors").rename(copy)
-    with SavedModel(directory, copies={"policy_00001.safetensors": copy}) as saved:
+    with SavedModel(directory, copies=LookedUp({"policy_00001.safetensors": copy})) as saved:
         assert all(torch.equal(saved.read_tensor(name), values) for name, values in WHOLE.items())
         assert list(saved.read_local(1)) == ["random/torch"]
 
