@@ -162,6 +162,27 @@ def compare(
     raise typer.Exit(0 if comparison.off_since is None else 1)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs; several are overlaid")],
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(help="curve to compare with, as of `compare`: a run, .json, .csv (step,value) or .jsonl; may repeat"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="file to write; default: report.html in the run")] = None,
+) -> None:
+    """Write one HTML file about runs: verdict, anomalies, curves, time, samples, configuration. It needs no network.
+
+    Exit code: 0 written, 2 arguments or files that cannot be read.
+    """
+    from megatron_dapo.cli.report import make_report
+
+    try:
+        typer.echo(make_report(runs, reference or (), output))
+    except (ValueError, OSError) as error:
+        refuse(error)
+
+
 RunArgument = Annotated[Path, typer.Argument(help="directory of a finished run")]
 BaseOption = Annotated[
     str, typer.Option(help="the model before training: directory or Hub repository; default: model.path")

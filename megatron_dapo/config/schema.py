@@ -185,6 +185,10 @@ class TelemetryConfig(Section):
     progress: bool = True
     """Live progress display on a terminal (otherwise plain log lines)."""
 
+    report: bool = True
+    """Write <run.output_dir>/report.html at every evaluation and at the end, by a process of its own: one HTML file with
+    verdict, curves, samples and configuration, which reloads in a browser while the run is under way."""
+
     references: tuple[InputPath, ...] = ()
     """Curves that the run is compared with after every evaluation, as `megatron-dapo compare` does: published ones
     (examples/references) or directories of other runs. The log and the progress display say whether it is on track.

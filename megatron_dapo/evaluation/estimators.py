@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 CHUNK = 64  # resamples drawn at once, to bound memory on large benchmarks
 
 
@@ -127,6 +125,8 @@ def bootstrap_mean(
         raise ValueError(
             f"bootstrap: confidence {confidence} must be in (0, 1), num_resamples {num_resamples} at least 1"
         )
+    import torch  # here: who reads results, such as the report of a run, needs no intervals and no seconds of import
+
     data = torch.tensor(values, dtype=torch.float64)
     if data.numel() == 0:
         raise ValueError("bootstrap: no values to resample")

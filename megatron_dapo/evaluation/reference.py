@@ -38,6 +38,7 @@ _ALIASES = {
     r"actor/entropy(_loss)?": "actor/entropy",
     r"response_length/mean": "rollout/response_tokens_mean",
     r"critic/(score|rewards)/mean": "reward/mean",
+    r"value": AVERAGE,  # a table of two columns, step and value
 }
 
 

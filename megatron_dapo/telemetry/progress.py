@@ -8,9 +8,12 @@ import time
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress_bar import ProgressBar
 
 logger = logging.getLogger(__name__)
+
+_LOG_S = 60.0  # between log lines within a step, so that a step of an hour is not silent
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,75 @@ def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
     return "#" * filled + "." * (width - filled)
 
 
+class WithinStep:
+    """Share of the current step that is done: by the phases' seconds in the step before, and by counts where a phase has some.
+
+    In the first step, which has none before it, every phase counts alike and those without counts as half done.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}  # phase -> seconds in the step before
+        self._seconds: dict[str, float] = {}  # in this step so far
+        self._phase, self._since, self._counted = "", time.monotonic(), 0.0
+
+    def enter(self, phase: str, done: float, total: float) -> None:
+        """Note the phase, and how much of what it counts is done; `total` 0: it counts nothing."""
+        now = time.monotonic()
+        if phase != self._phase:
+            self._turn(now)
+            self._phase = phase
+        self._counted = min(1.0, done / total) if total else 0.0
+
+    def finish_step(self) -> None:
+        """Begin the next step."""
+        self._turn(time.monotonic())
+        self._before, self._seconds, self._phase = self._seconds, {}, ""
+
+    def _turn(self, now: float) -> None:
+        if self._phase:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._since, self._counted = now, 0.0
+
+    def share(self) -> float:
+        """Return the share in [0, 1]. A phase that takes longer than in the step before stands at 95 % of itself."""
+        if not self._phase:
+            return 0.0
+        usual = self._before or dict.fromkeys([*self._seconds, self._phase, "next"], 1.0)
+        total = sum(usual.values()) or 1.0
+        # Of phases that this step has left, what they usually take counts, however long they took now.
+        past = sum(seconds for name, seconds in usual.items() if name in self._seconds and name != self._phase)
+        current = usual.get(self._phase, 0.0)
+        spent = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
+        by_time = min(0.95, spent / current) if self._before and current else 0.5
+        return min(1.0, (past + current * (self._counted or by_time)) / total)
+
+
+class _StepBar(ProgressColumn):
+    """A short bar of the current step, drawn anew at each refresh: it moves while nothing is reported."""
+
+    def __init__(self, within: WithinStep) -> None:
+        super().__init__()
+        self._within = within
+
+    def render(self, task: Task) -> ProgressBar:
+        """Return the bar."""
+        return ProgressBar(total=1.0, completed=self._within.share(), width=10)
+
+
 class LiveProgress:
-    """Progress as a live line at the bottom of a terminal."""
+    """Progress as a live line at the bottom of a terminal: a bar of the run, and a bar of the current step."""
 
     def __init__(self, total: int, alarm: float, finished: int = 0, console: Console | None = None) -> None:
         self._eta = Eta(total, finished)
         self._alarm = alarm
+        self._within = WithinStep()
         fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta", "track")
         columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
+            _StepBar(self._within),
             *columns,
             console=console,
             transient=True,
@@ -75,10 +135,12 @@ class LiveProgress:
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
         """Show the current phase, e.g. ("generate", 17, 32)."""
+        self._within.enter(text, done, total)
         self._progress.update(self._task, phase=f"{text} {done:.0f}/{total:.0f}" if total else text)
 
     def step(self, report: StepReport) -> None:
         """Show a finished train step."""
+        self._within.finish_step()
         self._progress.update(
             self._task,
             completed=report.finished,
@@ -99,17 +161,23 @@ class LiveProgress:
 
 
 class LogProgress:
-    """Progress as a log line per step."""
+    """Progress as a log line per step, and one a minute within a step."""
 
     def __init__(self, total: int, alarm: float, finished: int = 0) -> None:
         self._total, self._alarm, self._eta = total, alarm, Eta(total, finished)
+        self._finished, self._said = finished, time.monotonic()
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
         """Show the current phase, e.g. ("generate", 17, 32)."""
-        logger.debug("%s %g/%g", text, done, total)
+        now = time.monotonic()
+        if now - self._said >= _LOG_S:
+            self._said = now
+            how_far = f" {done:,.0f}/{total:,.0f}" if total else ""
+            logger.info("step %d/%d: %s%s", self._finished + 1, self._total, text, how_far)
 
     def step(self, report: StepReport) -> None:
         """Show a finished train step."""
+        self._finished, self._said = report.finished, time.monotonic()
         logger.info(
             "step %d/%d  acc %.2f  %s tok/s  filtered %.0f%%  mismatch %.1e [%s]  ETA %s",
             report.finished,

@@ -12,17 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.telemetry.writers import drop_steps_from
-from megatron_dapo.types import Group
+from megatron_dapo.types import Group, ScoredSample
 from megatron_dapo.untrusted import printable
 
 if TYPE_CHECKING:
     from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.telemetry.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
 
-def sample_record(train_step: int, group: Group, index: int, advantage: float | None) -> dict[str, Any]:
-    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens; None: it is not trained."""
+TOKENS_PER_STEP = 1 << 16  # of a step's records that have details of each token, some 10 bytes a token
+
+
+def sample_record(
+    train_step: int, group: Group, index: int, advantage: float | None, tokens: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens; None: it is not trained.
+
+    `tokens`: see `token_details`.
+    """
     sample = group.samples[index]
     return {
         "train_step": train_step,
@@ -43,7 +52,22 @@ def sample_record(train_step: int, group: Group, index: int, advantage: float | 
         "versions": [asdict(part) for part in sample.completion.versions],
         "generation_step": group.generation_step,
         "window": asdict(sample.window),
+        **(tokens or {}),
     }
+
+
+def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
+    """Return a record's lists with a number a token: characters of the text, log-prob when sampled, and the advantages.
+
+    `advantages`: of each token, or None where they are equal or unknown. {} where the text cannot be cut into tokens.
+    """
+    counts = texts.character_counts(sample.completion.token_ids.tolist(), sample.text)
+    if not counts:
+        return {}
+    found = {"token_chars": counts, "logprobs": [round(float(value), 3) for value in sample.completion.logprobs]}
+    if advantages is not None and len(set(advantages)) > 1:
+        found["token_advantages"] = [round(float(value), 3) for value in advantages]
+    return found
 
 
 def choose(groups: Sequence[Group], limit: int) -> list[tuple[int, int]]:

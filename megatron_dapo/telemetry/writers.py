@@ -74,9 +74,16 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Writes TensorBoard scalars. Readers drop the scalars of an earlier run from `first_step` on."""
+    """Writes TensorBoard scalars, hyper-parameters and texts. Readers drop those of an earlier run from `first_step` on.
 
-    def __init__(self, directory: Path, first_step: int, files: Files) -> None:
+    A scalar that never changes has no series: half the schema is 0 in a run without a critic or windows. One that changes
+    late is written from its first step on.
+    """
+
+    def __init__(
+        self, directory: Path, first_step: int, files: Files, hyper_parameters: Mapping[str, Any] | None = None
+    ) -> None:
+        """`hyper_parameters`: numbers, texts and booleans by name, for the HPARAMS tab."""
         # Imported here: runs without TensorBoard output need not have it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -85,19 +92,48 @@ class TensorBoardWriter:
         # TensorBoard knows event files by "tfevents" and reads them in the order of their names.
         now = time.time_ns()
         self._path = directory / f"events.out.tfevents.{now // 10**9:010d}.{now % 10**9:09d}.{socket.gethostname()}"
+        self._constant: dict[str, list[tuple[int, float, float]]] = {}  # name -> first and newest (step, value, time)
+        self._changing: set[str] = set()
         start = SessionLog(status=SessionLog.START)
         self._append([Event(file_version="brain.Event:2"), Event(step=first_step, session_log=start)])
+        if hyper_parameters:
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+            self._append([Event(step=first_step, summary=hparams_pb(dict(hyper_parameters)))])
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
         """Add the scalars of one step."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        now = time.time()
+        self._append([event for name, value in values.items() for event in self._scalars(name, train_step, value, now)])
 
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._append([Event(step=train_step, summary=Summary(value=[scalar])) for scalar in scalars])
+    def write_texts(self, train_step: int, texts: Mapping[str, str]) -> None:
+        """Add Markdown texts by name."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._append([Event(step=train_step, summary=text_pb(name, text)) for name, text in texts.items()])
 
     def close(self) -> None:
         """Do nothing: each step is in the file already."""
+
+    def _scalars(self, name: str, step: int, value: float, now: float) -> list[Any]:
+        """Return the events of one value: none as long as the scalar has not changed, then also those held back."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [(step, value, now)]
+        if name not in self._changing:
+            held = self._constant.setdefault(name, points)
+            if held[0][1] == value or (math.isnan(value) and math.isnan(held[0][1])):
+                self._constant[name] = [held[0], points[0]]
+                return []
+            # The first and the newest of equal values draw the same line as all of them.
+            points = [*dict.fromkeys(self._constant.pop(name)), *points]
+            self._changing.add(name)
+        return [
+            Event(step=at, wall_time=seconds, summary=Summary(value=[Summary.Value(tag=name, simple_value=number)]))
+            for at, number, seconds in points
+        ]
 
     def _append(self, events: Sequence[Any]) -> None:
         """Append events as records, in one write."""
@@ -106,9 +142,10 @@ class TensorBoardWriter:
         records = io.BytesIO()
         writer = RecordWriter(records)
         for event in events:
-            event.wall_time = time.time()
+            event.wall_time = event.wall_time or time.time()
             writer.write(event.SerializeToString())
-        self._files.write(self._path, [records.getvalue()], "a")
+        if events:
+            self._files.write(self._path, [records.getvalue()], "a")
 
 
 class MetricRecorder:
@@ -122,6 +159,12 @@ class MetricRecorder:
         """Write the metrics of one step with every writer."""
         for writer in self._writers:
             self._attempt(writer.write, train_step, values)
+
+    def write_texts(self, train_step: int, texts: Mapping[str, str]) -> None:
+        """Write texts with every writer that takes some."""
+        for writer in self._writers:
+            if isinstance(writer, TensorBoardWriter):
+                self._attempt(writer.write_texts, train_step, texts)
 
     def close(self) -> None:
         """Close every writer."""

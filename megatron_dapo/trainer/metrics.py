@@ -15,6 +15,7 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
+from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, Score, ScoredSample, num_distinct
@@ -197,18 +198,12 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def quality_warnings(metrics: Mapping[str, float], config: QualityConfig) -> list[str]:
     """Return a sentence for each threshold of [quality] that a step's metrics have passed."""
-    thresholds = {
-        "quality/repetition_mean": ("above", config.repetition_alarm, "repetition_alarm"),
-        "quality/tail_loop_share": ("above", config.tail_loop_alarm, "tail_loop_alarm"),
-        "quality/compression_mean": ("below", config.compression_alarm, "compression_alarm"),
-        "quality/probability_mean": ("above", config.probability_alarm, "probability_alarm"),
-        "reward/failed_share": ("above", config.reward_failure_alarm, "reward_failure_alarm"),
-    }
+    limits = {f"quality.{name}": value for name, value in config.model_dump().items()}
     found = []
-    for name, (side, limit, key) in thresholds.items():
-        value = metrics[name]
-        if value > limit if side == "above" else value < limit:
-            found.append(f"{name} is {value:.3g}, {side} quality.{key} {limit:.3g}")
+    for alarm in QUALITY_ALARMS:
+        value, limit = metrics[alarm.metric], limits[str(alarm.limit)]
+        if alarm.is_passed(value, limit):
+            found.append(f"{alarm.metric} is {value:.3g}, {alarm.side} {alarm.limit} {limit:.3g}")
     return found
 
 

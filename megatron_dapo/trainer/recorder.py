@@ -6,22 +6,29 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
 from megatron_dapo.recovery.durable_files import HERE, Files
+from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.telemetry.batch_dump import dump_batch
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
-from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
+from megatron_dapo.telemetry.provenance import PROVENANCE, installed_versions, write_provenance
+from megatron_dapo.telemetry.samples import TOKENS_PER_STEP, SampleWriter, choose, sample_record, token_details
+from megatron_dapo.telemetry.token_texts import TokenTexts
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
 from megatron_dapo.trainer.rollout import with_numbers
 from megatron_dapo.types import Group
 
 logger = logging.getLogger(__name__)
+
+_TEXT_STEPS = 10  # between texts of samples for trackers of metrics; samples.jsonl has those of every step
+_LAST_REPORT_S = 10.0  # below the silence after which a rank counts as hanging
 
 
 class RunPaths:
@@ -39,6 +46,7 @@ class RunPaths:
         self.huggingface = output_dir / "huggingface"
         self.critic = output_dir / "critic"  # and its optimizer state; can be `critic.path` of another run
         self.summary = output_dir / "summary.json"
+        self.report = output_dir / REPORT
 
 
 class Phases:
@@ -70,18 +78,61 @@ class Phases:
             self.display.phase(text, done, total)
 
 
+def _settings(config: Config) -> dict[str, float | str | bool]:
+    """Return the values that the recipe or an option has set, by dotted key."""
+    found: dict[str, float | str | bool] = {}
+
+    def walk(prefix: str, tree: Mapping[str, Any]) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value)
+            else:
+                found[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+
+    walk("", config.model_dump(mode="json", exclude_unset=True))
+    return found
+
+
+def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the first sample of each outcome as Markdown, by name."""
+    found: dict[str, str] = {}
+    for record in records:
+        prompt = "\n\n".join(str(message["content"]) for message in record["prompt"])
+        parts = {"prompt": prompt, "response": record["response"]}
+        # Indented by four spaces: shown as it is, whatever markup a model writes.
+        blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for name, text in parts.items()]
+        head = f"reward {record['reward']:.3g}, expected {record['answer']!r}, found {record['extracted']!r}"
+        found.setdefault(f"samples/{record['outcome']}", "\n\n".join([head, *blocks]))
+    return found
+
+
 class Recorder:
     """Writes by train step; a resumed run continues its files without a step twice."""
 
-    def __init__(self, config: Config, train_step: int, evaluated_step: int, files: Files = HERE) -> None:
-        """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none."""
+    def __init__(
+        self,
+        config: Config,
+        train_step: int,
+        evaluated_step: int,
+        files: Files = HERE,
+        tokenizer: Any = None,
+        machine: str = "",
+    ) -> None:
+        """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none.
+
+        `tokenizer`: of transformers, for samples token by token; None: texts alone. `machine`: layout and devices in words.
+        """
         telemetry = config.telemetry
         # Rows behind the checkpoint that the run resumes from are cut off: they will be written again.
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.output_dir)
         self._telemetry, self._files = telemetry, files
+        self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self._note_provenance(config, machine)
         tensorboard: list[MetricWriter] = (
-            [TensorBoardWriter(self.paths.tensorboard, first_step, files)] if telemetry.tensorboard else []
+            [TensorBoardWriter(self.paths.tensorboard, first_step, files, _settings(config))]
+            if telemetry.tensorboard
+            else []
         )
         self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step, files), *tensorboard])
         evaluations = JsonlWriter(self.paths.evaluation_metrics, first_evaluation, files)
@@ -94,6 +145,17 @@ class Recorder:
         self.progress: ProgressView | None = None
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
+
+    def _note_provenance(self, config: Config, machine: str) -> None:
+        """Write provenance.json. A run does not end because its data cannot be read twice."""
+        keys = ("train_paths", "eval_paths")
+        data = {f"data.{key}": [str(path) for path in getattr(config.data, key)] for key in keys}
+        try:
+            self._files.run(
+                write_provenance, self.paths.metrics.parent, data, config.model.path, installed_versions(), machine
+            )
+        except OSError as error:
+            logger.warning("%s was not written: %r", PROVENANCE, error)
 
     def step(self, train_step: int, metrics: Mapping[str, float]) -> None:
         """Write a finished train step; `metrics` are exactly those of the schema."""
@@ -115,6 +177,26 @@ class Recorder:
         self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
         for reference in self._references:
             self._compare(reference)
+        self._report()
+
+    def _report(self) -> None:
+        """Have the report written as of now, beside training: it begins within milliseconds and is not waited for."""
+        if self._telemetry.report:
+            try:
+                self._files.run(start_writing, self.paths.metrics.parent)
+            except Exception as error:  # no report is worth a training run
+                logger.warning("the report could not be started: %r", error)
+
+    def last_report(self) -> None:
+        """Write the report of the run at its end, which waits for it for some seconds."""
+        if self._telemetry.report:
+            self.flush()
+            try:
+                problem = self._files.run(write_last, self.paths.metrics.parent, _LAST_REPORT_S)
+            except Exception as error:  # the run has done its work
+                problem = repr(error)
+            if problem:
+                logger.warning("%s: %s", self.paths.report, problem)
 
     def _compare(self, reference: Record) -> None:
         try:
@@ -128,18 +210,10 @@ class Recorder:
     def batch(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch) -> None:
         """Write some responses for people, and the whole batch if a dump is due."""
         if self._samples is not None:
-            chosen = choose(groups, self._telemetry.samples_per_step)
-            self._samples.write(
-                [
-                    sample_record(
-                        train_step,
-                        groups[group],
-                        index,
-                        batch.shown_advantages[groups[group].samples[index].sample_id],
-                    )
-                    for group, index in chosen
-                ]
-            )
+            records = self._records(train_step, groups, batch)
+            self._samples.write(records)
+            if train_step == 1 or train_step % _TEXT_STEPS == 0:
+                self._steps.write_texts(train_step, _texts(records))
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
             whole = with_numbers(batch.samples, groups)  # this rank trains a share of them
             dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
@@ -147,8 +221,28 @@ class Recorder:
     def filtered(self, train_step: int, groups: Sequence[Group]) -> None:
         """Write responses of groups that were left out of the batch of `train_step`: they say why nothing is learned from them."""
         if self._filtered is not None:
-            chosen = choose(groups, self._telemetry.samples_per_step)
-            self._filtered.write([sample_record(train_step, groups[group], index, None) for group, index in chosen])
+            self._filtered.write(self._records(train_step, groups, None))
+
+    def _records(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch | None) -> list[dict[str, Any]]:
+        """Return records of some responses, the first of them token by token; without a batch none has an advantage."""
+        shown = batch.shown_advantages if batch is not None else {}
+        # Elsewhere than on a critic's ranks they are one number a response.
+        by_token = {
+            one.sample_id: one.advantages
+            for one in (batch.policy_samples if batch is not None else ())
+            if not one.advantages.is_meta
+        }
+        records, left = [], TOKENS_PER_STEP if self._token_texts is not None else 0
+        for group, index in choose(groups, self._telemetry.samples_per_step):
+            sample = groups[group].samples[index]
+            tokens: Mapping[str, Any] = {}
+            if self._token_texts is not None and sample.completion.num_tokens <= left:
+                advantages = by_token.get(sample.sample_id)
+                is_whole = advantages is not None and len(advantages) == sample.completion.num_tokens
+                tokens = token_details(sample, self._token_texts, advantages.tolist() if is_whole else None)
+                left -= sample.completion.num_tokens
+            records.append(sample_record(train_step, groups[group], index, shown.get(sample.sample_id), tokens))
+        return records
 
     @property
     def num_lost(self) -> int:

@@ -137,7 +137,8 @@ class PreparedRun:
         config, progress, paths = self.config, self.progress, RunPaths(self.config.run.output_dir)
         accuracy = {int(step): metrics["eval/avg_at_k"] for step, metrics in progress.evaluations.items()}
         seconds = max(progress.train_seconds, 1e-9)
-        written = {"tensorboard": paths.tensorboard, "samples": paths.samples, "metrics": paths.metrics}
+        written = {"report": paths.report} if config.telemetry.report else {}
+        written |= {"tensorboard": paths.tensorboard, "samples": paths.samples, "metrics": paths.metrics}
         summary = RunSummary(
             name=config.run.name,
             layout=self.topology.policy_layout.describe(),
@@ -161,6 +162,8 @@ class PreparedRun:
         write_summary(paths.summary, summary, self.files)
         # Before the ranks leave: a launcher may end all others as soon as the first one has gone.
         self.files.run(record_end, config.run.output_dir, reason)
+        if self.recorder is not None:
+            self.recorder.last_report()  # of the whole run, its end included
 
 
 def cluster_here(num_nodes: int, world_size: int) -> Cluster:
@@ -253,7 +256,9 @@ def _build(
         require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)
     recorder = None
     if rank == 0:
-        recorder = Recorder(config, progress.train_step, max(map(int, progress.evaluations), default=-1), files)
+        evaluated = max(map(int, progress.evaluations), default=-1)
+        tokenizer = context.inputs.tokenizer if context is not None else None
+        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(topology))
         stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(
@@ -277,6 +282,12 @@ def _build(
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
     return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
+
+
+def _machine(topology: RunTopology) -> str:
+    """Return the layout and the kind of devices of a run, in words."""
+    devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{topology.policy_layout.describe()} on {topology.size} processes, {devices}"
 
 
 def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:

@@ -13,6 +13,7 @@ from megatron_dapo.telemetry.progress import (
     LiveProgress,
     LogProgress,
     StepReport,
+    WithinStep,
     duration,
     mismatch_meter,
     progress_view,
@@ -80,3 +81,59 @@ def test_duration(seconds: float | None, text: str) -> None:
 )
 def test_meter(value: float, meter: str) -> None:
     assert mismatch_meter(value, 0.05) == meter
+
+
+def test_the_share_of_a_step_follows_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("megatron_dapo.telemetry.progress.time.monotonic", lambda: now[0])
+    within = WithinStep()
+    shares = []
+
+    def work(phase: str, seconds: float, counts: int = 0) -> None:
+        for part in range(4):
+            within.enter(phase, part + 1 if counts else 0, counts)
+            now[0] += seconds / 4
+            shares.append(within.share())
+
+    work("generate", 30.0, counts=4)
+    work("train", 10.0)
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] < 1
+    within.finish_step()
+    assert within.share() == 0.0
+    shares.clear()
+    work("generate", 30.0, counts=4)
+    # Three quarters of the step before were generation, whose counts say more than the clock.
+    assert shares == pytest.approx([0.1875, 0.375, 0.5625, 0.75])
+    shares.clear()
+    work("train", 40.0)
+    assert shares == pytest.approx([0.9875] * 4), "a phase that takes longer than before is never done"
+
+
+def test_the_bar_of_a_step_moves_while_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    view = LiveProgress(10, alarm=0.05, console=Console(file=stream, force_terminal=True, width=220))
+    monkeypatch.setattr("megatron_dapo.telemetry.progress.time.monotonic", lambda: now[0])
+    view.phase("train")
+    now[0] = 10.0
+    view.step(REPORT)
+    view.phase("train")
+    drawn = []
+    for second in (1.0, 5.0, 9.0):
+        now[0] = 10.0 + second
+        stream.truncate(0)
+        view._progress.refresh()
+        drawn.append(stream.getvalue())
+    view.close()
+    assert len(set(drawn)) == 3, "each refresh draws a longer bar"
+
+
+def test_a_long_step_says_where_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr("megatron_dapo.telemetry.progress.time.monotonic", lambda: now[0])
+    view = LogProgress(10, alarm=0.05, finished=3)
+    with caplog.at_level(logging.INFO):
+        for second in range(0, 150, 10):
+            now[0] = float(second)
+            view.phase("generate", second, 512)
+    assert caplog.messages == ["step 4/10: generate 60/512", "step 4/10: generate 120/512"]

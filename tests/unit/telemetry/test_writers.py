@@ -77,3 +77,31 @@ def test_a_failing_writer_is_counted_and_the_others_continue(tmp_path: Path, cap
     recorder.close()
     assert len(lines(path)) == 2 and recorder.num_failures == 3
     assert caplog.text.count("No space left") == 1
+
+
+def test_tensorboard_has_no_constant_series(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, first_step=1, files=HERE)
+    late = {1: 0.0, 2: 0.0, 3: 0.0, 4: 7.0, 5: 7.0}
+    for step, value in late.items():
+        writer.write(step, {"critic/loss": 0.0, "mismatch/ess": 1.0, "late": value, "nan": float("nan")})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["late"]
+    # The steps between equal ones are left out: the line is the same.
+    assert [(event.step, event.value) for event in events.Scalars("late")] == [(1, 0.0), (3, 0.0), (4, 7.0), (5, 7.0)]
+    assert events.Scalars("late")[0].wall_time <= events.Scalars("late")[1].wall_time
+
+
+def test_tensorboard_has_hyper_parameters_and_texts(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams import metadata
+
+    settings = {"optimizer.learning_rate": 1e-6, "run.name": "x", "run.deterministic": True}
+    writer = TensorBoardWriter(tmp_path, 1, HERE, settings)
+    writer.write_texts(10, {"samples/correct": "    <b>2 + 5 = 7</b>"})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (content,) = events.PluginTagToContent("hparams").values()
+    started = metadata.parse_session_start_info_plugin_data(content)
+    assert {name: value.number_value or value.string_value or value.bool_value for name, value in started.hparams.items()} == settings
+    (text,) = events.Tensors("samples/correct/text_summary") if "samples/correct/text_summary" in events.Tags()["tensors"] else events.Tensors("samples/correct")
+    assert text.step == 10 and text.tensor_proto.string_val[0] == b"    <b>2 + 5 = 7</b>"

@@ -1,0 +1,149 @@
+"""Samples of runs for the page: a bounded choice of every kind from all over the run, small enough to carry.
+
+A token takes two or three characters beside its text: how many characters it covers, its log-prob, and its advantage where
+tokens differ in it, each as a digit of base 64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_dapo.report.run_files import Row, RunFiles
+
+KINDS = ("right", "wrong", "truncated", "filtered", "other")
+MAX_SAMPLES = 600
+_DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_MAX_LOGPROB = 12.0  # of the scale; below it every token is as surprising
+_HEAD, _TAIL = 2000, 1000  # tokens of a long response that are kept
+_CHARACTERS_A_TOKEN = 4
+_MAX_MISSED = 50  # samples in a row that are too large for what is left: the page is full
+
+
+def kind_of(sample: Row, is_filtered: bool) -> str:
+    """Return the kind of a sample: one of KINDS."""
+    if is_filtered:
+        return "filtered"
+    if sample.get("outcome") == "truncated" or sample.get("finish_reason") == "length":
+        return "truncated"
+    return {"correct": "right", "wrong": "wrong", "unparsable": "wrong"}.get(str(sample.get("outcome")), "other")
+
+
+def samples_for_page(runs: Sequence[RunFiles], max_bytes: int) -> dict[str, Any]:
+    """Return prompts and samples, at most MAX_SAMPLES and `max_bytes` as JSON: every kind of each run in turn, the newest
+    first and the others spread over the run."""
+    prompts: dict[str, int] = {}
+    chosen: list[dict[str, Any]] = []
+    left, num_missed = max_bytes, 0
+    for run_index, kind, record in _in_turn(runs):
+        prompt = json.dumps([[each.get("role"), each.get("content")] for each in record.get("prompt") or []])
+        is_new = prompt not in prompts
+        sample = _encoded(record, kind, run_index, prompts.get(prompt, len(prompts)))
+        # Escaped characters take more; the page as a whole is measured again.
+        size = len(json.dumps(sample)) + (len(prompt) if is_new else 0)
+        if size <= left:
+            left -= size
+            prompts.setdefault(prompt, len(prompts))
+            chosen.append(sample)
+            num_missed = 0
+        else:
+            num_missed += 1
+        if len(chosen) == MAX_SAMPLES or num_missed > _MAX_MISSED:
+            break
+    chosen.sort(key=lambda each: (-each["step"], each["id"]))
+    totals = [{kind: 0 for kind in KINDS} for _ in runs]
+    for index, kind, _ in _all(runs):
+        totals[index][kind] += 1
+    return {"prompts": [json.loads(prompt) for prompt in prompts], "list": chosen, "read": totals}
+
+
+def _all(runs: Sequence[RunFiles]) -> Iterator[tuple[int, str, Row]]:
+    for index, run in enumerate(runs):
+        for is_filtered, records in ((False, run.samples), (True, run.filtered)):
+            yield from ((index, kind_of(record, is_filtered), record) for record in records if "response" in record)
+
+
+def _in_turn(runs: Sequence[RunFiles]) -> Iterator[tuple[int, str, Row]]:
+    """Yield samples of every run and kind in turn, as long as there are any."""
+    queues: dict[tuple[int, str], list[Row]] = {(index, kind): [] for index in range(len(runs)) for kind in KINDS}
+    for index, kind, record in _all(runs):
+        queues[index, kind].append(record)
+    orders = {key: [records[place] for place in _spread(len(records))] for key, records in queues.items()}
+    for turn in range(max(map(len, orders.values()), default=0)):
+        for (index, kind), records in orders.items():
+            if turn < len(records):
+                yield index, kind, records[turn]
+
+
+def _spread(size: int) -> list[int]:
+    """Return all indices below `size`: the last one first, then those that halve the gaps, and again (van der Corput)."""
+    if size <= 0:
+        return []
+    bits = max(1, (size - 1).bit_length())
+    order = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits)]
+    places = [size - 1 - place for place in order if place < size]
+    return places
+
+
+def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, Any]:
+    text, ids = str(record.get("response", "")), record.get("response_ids") or []
+    counts = record.get("token_chars") or []
+    columns = [counts, record.get("logprobs") or [], record.get("token_advantages") or []]
+    is_long = len(ids) > _HEAD + _TAIL or len(text) > _CHARACTERS_A_TOKEN * (_HEAD + _TAIL)
+    cut: list[int] = []
+    if is_long and counts:
+        start, end = sum(counts[:_HEAD]), len(text) - sum(counts[-_TAIL:])
+        text, cut = text[:start] + text[end:], [_HEAD, len(ids) - _HEAD - _TAIL]
+        columns = [[*column[:_HEAD], *column[-_TAIL:]] for column in columns]
+    elif is_long:
+        head, tail = _CHARACTERS_A_TOKEN * _HEAD, _CHARACTERS_A_TOKEN * _TAIL
+        text, cut = text[:head] + "\n[...]\n" + text[-tail:], [0, max(0, len(ids) - _HEAD - _TAIL)]
+    advantages = columns[2]
+    largest = max(map(abs, advantages), default=0.0) or 1.0
+    versions = [part.get("version") for part in record.get("versions") or [] if isinstance(part, dict)]
+    found = {
+        "run": run_index,
+        "kind": kind,
+        "step": record.get("train_step", 0),
+        "id": record.get("sample_id", ""),
+        "prompt": prompt,
+        "source": record.get("data_source", ""),
+        "answer": record.get("answer"),
+        "extracted": record.get("extracted"),
+        "outcome": record.get("outcome"),
+        "finish": record.get("finish_reason"),
+        "reward": record.get("reward"),
+        "parts": record.get("reward_parts") or {},
+        "advantage": record.get("advantage"),
+        "versions": sorted({version for version in versions if version is not None}),
+        "num_tokens": len(ids),
+        "text": text,
+    }
+    if columns[0]:
+        found |= {"chars": "".join(map(_count, columns[0])), "logprobs": "".join(map(_surprise, columns[1]))}
+    if advantages:
+        found |= {"advantages": "".join(_signed(value / largest) for value in advantages), "scale": largest}
+    return found | ({"cut": cut} if cut else {})
+
+
+def _count(count: int) -> str:
+    """Return a number of characters in digits below 63; each "/" before stands for 63 more."""
+    return "/" * (count // 63) + _DIGITS[count % 63]
+
+
+def _surprise(logprob: float) -> str:
+    """Return a log-prob as a digit, finest near 0: logprob = -12 (digit / 63)^2."""
+    share = min(1.0, max(0.0, -logprob / _MAX_LOGPROB)) if math.isfinite(logprob) else 1.0
+    return _DIGITS[round(63 * math.sqrt(share))]
+
+
+def _signed(share: float) -> str:
+    """Return a number in [-1, 1] as a digit: (digit - 31) / 31."""
+    return _DIGITS[round(31 + 31 * share)] if math.isfinite(share) else _DIGITS[31]
+
+
+def size_of(samples: Mapping[str, Any]) -> int:
+    """Return the bytes of samples in a page."""
+    return len(json.dumps(samples, ensure_ascii=False).encode())

@@ -1,0 +1,120 @@
+"""Alarms on a step's metrics: thresholds of the configuration, and those that hold for every run.
+
+The loop warns by the first while it trains; the report of a run has both. Standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A bound of a metric. It is passed where the metric is beyond the bound for `patience` steps in a row."""
+
+    metric: str
+    side: Literal["above", "below"]
+    limit: float | str  # a number, or the key of the configuration that has it
+    title: str
+    advice: str
+    patience: int = 1
+
+    def is_passed(self, value: float, limit: float) -> bool:
+        """Return True for a value beyond the limit; NaN is beyond none."""
+        return value > limit if self.side == "above" else value < limit
+
+    def limit_in(self, config: Mapping[str, object]) -> float | None:
+        """Return the limit by a configuration with dotted keys; None where it does not have the key."""
+        found = config.get(self.limit) if isinstance(self.limit, str) else self.limit
+        return float(found) if isinstance(found, (int, float)) else None
+
+
+QUALITY_ALARMS = (
+    Alarm(
+        "quality/repetition_mean",
+        "above",
+        "quality.repetition_alarm",
+        "responses repeat themselves",
+        "read samples: loops often begin where the length punishment is too weak or the learning rate too high",
+    ),
+    Alarm(
+        "quality/tail_loop_share",
+        "above",
+        "quality.tail_loop_alarm",
+        "responses end in loops",
+        "read the truncated samples; a repetition filter or a stronger overlong punishment removes what they teach",
+    ),
+    Alarm(
+        "quality/compression_mean",
+        "below",
+        "quality.compression_alarm",
+        "responses compress too well",
+        "read samples: text that compresses well is repetitive",
+    ),
+    Alarm(
+        "quality/probability_mean",
+        "above",
+        "quality.probability_alarm",
+        "tokens are nearly certain",
+        "exploration ends: raise clip_ratio_high, or lower the learning rate",
+    ),
+    Alarm(
+        "reward/failed_share",
+        "above",
+        "quality.reward_failure_alarm",
+        "the reward fails or runs out of time",
+        "read the samples of kind other: their outcome is timeout or error; raise the deadline, or mend the function",
+    ),
+)
+RUN_ALARMS = (
+    Alarm(
+        "mismatch/abs_logprob_diff_mean",
+        "above",
+        "mismatch.alarm",
+        "trainer and engine disagree",
+        "compare precision and kernels of both sides; algorithm.off_policy.correction bounds what it does to the gradient",
+    ),
+    *QUALITY_ALARMS,
+    Alarm(
+        "rollout/truncated_share",
+        "above",
+        0.5,
+        "most responses are cut at the length limit",
+        "raise rollout.max_response_tokens, or let reward.overlong_punishment teach shorter ones",
+        3,
+    ),
+    Alarm(
+        "rollout/groups_filtered_share",
+        "above",
+        0.8,
+        "dynamic sampling filters most groups",
+        "the data is too easy or too hard for this policy: see the shares of groups all correct and all wrong",
+        3,
+    ),
+    Alarm(
+        "advantage/zero_std_groups_share",
+        "above",
+        0.5,
+        "most trained groups have equal rewards",
+        "they have no gradient: turn dynamic sampling on, or change the data's difficulty",
+        3,
+    ),
+    Alarm(
+        "mismatch/ess",
+        "below",
+        0.3,
+        "few samples carry the importance weights",
+        "samples are too stale, or trainer and engine differ: see staleness and mismatch",
+        2,
+    ),
+    Alarm(
+        "rollout/duplicate_share",
+        "above",
+        0.9,
+        "nearly all responses of a group are the same",
+        "the policy no longer explores: raise the temperature or clip_ratio_high",
+        3,
+    ),
+)

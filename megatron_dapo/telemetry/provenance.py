@@ -1,0 +1,85 @@
+"""Versions, machine and data of a run, in provenance.json: what a result was made with.
+
+This module needs the standard library alone: the file process of rank 0 reads the data's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo import __version__
+
+PROVENANCE = "provenance.json"
+_PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine", "numpy", "tokenizers", "math-verify")
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_MAX_HASHED_BYTES = 1 << 32  # larger files have a size alone: a start does not wait for minutes of reading
+_GIT_S = 5.0
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on, those that are installed."""
+    found = {"megatron_dapo": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass  # optional
+    return found
+
+
+def write_provenance(
+    run_directory: Path, data: Mapping[str, Sequence[str]], model: Path, versions: Mapping[str, str], machine: str
+) -> None:
+    """Write provenance.json. `data`: paths by the key that names them; `machine`: layout and devices in words.
+
+    A path that is no file, such as a name on the Hub, is noted as it is.
+    """
+    document = {
+        "versions": dict(versions),
+        "commit": _commit(),
+        "machine": f"{machine}; {socket.gethostname()}, {platform.platform()}, {os.cpu_count()} CPUs",
+        "data": [{"key": key, **_identity(Path(path))} for key, paths in data.items() for path in paths],
+        "model": [_identity(model / name) for name in _MODEL_FILES if (model / name).is_file()],
+        "model_bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
+    }
+    run_directory.mkdir(parents=True, exist_ok=True)
+    partial = run_directory / f"{PROVENANCE}.tmp"
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, run_directory / PROVENANCE)
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {"path": str(path)}
+    size = path.stat().st_size
+    if size > _MAX_HASHED_BYTES:
+        return {"path": str(path), "bytes": size}
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _commit() -> str:
+    """Return the commit of a checkout of this package, with "+" where files differ from it; "" for an installed one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        commit, changes = (
+            subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")

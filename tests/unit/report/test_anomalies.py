@@ -1,0 +1,146 @@
+"""Anomalies with their steps and causes, and the verdict on a run, from made runs whose faults are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dapo.evaluation.comparison import compare_with
+from megatron_dapo.evaluation.reference import read_record
+from megatron_dapo.report.anomalies import find_anomalies, finding, train_steps_of
+from megatron_dapo.report.run_files import read_run
+from tests.made_runs import make_run, write_json, write_lines
+
+
+def spans(path: Path) -> dict[str, tuple[int, int]]:
+    return {each.title: (each.first, each.last) for each in find_anomalies(read_run(path))}
+
+
+def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    assert find_anomalies(run) == []
+    verdict = finding(run, [])
+    assert verdict.level == "good"
+    first, last = (run.evaluations[place]["eval/avg_at_k"] for place in (0, -1))
+    assert verdict.text == f"healthy: held-out avg@8 {first:.2f} -> {last:.2f} in 30 steps, still rising"
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [((0.4, 0.8, 0.8, 0.8), "level since step 20"), ((0.4, 0.8, 0.8, 0.3), "falling")],
+)
+def test_the_direction_is_that_of_pairs_by_problem(tmp_path: Path, scores: tuple[float, ...], words: str) -> None:
+    run = read_run(make_run(tmp_path / "run", scores=scores))
+    assert finding(run, []).text.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "title", "steps"),
+    [
+        ("mismatch/abs_logprob_diff_mean", 0.05, "trainer and engine disagree", 1),
+        ("quality/repetition_mean", 0.3, "responses repeat themselves", 1),
+        ("quality/tail_loop_share", 0.5, "responses end in loops", 1),
+        ("rollout/truncated_share", 0.9, "most responses are cut at the length limit", 3),
+        ("rollout/groups_filtered_share", 0.95, "dynamic sampling filters most groups", 3),
+        ("advantage/zero_std_groups_share", 0.8, "most trained groups have equal rewards", 3),
+        ("reward/outcome_timeout", 0.1, "the verifier runs out of time", 1),
+        ("reward/outcome_error", 0.1, "the verifier fails", 1),
+        ("mismatch/ess", 0.1, "few samples carry the importance weights", 2),
+    ],
+)
+def test_each_alarm_names_its_steps_and_needs_its_patience(
+    tmp_path: Path, metric: str, value: float, title: str, steps: int
+) -> None:
+    faulty = {step: {metric: value} for step in range(12, 12 + steps)}
+    assert spans(make_run(tmp_path / "run", rows=faulty))[title] == (12, 11 + steps)
+    if steps > 1:
+        short = {step: {metric: value} for step in range(12, 11 + steps)}
+        assert title not in spans(make_run(tmp_path / "short", rows=short))
+
+
+def test_a_span_is_one_anomaly_with_its_worst_step(tmp_path: Path) -> None:
+    values = {5: 0.03, 6: 0.09, 7: 0.001, 8: 0.04}
+    rows = {step: {"mismatch/abs_logprob_diff_mean": value} for step, value in values.items()}
+    found = [each for each in find_anomalies(read_run(make_run(tmp_path / "run", rows=rows))) if "disagree" in each.title]
+    assert [(each.first, each.last) for each in found] == [(5, 8)]
+    assert found[0].cause == "mismatch/abs_logprob_diff_mean 0.09 at step 6, above 0.02 (mismatch.alarm)"
+
+
+def test_limits_are_those_of_the_run(tmp_path: Path) -> None:
+    rows = {9: {"quality/repetition_mean": 0.3}}
+    assert "responses repeat themselves" not in spans(make_run(tmp_path / "run", rows=rows, quality__repetition_alarm=0.5))
+
+
+def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
+    rows: dict[int, dict[str, Any]] = {step: {"actor/entropy": 0.001} for step in range(15, 31)}
+    rows[20] = rows[20] | {"actor/grad_norm_max": 9.0}
+    for step in range(22, 31):
+        rows[step] = rows[step] | {"progress/skipped_optimizer_steps": 2.0}
+    rows[25] = rows[25] | {"actor/loss": None, "actor/grad_norm": None}
+    found = spans(make_run(tmp_path / "run", rows=rows))
+    # The mean over five steps is below a tenth of the start's at the fifth step of the collapse.
+    assert found["entropy collapse"] == (19, 30)
+    assert found["gradient jump"] == (20, 20)
+    assert found["optimizer steps skipped"] == (22, 22)
+    assert found["metrics are not finite"] == (25, 25)
+    verdict = finding(read_run(tmp_path / "run"), find_anomalies(read_run(tmp_path / "run")))
+    assert verdict.level == "alarm" and verdict.text.startswith("not healthy: entropy collapse since step 19; held-out")
+
+
+def test_mismatch_that_grows_below_the_alarm(tmp_path: Path) -> None:
+    rows = {step: {"mismatch/abs_logprob_diff_mean": 1e-3 * 1.04**step} for step in range(1, 81)}
+    found = [each for each in find_anomalies(read_run(make_run(tmp_path / "run", 80, rows=rows)))]
+    assert "mismatch grows" in [each.title for each in found]
+
+
+def test_restarts_failures_and_nodes(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    alert = {"node": "node3", "metric": "cpu_throttled", "seconds": 250.0}
+    records = [
+        {"attempt": 1, "began": 1.0, "job": "", "completed_steps": 0},
+        {"attempt": 2, "began": 2.0, "job": "", "completed_steps": 11},
+        {"attempt": 2, "ended": 3.0, "reason": "stopped by a signal", "exit_code": 75},
+        {"attempt": 3, "began": 4.0, "job": "", "completed_steps": 20},
+        {"attempt": 3, "alert": alert, "job": "", "excluded": ""},
+    ]
+    write_lines(path / "attempts.jsonl", records)
+    write_json(path / "failure.json", {"line": "first failure: attempt 3, rank 3 (node1): killed; to do: look for who sent it"})
+    found = find_anomalies(read_run(path))
+    restarts = [each for each in found if each.title == "restart"]
+    assert [each.first for each in restarts] == [11, 20]
+    assert restarts[0].cause == "attempt 1: failed or killed: it left no record of its end; attempt 2 continues behind step 11"
+    assert restarts[1].level == "note" and "stopped by a signal" in restarts[1].cause
+    failure = next(each for each in found if each.title == "failure")
+    assert failure.cause.endswith("killed") and failure.advice == "look for who sent it"
+    assert "node3: cpu_throttled" in next(each for each in found if each.title == "faulty node").cause
+    assert finding(read_run(path), found).text.startswith("failed behind step 30: ")
+
+
+def test_accuracy_that_falls_from_its_best(tmp_path: Path) -> None:
+    assert spans(make_run(tmp_path / "run", scores=(0.3, 0.9, 0.5, 0.2)))["held-out accuracy falls"] == (10, 30)
+
+
+def test_a_reference_is_left_at_the_step_that_compare_says(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", scores=(0.4, 0.4, 0.4, 0.4))
+    table = tmp_path / "reference.csv"
+    table.write_text("optimizer_step,value\n0,0.4\n40,0.9\n80,0.95\n")
+    comparison = compare_with(path, read_record(table))
+    found = find_anomalies(read_run(path), [comparison])
+    assert comparison.off_since == 20.0  # optimizer steps, two a train step
+    assert [(each.first, each.last) for each in found if each.title.startswith("off the reference")] == [(10, 30)]
+
+
+def test_optimizer_steps_become_train_steps(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", 10))
+    assert train_steps_of(run, [0, 2, 3, 20, 40], "optimizer_step") == [0, 1, 1.5, 10, 20]
+    assert train_steps_of(run, [3.0], "train_step") == [3.0]
+
+
+def test_an_empty_run_is_no_success(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (path / name).unlink()
+    run = read_run(path)
+    assert finding(run, find_anomalies(run)).text == "no train step was made: nothing was learned"
