@@ -234,28 +234,28 @@ def _accuracies(run: RunFiles, step: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunVerdict:
     """One line on a run, and how serious it is."""
 
     level: Literal["good", "warning", "alarm"]
     text: str
 
 
-def finding(run: RunFiles, anomalies: Sequence[Anomaly], is_live: bool = False) -> Finding:
+def verdict_on(run: RunFiles, anomalies: Sequence[Anomaly], is_live: bool = False) -> RunVerdict:
     """Return the verdict on a run: its end, the anomalies that count now, and what became of held-out accuracy."""
     last = _steps(run)[-1] if run.steps else 0
     learned = _learned(run, last)
     if run.failure and not is_live:
-        return Finding("alarm", f"failed behind step {last}: {_titles(anomalies, 'alarm', 0)}; {learned}")
+        return RunVerdict("alarm", f"failed behind step {last}: {_titles(anomalies, 'alarm', 0)}; {learned}")
     if not run.steps:
-        return Finding("warning", "no train step yet" if is_live else "no train step was made: nothing was learned")
+        return RunVerdict("warning", "no train step yet" if is_live else "no train step was made: nothing was learned")
     recent = last - max(3, _RECENT * last)
     for level, word in (("alarm", "not healthy"), ("warning", "watch")):
         if titles := _titles(anomalies, level, recent):
-            return Finding("alarm" if level == "alarm" else "warning", f"{word}: {titles}; {learned}")
+            return RunVerdict("alarm" if level == "alarm" else "warning", f"{word}: {titles}; {learned}")
     before = sum(each.level != "note" for each in anomalies)
     past = f"; {before} earlier anomal{'y' if before == 1 else 'ies'}, over now" if before else ""
-    return Finding("good", f"healthy: {learned}{past}")
+    return RunVerdict("good", f"healthy: {learned}{past}")
 
 
 def _titles(anomalies: Sequence[Anomaly], level: Level, since: float) -> str:

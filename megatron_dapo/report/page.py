@@ -17,7 +17,7 @@ from typing import Any
 from megatron_dapo import __version__
 from megatron_dapo.evaluation.comparison import Comparison, compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
-from megatron_dapo.report.anomalies import Anomaly, find_anomalies, finding, train_steps_of
+from megatron_dapo.report.anomalies import Anomaly, find_anomalies, train_steps_of, verdict_on
 from megatron_dapo.report.curves import charts, curves, drawn_metrics, phase_shares, reference_curves
 from megatron_dapo.report.run_files import RunFiles, read_run, shown
 from megatron_dapo.report.samples import samples_for_page, size_of
@@ -102,7 +102,7 @@ def _run(
     return {
         "name": run.name,
         "path": str(run.path),
-        "finding": asdict(finding(run, anomalies, is_live)),
+        "verdict": asdict(verdict_on(run, anomalies, is_live)),
         "facts": _facts(run, is_live),
         "anomalies": [asdict(each) for each in _most_serious(anomalies)],
         "num_anomalies": len(anomalies),

@@ -96,14 +96,14 @@
   }
 
   function verdict(run, index) {
-    const level = run.finding.level;
+    const level = run.verdict.level;
     const sign = { good: "✓", warning: "!", alarm: "✕" }[level];
     const facts = make("dl", { class: "facts" }, run.facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     const lines = run.comparisons.map((each) => make("p", { class: "track" }, each.reference + ": " + each.verdict));
     return make(
       "article", { class: "verdict " + level },
       many ? make("h2", { class: "run-name" }, swatch(index), run.name, make("small", {}, run.path)) : make("p", { class: "path" }, run.path),
-      make("p", { class: "line", role: "status" }, make("span", { class: "badge " + level, "aria-hidden": "true" }, sign), " ", run.finding.text),
+      make("p", { class: "line", role: "status" }, make("span", { class: "badge " + level, "aria-hidden": "true" }, sign), " ", run.verdict.text),
       lines, facts,
     );
   }

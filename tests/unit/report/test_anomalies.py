@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import read_record
-from megatron_dapo.report.anomalies import find_anomalies, finding, train_steps_of
+from megatron_dapo.report.anomalies import find_anomalies, train_steps_of, verdict_on
 from megatron_dapo.report.run_files import read_run
 from tests.made_runs import make_run, write_json, write_lines
 
@@ -21,7 +21,7 @@ def spans(path: Path) -> dict[str, tuple[int, int]]:
 def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run"))
     assert find_anomalies(run) == []
-    verdict = finding(run, [])
+    verdict = verdict_on(run, [])
     assert verdict.level == "good"
     first, last = (run.evaluations[place]["eval/avg_at_k"] for place in (0, -1))
     assert verdict.text == f"healthy: held-out avg@8 {first:.2f} -> {last:.2f} in 30 steps, still rising"
@@ -33,7 +33,7 @@ def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None
 )
 def test_the_direction_is_that_of_pairs_by_problem(tmp_path: Path, scores: tuple[float, ...], words: str) -> None:
     run = read_run(make_run(tmp_path / "run", scores=scores))
-    assert finding(run, []).text.endswith(words)
+    assert verdict_on(run, []).text.endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
     assert found["gradient jump"] == (20, 20)
     assert found["optimizer steps skipped"] == (22, 22)
     assert found["metrics are not finite"] == (25, 25)
-    verdict = finding(read_run(tmp_path / "run"), find_anomalies(read_run(tmp_path / "run")))
+    verdict = verdict_on(read_run(tmp_path / "run"), find_anomalies(read_run(tmp_path / "run")))
     assert verdict.level == "alarm" and verdict.text.startswith("not healthy: entropy collapse since step 19; held-out")
 
 
@@ -115,7 +115,7 @@ def test_restarts_failures_and_nodes(tmp_path: Path) -> None:
     failure = next(each for each in found if each.title == "failure")
     assert failure.cause.endswith("killed") and failure.advice == "look for who sent it"
     assert "node3: cpu_throttled" in next(each for each in found if each.title == "faulty node").cause
-    assert finding(read_run(path), found).text.startswith("failed behind step 30: ")
+    assert verdict_on(read_run(path), found).text.startswith("failed behind step 30: ")
 
 
 def test_accuracy_that_falls_from_its_best(tmp_path: Path) -> None:
@@ -143,4 +143,4 @@ def test_an_empty_run_is_no_success(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         (path / name).unlink()
     run = read_run(path)
-    assert finding(run, find_anomalies(run)).text == "no train step was made: nothing was learned"
+    assert verdict_on(run, find_anomalies(run)).text == "no train step was made: nothing was learned"

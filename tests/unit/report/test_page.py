@@ -27,7 +27,7 @@ def test_one_run(tmp_path: Path) -> None:
     write_json(path / "provenance.json", {"versions": {"torch": "2.13.0"}, "commit": "abc", "machine": "TP2; host"})
     document = data_of(build_page([path]))
     (run,) = document["runs"]
-    assert run["finding"]["text"].startswith("healthy: held-out avg@8")
+    assert run["verdict"]["text"].startswith("healthy: held-out avg@8")
     assert ["train steps", "30 of 30"] in run["facts"] and ["machine", "TP2"] in run["facts"]
     titles = [chart["title"] for chart in document["charts"]]
     assert {"Accuracy", "Entropy", "Filtered groups", "Mismatch of trainer and engine", "Learning rate"} <= set(titles)
@@ -85,7 +85,7 @@ def test_a_reference_is_drawn_on_the_runs_steps(tmp_path: Path) -> None:
     # Twice as far as the run has come, and no further.
     assert run["references"][0]["curves"]["eval/avg_at_k"]["x"] == [0, 10, 20]
     assert run["comparisons"][0]["verdict"].startswith("off track since train step 10: eval/avg_at_k")
-    assert run["finding"]["text"].startswith(f"not healthy: off the reference {table} since step 10")
+    assert run["verdict"]["text"].startswith(f"not healthy: off the reference {table} since step 10")
 
 
 @pytest.mark.slow
