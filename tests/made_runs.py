@@ -35,7 +35,13 @@ def make_run(
         "run": {"name": path.name, "total_steps": num_steps},
         "evaluation": {"num_samples": 8},
         "mismatch": {"alarm": 0.02, "trend_factor": 2.0, "trend_floor": 1e-3},
-        "quality": {"repetition_alarm": 0.2, "tail_loop_alarm": 0.2, "compression_alarm": 0.0, "probability_alarm": 1.0},
+        "quality": {
+            "repetition_alarm": 0.2,
+            "tail_loop_alarm": 0.2,
+            "compression_alarm": 0.0,
+            "probability_alarm": 1.0,
+            "reward_failure_alarm": 0.02,
+        },
         "optimizer": {"learning_rate": 1e-6},
     }
     for key, value in config.items():

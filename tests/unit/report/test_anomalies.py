@@ -45,8 +45,7 @@ def test_the_direction_is_that_of_pairs_by_problem(tmp_path: Path, scores: tuple
         ("rollout/truncated_share", 0.9, "most responses are cut at the length limit", 3),
         ("rollout/groups_filtered_share", 0.95, "dynamic sampling filters most groups", 3),
         ("advantage/zero_std_groups_share", 0.8, "most trained groups have equal rewards", 3),
-        ("reward/outcome_timeout", 0.1, "the verifier runs out of time", 1),
-        ("reward/outcome_error", 0.1, "the verifier fails", 1),
+        ("reward/failed_share", 0.1, "the reward fails or runs out of time", 1),
         ("mismatch/ess", 0.1, "few samples carry the importance weights", 2),
     ],
 )
