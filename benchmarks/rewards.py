@@ -208,11 +208,11 @@ def measure_hostile(every: int) -> dict[str, Any]:
                 score = pool.score_many([item])[title]
                 if time.monotonic() - start > DEADLINE_S + GRACE_S:
                     hangs.append(title)
-                if found := world.escapes(json.dumps(score.detail)):
+                found = world.escapes(json.dumps(score.detail))
+                # The sandbox answers for every program: else one has ended its verifier process.
+                if found or score.outcome in ("error", "timeout"):
+                    found.append(score.outcome)
                     escapes.append(f"{title}: {', '.join(found)}: {score.detail}")
-            statistics = pool.statistics()
-    if statistics.num_crashed:
-        escapes.append(f"{statistics.num_crashed} verifier processes ended")
     for verifier in ("dapo", "lenient"):
         with VerifierPool(verifier, 1, DEADLINE_S) as pool:
             for title, response in answers.items():
@@ -246,7 +246,7 @@ def measure_as_ordinary_user(every: int) -> dict[str, Any]:
     def become_ordinary() -> None:
         kernel.unshare(kernel.CLONE_NEWNS)
         _open_directories([os.path.realpath(path) for path in (sys.base_prefix, sys.prefix, os.getcwd())])
-        kernel.become(kernel.NOBODY)
+        kernel.become(kernel.UNPRIVILEGED)
 
     command = [sys.executable, "-B", __file__, "--hostile-only", str(every)]
     environment = {

@@ -2,7 +2,7 @@
 
 Namespaces of users, processes, files, network and System V objects, a root directory in which only a small temporary /tmp can be
 written, no capabilities, and a filter of system calls; where a site allows no namespaces, Landlock and a stricter filter, under which
-programs start no other process. `Sandbox.isolation` says which. Nothing is installed and nobody has to be root; started by root,
+programs start no other process. `Sandbox.isolation` says which. Nothing is installed and root is not needed; started by root,
 programs run as uid 65534.
 """
 

@@ -11,7 +11,7 @@ import platform
 import struct
 from collections.abc import Iterable
 
-NOBODY = 65534
+UNPRIVILEGED = 65534  # the user that has nothing, where root starts programs
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
@@ -133,7 +133,9 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
         mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     except OSError:  # containers that hide parts of /proc: programs do without
         pass
-    options = f"mode=700,uid={uid},gid={uid if uid == NOBODY else os.getgid()},size={workspace_mb}m,nr_inodes=4096"
+    options = (
+        f"mode=700,uid={uid},gid={uid if uid == UNPRIVILEGED else os.getgid()},size={workspace_mb}m,nr_inodes=4096"
+    )
     mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir(root)
     _call("syscall", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")

@@ -139,19 +139,21 @@ def _isolate(kind: str, workspace: str, workspace_mb: int, work: Any) -> int:
         try:
             kernel.unshare(kernel.NAMESPACES)
         except OSError:  # root of a container without CAP_SYS_ADMIN
-            kernel.become(kernel.NOBODY)
+            kernel.become(kernel.UNPRIVILEGED)
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the maps of its user namespace belong to root
             is_root = False
     if not is_root:
         uid, gid = os.getuid(), os.getgid()
         kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
         kernel.enter_user_namespace(uid, gid)
-    uid = kernel.NOBODY if is_root else os.getuid()
+    uid = kernel.UNPRIVILEGED if is_root else os.getuid()
 
     def inside() -> int:
+        # A signal to the process group of its caller crosses namespaces: the verifier process must be in another group.
+        os.setsid()
         kernel.enter_root(readable_paths(), workspace_mb, uid)
         if is_root:
-            kernel.become(kernel.NOBODY)
+            kernel.become(kernel.UNPRIVILEGED)
             # The kernel counts a user's processes in each user namespace: here, those of this job alone.
             kernel.unshare(kernel.CLONE_NEWUSER)
         _become_untouchable()
@@ -164,8 +166,8 @@ def _isolate(kind: str, workspace: str, workspace_mb: int, work: Any) -> int:
 def _beside_others(job: dict[str, Any], isolation: str, workspace: str, replies: int) -> int:
     """Run the tests among the other processes of this machine: files by Landlock, no second process."""
     if os.getuid() == 0:
-        os.chown(workspace, kernel.NOBODY, kernel.NOBODY)
-        kernel.become(kernel.NOBODY)
+        os.chown(workspace, kernel.UNPRIVILEGED, kernel.UNPRIVILEGED)
+        kernel.become(kernel.UNPRIVILEGED)
     _become_untouchable()
     os.chdir(workspace)
     if isolation.startswith("landlock"):
@@ -204,6 +206,7 @@ def _run_test(
     child = os.fork()
     if child == 0:
         try:
+            os.setsid()
             os.close(replies)
             _limit(job, isolation)
             _become_program(test, pipes, control, job["program"])

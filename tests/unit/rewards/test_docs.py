@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import load_config, validate
+from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.rewards.pool import VerifierPool
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -38,6 +40,24 @@ def test_the_function_with_parts(tmp_path: Path) -> None:
     assert found.detail["parts"] == {"answer": 1.0, "short": 0.1}
 
 
+def test_the_function_of_batches(tmp_path: Path) -> None:
+    assert score(PYTHON[2], tmp_path, "one two three").reward == 1.0
+
+
+@pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "toml" and "[reward]" in text])
+def test_recipes_have_no_contradictions(text: str, tmp_path: Path) -> None:
+    base = "" if "[model]" in text else '[model]\npath = "m"\n[data]\ntrain_paths = ["t.jsonl"]\n'
+    (tmp_path / "own.toml").write_text(base + text)
+    config = load_config(tmp_path / "own.toml", []).config
+    assert [str(one) for one in validate(config) if one.path.startswith("reward")] == []
+
+
+def test_every_setting_of_a_preset_that_the_page_names_exists() -> None:
+    names = set(re.findall(r"`(reward\.[a-z_.]+)`", PAGE))
+    shown = {*leaf_fields(), *section_types()}
+    assert names and not {name for name in names if name not in shown and not hasattr(RewardConfig(), name[7:])}
+
+
 def test_the_judge_asks_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
     import threading
@@ -63,8 +83,8 @@ def test_the_judge_asks_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1/chat/completions")
     try:
         options = {"more_environment": ["JUDGE_KEY", "JUDGE_URL"]}
-        assert score(PYTHON[2], tmp_path, "four", **options).accuracy == 1.0
-        assert score(PYTHON[2], tmp_path, "five", **options).accuracy == 0.0
+        assert score(PYTHON[3], tmp_path, "four", **options).accuracy == 1.0
+        assert score(PYTHON[3], tmp_path, "five", **options).accuracy == 0.0
     finally:
         server.shutdown()
         server.server_close()
