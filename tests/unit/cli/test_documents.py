@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +35,14 @@ def commands_in(text: str) -> Iterator[str]:
         yield match.group(1).split("  ")[0].split(" #")[0]
 
 
+@functools.cache
+def program() -> Any:
+    """The tree of commands, which takes a moment to build."""
+    return get_command(app)
+
+
 def resolve(words: list[str]) -> Any:
-    command = get_command(app)
+    command = program()
     while words and hasattr(command, "commands"):
         names = words.pop(0).strip("{}").split(",")  # {hf-to-megatron,verify}: each of them
         for name in names:
