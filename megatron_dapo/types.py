@@ -18,7 +18,7 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
-FilterDecision = Literal["kept", "all_wrong", "all_right"]  # of dynamic sampling, on a group
+FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected"]  # of dynamic sampling, on a group
 
 
 @dataclass(frozen=True)

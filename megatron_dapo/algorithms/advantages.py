@@ -19,11 +19,13 @@ from megatron_dapo.algorithms.segments import group_positions, segment_sum
 from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
+    FunctionAdvantageConfig,
     GrpoAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
     ReinforcePpAdvantageConfig,
     RlooAdvantageConfig,
 )
+from megatron_dapo.hooks import HookError, load_hook, named
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,33 @@ def _scale(convention: str, variance: torch.Tensor, eps: float) -> torch.Tensor:
     return 1.0 / (variance.sqrt() + eps)
 
 
+def function(inputs: AdvantageInputs, section: FunctionAdvantageConfig) -> torch.Tensor:
+    """Return the advantages [S] of a user's function of `inputs`. HookError for an error of it, and for a result of another
+    shape or with a value that is not finite.
+
+    Every rank calls it with the same numbers, and its results must be the same.
+    """
+    field = "algorithm.advantage"
+    own = load_hook(section.function, f"{field}.function")
+    with named(section.function, field):
+        values = torch.as_tensor(own(inputs)).detach().to(torch.float64)
+    if values.shape != inputs.rewards.shape:
+        raise HookError(
+            f"hook {section.function!r} ({field}) returned the shape {tuple(values.shape)}, not {tuple(inputs.rewards.shape)}: one "
+            "advantage a response"
+        )
+    if bad := int((~torch.isfinite(values)).sum()):
+        raise HookError(f"hook {section.function!r} ({field}): {bad} of {len(values)} advantages are not finite")
+    return values
+
+
 ADVANTAGES = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce_baseline": reinforce_baseline,
     "reinforce_pp": reinforce_pp,
+    "function": function,
 }
 
 

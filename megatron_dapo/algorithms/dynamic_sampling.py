@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.types import FilterDecision
+from megatron_dapo.hooks import load_hook, named
+from megatron_dapo.types import FilterDecision, Group
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,23 @@ class GroupFilter:
         if mean <= self.accuracy_min:
             return "all_wrong"
         return "all_right" if mean >= self.accuracy_max else "kept"
+
+
+class FunctionFilter:
+    """Keeps the groups of which a user's function returns True (rollout.group_filter)."""
+
+    def __init__(self, path: str) -> None:
+        """Import the function. ValueError where that fails."""
+        self._path = path
+        self._function = load_hook(path, "rollout.group_filter")
+
+    def decide(self, group: Group) -> FilterDecision:
+        """Return "kept", or of a group that is not: "all_wrong", "all_right", else "rejected". HookError for an error in it."""
+        with named(self._path, "rollout.group_filter"):
+            if bool(self._function(group)):
+                return "kept"
+        accuracies = {sample.score.accuracy > 0 for sample in group.samples}
+        return "rejected" if len(accuracies) > 1 else "all_right" if True in accuracies else "all_wrong"
 
 
 def wasted_fraction(pass_rate: float, group_size: int) -> float:

@@ -19,11 +19,13 @@ from megatron_dapo.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from megatron_dapo.algorithms.segments import identity, segment_sum
 from megatron_dapo.config.algorithm_schema import (
     CispoLossConfig,
+    FunctionLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,
     PolicyLossConfig,
     PpoClipLossConfig,
 )
+from megatron_dapo.hooks import HookError, load_hook, named
 
 Metrics = dict[str, torch.Tensor]
 
@@ -169,7 +171,30 @@ def cispo(inputs: PolicyLossInputs, loss: CispoLossConfig) -> tuple[torch.Tensor
     return token_loss, _metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
 
 
-POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo}
+def function(inputs: PolicyLossInputs, loss: FunctionLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Return the losses of a user's function of `inputs`: [P], or [P] and the tokens that it clips below and above, [P] bool each.
+
+    Weights are multiplied as for any loss, so it is exact under any layout as long as a token's loss depends on its own
+    sequence alone. HookError for an error of the function, and for a result of another shape or without a gradient.
+    """
+    field = "algorithm.loss"
+    own = load_hook(loss.function, f"{field}.function")
+    with named(loss.function, field):
+        result = own(inputs)
+        none = torch.zeros_like(inputs.trained)
+        token_loss, below, above = result if isinstance(result, tuple) else (result, none, none)
+        shapes = [tuple(each.shape) for each in (token_loss, below, above)]
+    if set(shapes) != {tuple(inputs.logprobs.shape)}:
+        raise HookError(
+            f"hook {loss.function!r} ({field}) returned the shapes {shapes}, not {tuple(inputs.logprobs.shape)}: one loss a token"
+        )
+    if inputs.logprobs.requires_grad and not token_loss.requires_grad:
+        raise HookError(f"hook {loss.function!r} ({field}) returned losses without a gradient; compute them from inputs.logprobs")
+    token_loss = torch.where(inputs.trained, token_loss, 0.0)
+    return token_loss, _metrics(inputs, token_loss, inputs.trained & below, inputs.trained & above)
+
+
+POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo, "function": function}
 
 
 def policy_loss(loss: PolicyLossConfig, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:

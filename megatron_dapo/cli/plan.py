@@ -18,6 +18,7 @@ from megatron_dapo.config import (
     load_config,
     validate,
 )
+from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PolicyLossConfig
 from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
@@ -135,8 +136,7 @@ def describe(plan: Plan) -> list[str]:
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}",
-        f"loss: {algorithm.loss.name}, ratio in [{1 - algorithm.loss.clip_ratio_low:g}, "
-        f"{1 + algorithm.loss.clip_ratio_high:g}], {algorithm.loss.aggregation}; advantage {_advantage(config)}",
+        f"loss: {_loss(algorithm.loss)}, {algorithm.loss.aggregation}; advantage {_advantage(config)}",
         f"learning rate: {_rate(optimizer)}"
         + (f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""),
         f"output: {config.run.output_dir}",
@@ -190,10 +190,17 @@ def _layout(plan: Plan) -> str:
     return f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{critic}, {config.model.dtype}"
 
 
+def _loss(loss: PolicyLossConfig) -> str:
+    if isinstance(loss, FunctionLossConfig):
+        return loss.function
+    return f"{loss.name}, ratio in [{1 - loss.clip_ratio_low:g}, {1 + loss.clip_ratio_high:g}]"
+
+
 def _advantage(config: Config) -> str:
     """The estimator; with a critic also where it starts, how it is cut and its windows."""
     if not config.has_critic:
-        return config.algorithm.advantage.name
+        advantage = config.algorithm.advantage
+        return advantage.function if isinstance(advantage, FunctionAdvantageConfig) else advantage.name
     section, layout = config.advantage_estimation, config.critic_parallel
     lambdas = f"{section.policy_lambda:g}" if section.lambda_rule == "fixed" else section.lambda_rule
     window = f", windows of {config.window.tokens} tokens" if config.algorithm.name == "tppo" else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,8 +47,6 @@ from megatron_dapo.recovery.disk_space import checkpoint_space, size
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
-
-WORKER = "megatron_dapo.launch.worker"
 
 
 def train(
@@ -217,7 +214,7 @@ def replay(
     if dry_run:
         typer.echo(f"would train on {batch}")
         return
-    code = _start_workers(recipe, plan, plan.loaded.config.run.output_dir, ("--replay", str(batch)))
+    code = _start_workers(recipe, plan, ("--replay", str(batch)))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
     raise typer.Exit(code)
@@ -292,7 +289,7 @@ def _exported(checkpoint: Path, target: Path) -> Path:
 def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | None, dry_run: bool) -> Config:
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_evaluation, _inputs(dry_run))
+    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, for_evaluation, _inputs(dry_run))
     if not plan.loaded.config.data.eval_paths:
         refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
     return plan.loaded.config
@@ -319,7 +316,7 @@ def _read_result(path: Path) -> EvaluationResult:
         refuse(f"--against {path}: {error}")
 
 
-def _for_evaluation(config: Config) -> Config:
+def for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
     data = config.data.model_copy(update={"train_paths": config.data.eval_paths, "sources": ()})
     telemetry = config.telemetry.model_copy(update={"references": ()})
@@ -331,7 +328,7 @@ def _for_evaluation(config: Config) -> Config:
 
 def _for_sampling(config: Config) -> Config:
     """Return the same with the training prompts."""
-    return _for_evaluation(config).model_copy(update={"data": config.data})
+    return for_evaluation(config).model_copy(update={"data": config.data})
 
 
 def _plan(
@@ -408,7 +405,7 @@ def machines_of(
 def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.recovery.attempts import is_finished
+    from megatron_dapo.launch.whole_run import is_done
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
     config = plan.loaded.config
@@ -418,38 +415,21 @@ def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = (
     except RuntimeError as error:
         refuse(error)
     summary, code = directory / "summary.json", 0
-    if is_finished(directory, config.model_dump(mode="json"), config.checkpoint_dir):
+    if is_done(config):
         typer.echo(f"the run in {directory} is finished: nothing to do")
     else:
         summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
-        code = _start_workers(recipe, plan, directory, arguments, restarts)
+        code = _start_workers(recipe, plan, arguments, restarts)
     if summary.is_file():
         Console().print(summary_table(read_summary(summary)))
     return code
 
 
-def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...], restarts: int = 0) -> int:
-    """Start the workers, whose records go to `directory`, and wait; the first root cause of a failure is the last line."""
-    from megatron_dapo.launch.environment import batch_job
-    from megatron_dapo.launch.local import launch_workers
-    from megatron_dapo.recovery.attempts import verdict
-    from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
+def _start_workers(recipe: Path, plan: Plan, arguments: tuple[str, ...], restarts: int = 0) -> int:
+    """Start the workers and wait; the first root cause of a failure is the last line."""
+    from megatron_dapo.launch.whole_run import run_workers
 
-    clear_failures(directory)
-    overrides = [part for override in plan.overrides for part in ("--set", override)]
-    start = time.time()
-    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory, restarts)
-    failure = read_failure(directory)
-    if failure is not None:
-        typer.echo(first_line(failure), err=True)
-        return failure.exit_code
-    if code == 0:
-        return 0
-    # torchrun's own code says only that a worker ended otherwise than with 0.
-    last = verdict(directory, batch_job(), start, plan.loaded.config.run.max_fruitless_attempts)
-    if last is None or not last.was_stopped:
-        words = "and none could report why: see what they printed above"
-        typer.echo(f"error: the processes of the run ended with exit code {code}, {words}", err=True)
-        return code
-    typer.echo(f"{last.reason}; the same command continues the run (exit code {last.exit_code})", err=True)
-    return last.exit_code
+    end = run_workers(recipe, plan.loaded.config, plan.overrides, plan.num_processes, arguments, restarts)
+    if end.reason:
+        typer.echo(end.reason, err=True)
+    return end.exit_code

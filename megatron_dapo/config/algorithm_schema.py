@@ -100,7 +100,18 @@ class CispoLossConfig(TokenLossConfig):
     """The weight is at most 1 + clip_ratio_high. The paper names no value; 4 bounds the weight at 5."""
 
 
-PolicyLossConfig = PpoClipLossConfig | GspoLossConfig | GspoTokenLossConfig | CispoLossConfig
+class FunctionLossConfig(TokenLossConfig):
+    """A loss of single tokens of the user's own: name = "package.module:function" or "path/to/file.py:function"."""
+
+    name: Literal["function"] = "function"
+    """Name of the policy loss."""
+
+    function: Annotated[str, Bounds(min_length=1)] = ""
+    """Function of `PolicyLossInputs` that returns a loss for each token, see docs/python.md. A name of the loss with a colon
+    sets it. A file is relative to the current directory."""
+
+
+PolicyLossConfig = PpoClipLossConfig | GspoLossConfig | GspoTokenLossConfig | CispoLossConfig | FunctionLossConfig
 
 
 class GrpoAdvantageConfig(Section):
@@ -166,12 +177,24 @@ class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide."""
 
 
+class FunctionAdvantageConfig(Section):
+    """An advantage of the user's own: name = "package.module:function" or "path/to/file.py:function"."""
+
+    name: Literal["function"] = "function"
+    """Name of the advantage."""
+
+    function: Annotated[str, Bounds(min_length=1)] = ""
+    """Function of `AdvantageInputs` that returns an advantage for each response, see docs/python.md. A name of the advantage
+    with a colon sets it. A file is relative to the current directory."""
+
+
 AdvantageConfig = (
     GrpoAdvantageConfig
     | DrGrpoAdvantageConfig
     | RlooAdvantageConfig
     | ReinforceBaselineAdvantageConfig
     | ReinforcePpAdvantageConfig
+    | FunctionAdvantageConfig
 )
 
 

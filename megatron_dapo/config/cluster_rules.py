@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.hook_rules import unshared_hooks
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import SPARE_POSITIONS, RunMemory, run_memory
 from megatron_dapo.config.rules import Rule, Violation, broken
@@ -238,7 +239,7 @@ def unfit_machines(
     fields out of their range.
     """
     facts = cluster_facts(processes, cluster)
-    found = list(broken(CLUSTER_RULES, config, facts, outside))
+    found = [*broken(CLUSTER_RULES, config, facts, outside), *unshared_hooks(config, cluster)]
     yield from found
     if found or architecture is None or not cluster.gpus_per_node:
         return

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.hook_rules import hook_problems
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.hooks import FAMILY, load_hook
 from megatron_dapo.untrusted import read_json
 
 
@@ -31,7 +33,7 @@ class Family:
         return self.class_names.get(head, self.name + head)
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", qkv_bias=False, qk_norm=False, derives_head_dim=True),
     "qwen2": Family("Qwen2", qkv_bias=True, qk_norm=False, derives_head_dim=True),
     "qwen3": Family("Qwen3", qkv_bias=False, qk_norm=True, derives_head_dim=False),
@@ -48,6 +50,23 @@ FAMILIES: Mapping[str, Family] = {
         class_names={"ForCausalLM": "Gemma3ForConditionalGeneration"},
     ),
 }
+
+_BUILT_IN = frozenset(FAMILIES)
+
+
+def add_family(path: str, directory: Path) -> None:
+    """Add the `Family` that `path` names (model.family) under the model_type of the model in `directory`.
+
+    ValueError where it cannot be imported, is no Family, or the model_type has one here.
+    """
+    family = load_hook(path, FAMILY)
+    if not isinstance(family, Family):
+        raise ValueError(f"{FAMILY} = {path!r}: it is a {type(family).__name__}, not a megatron_dapo.Family")
+    model_type = str(read_json(directory / "config.json").get("model_type"))
+    if model_type in _BUILT_IN:
+        raise ValueError(f'{FAMILY} = {path!r}: model_type {model_type!r} is supported without it; set {FAMILY} = ""')
+    FAMILIES[model_type] = family
+
 
 # Published configs of Gemma 3 leave out what has these values, those of transformers' Gemma3TextConfig. The two bases of the
 # rotary embedding are read with it: rope_theta 1,000,000 and rope_local_base_freq 10,000.
@@ -195,7 +214,7 @@ def _is_size(value: object, least: int = 1) -> bool:
 
 def check_inputs(config: Config) -> tuple[ArchitectureFacts | None, list[Violation]]:
     """Return the policy's architecture, None if it cannot be read, and what is wrong with the files that are named."""
-    problems = missing_inputs(config)
+    problems = [*missing_inputs(config), *hook_problems(config)]
     if any(problem.path == "model.path" for problem in problems):
         return None, problems
     try:

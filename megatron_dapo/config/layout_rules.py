@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.rules import Rule, Violation, value_of
 from megatron_dapo.config.schema import Config
-from megatron_dapo.precision import RECIPES, LinearSizes, Recipe, micro_batch_multiple, misfits, token_multiple
+from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
 LAYOUT_RULES = (
     # Megatron-core has no interleaved schedule for a single stage, and no sequence parallelism for a single tensor rank.
@@ -196,7 +196,7 @@ PRECISION_ARCHITECTURE_RULES = (
 
 def layout_facts(config: Config, processes: int) -> dict[str, Any]:
     """Return the numbers of the layout that formulas name, for `processes` that hold the policy."""
-    p, recipe = config.parallel, RECIPES.get(config.precision.recipe, Recipe())
+    p, recipe = config.parallel, RECIPES.get(config.precision.recipe, PrecisionRecipe())
     # At least 1: sizes out of their range are reported by their own line, and must not divide by 0 here.
     tensor, context = max(p.tp_size, 1), max(p.cp_size, 1)
     model_size = tensor * max(p.pp_size, 1) * context
@@ -217,7 +217,7 @@ def unfit_shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Vi
     """Yield a violation for every weight whose size on a rank the FP8 recipe cannot multiply."""
     recipe, tensor = config.precision.recipe, config.parallel.tp_size
     expert_tensor = config.parallel.etp_size or tensor
-    if not RECIPES.get(recipe, Recipe()).is_fp8 or min(tensor, expert_tensor) < 1:
+    if not RECIPES.get(recipe, PrecisionRecipe()).is_fp8 or min(tensor, expert_tensor) < 1:
         return
     sizes = LinearSizes(
         architecture.hidden_size,

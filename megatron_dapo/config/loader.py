@@ -13,7 +13,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,11 +21,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_dapo.config.inputs import add_family
 from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
-from megatron_dapo.config.rules import ConfigError, Violation, value_of
+from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe, Section
+from megatron_dapo.hooks import FAMILY
 
 if sys.version_info >= (3, 11):  # tomllib is in the standard library from here on
     import tomllib
@@ -157,11 +159,20 @@ def _flatten(tree: Mapping[str, Any], origin: str, directory: Path, prefix: str 
         path = prefix + name
         if isinstance(value, Mapping) and path in section_types():
             flat.update(_flatten(value, origin, directory, f"{path}."))
-        elif isinstance(value, str) and union_names(path):
-            flat[f"{path}.name"] = _Value(value, origin, directory)  # loss = "gspo" is loss.name = "gspo"
         else:
-            flat[path] = _Value(value, origin, directory)
+            flat.update(_entries(path, _Value(value, origin, directory)))
     return flat
+
+
+def _entries(path: str, value: _Value) -> dict[str, _Value]:
+    """Return the fields that a value sets: loss = "gspo" is loss.name = "gspo", and loss.name = "my.py:loss" names a function."""
+    if isinstance(value.value, str) and union_names(path):
+        path = f"{path}.name"
+    section, _, name = path.rpartition(".")
+    is_function = name == "name" and isinstance(value.value, str) and ":" in value.value
+    if is_function and f"{section}.function" in leaf_fields():
+        return {path: replace(value, value="function"), f"{section}.function": value}
+    return {path: value}
 
 
 def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
@@ -176,7 +187,7 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
                 problems.append(Violation(path or "--set", rule, f"rewrite --set {override!r}"))
             else:
                 # Typed in a shell: relative paths are from the current directory, not the recipe's.
-                values[path] = _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())
+                values.update(_entries(path, _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())))
         except ValueError:
             kind, example = _written(path)
             rewrite = f"write {example}" if example else f"rewrite --set {override!r} as section.field=value"
@@ -268,6 +279,12 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         # A field of several types has an error for each: one of them says it all.
         found = {one.path: one for one in (_from_pydantic(entry, known) for entry in error.errors(include_url=False))}
         problems += found.values()
+    if config is not None and config.model.family and (config.model.path / "config.json").is_file():
+        # Here, as every process of a run loads its configuration before it reads a model.
+        try:
+            add_family(config.model.family, config.model.path)
+        except ValueError as error:
+            problems.append(UnusableInput(FAMILY, str(error).removeprefix(f"{FAMILY} = ")))
     if problems or config is None:
         raise ConfigError(problems, source)
     # The keys of a union's other members are leaves as well, but not of this configuration.

@@ -21,7 +21,7 @@ from megatron_dapo.config.critic_rules import as_policy
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import CheckpointConfig, Config
-from megatron_dapo.precision import RECIPES, Recipe, padded_tokens
+from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
@@ -187,7 +187,7 @@ def optimizer_ranks(parallel: ParallelConfig, processes: int) -> tuple[int, int]
 
 def _weight_bytes(config: Config, held: RankParameters) -> int:
     item, linear = ITEM_SIZES[config.model.dtype], held.dense + held.experts
-    if not RECIPES.get(config.precision.recipe, Recipe()).is_fp8:
+    if not RECIPES.get(config.precision.recipe, PrecisionRecipe()).is_fp8:
         return item * held.total
     if config.precision.fp8_param:
         return FP8_COPIES * linear + item * held.vocabulary

@@ -28,6 +28,10 @@ class ModelConfig(Section):
     """Hugging Face directory of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's
     directory."""
 
+    family: str = ""
+    """A `Family` of the user's own for a model_type that is not supported, as "package.module:NAME" or "path/to/file.py:NAME", see
+    docs/python.md. "": one of those that are."""
+
     dtype: Dtype = "float32"
     """Type of parameters and activations; main params and moments are float32 either way. bfloat16 on accelerators. How
     linear layers multiply is precision.recipe's, which may be FP8."""

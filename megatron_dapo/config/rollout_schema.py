@@ -133,6 +133,10 @@ class DataConfig(Section):
     shuffle_seed: Seed = 0
     """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
 
+    order: str = ""
+    """Function of the user's own that orders the prompts of each epoch, as "package.module:function" or
+    "path/to/file.py:function": (prompts, epoch) -> every index once, see docs/python.md. "": shuffled."""
+
     injection: InjectionConfig = InjectionConfig()
     """Harder and easier rewrites of training prompts."""
 
@@ -229,6 +233,10 @@ class RolloutConfig(Section):
 
     accuracy_max: Fraction = 1.0
     """Exclusive upper bound on the mean accuracy of a group that is kept."""
+
+    group_filter: str = ""
+    """Function of the user's own in place of the two bounds, as "package.module:function" or "path/to/file.py:function": a
+    `Group` -> True to train it, see docs/python.md. "": none."""
 
     max_staleness: NonNegativeInt = 0
     """Policy versions a carried-over group may be behind when it is trained; older ones are dropped and their

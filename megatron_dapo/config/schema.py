@@ -99,6 +99,10 @@ class RunConfig(Section):
     """Seconds between a stop signal and the kill. A checkpoint that took longer is not begun then: the last one stands. 0:
     until the end of the Slurm job, without limit outside of one."""
 
+    callbacks: tuple[str, ...] = ()
+    """Classes of the user's own, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start, after
+    train steps, evaluations and checkpoints, see docs/python.md."""
+
 
 class CheckpointConfig(Section):
     """Checkpoints, from which a run resumes exactly, and the exported model. A resumed run equals the uninterrupted one bit

@@ -226,7 +226,7 @@ RULES = (
     Rule(
         "rollout.group_size >= 2",
         "set rollout.group_size = 8 or more",
-        where='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name != "reinforce_pp")',
+        where='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name not in ("reinforce_pp", "function"))',
         reason="responses are compared within their group",
     ),
     # Accuracies are multiples of 1 / group_size: bounds between two of them keep no group at all.
@@ -235,6 +235,27 @@ RULES = (
         "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
         where="rollout.filter_groups and rollout.group_size > 1",
         reason="else every group is filtered",
+    ),
+    Rule(
+        "rollout.filter_groups",
+        'set rollout.filter_groups = true, or rollout.group_filter = ""',
+        path="rollout.group_filter",
+        where="rollout.group_filter",
+        reason="it takes the place of the bounds on accuracy",
+    ),
+    Rule(
+        "not data.sources",
+        'set data.order = "", or name all files in data.train_paths',
+        path="data.order",
+        where="data.order",
+        reason="each of several sources has epochs of its own",
+    ),
+    Rule(
+        'algorithm.name == "dapo"',
+        'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
+        path="algorithm.advantage.name",
+        where='algorithm.advantage.name == "function"',
+        reason="a critic makes the advantages of the others",
     ),
     Rule(
         "rollout.max_num_gen_batches >= 1 or data.max_epochs >= 1",

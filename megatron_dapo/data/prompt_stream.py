@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.data.injection import SEPARATOR, Injection
-from megatron_dapo.types import FilterDecision
+from megatron_dapo.hooks import HookError, load_hook, named
+from megatron_dapo.types import FilterDecision, Prompt
 
 STATE_VERSION = 1
 
@@ -29,24 +30,63 @@ class SourceShare:
     prompt_ids: tuple[str, ...]
 
 
-class _Passes:
-    """The shuffled epochs of one source, and the place in them."""
+class FunctionOrder:
+    """Epochs in the order that a user's function gives them (data.order).
 
-    def __init__(self, share: SourceShare, seed: str) -> None:
+    Args:
+        path: of the function, (prompts, epoch) -> indices of all prompts.
+        prompts: of the data set, in its order.
+    """
+
+    def __init__(self, path: str, prompts: Sequence[Prompt]) -> None:
+        self._path = path
+        self._function = load_hook(path, "data.order")
+        self._prompts = tuple(prompts)
+
+    def indices(self, epoch: int) -> list[int]:
+        """Return the order of an epoch. HookError for an error of the function, and where it leaves out or repeats a prompt."""
+        with named(self._path, "data.order"):
+            order = [int(index) for index in self._function(self._prompts, epoch)]
+        if sorted(order) != list(range(len(self._prompts))):
+            missing = len(set(range(len(self._prompts))) - set(order))
+            raise HookError(
+                f"hook {self._path!r} (data.order) returned {len(order)} indices for epoch {epoch} that leave out {missing} of "
+                f"{len(self._prompts)} prompts; return every index from 0 to {len(self._prompts) - 1} once"
+            )
+        return order
+
+
+class _Passes:
+    """The epochs of one source, shuffled or in an order of the user's own, and the place in them."""
+
+    def __init__(self, share: SourceShare, seed: str, own_order: FunctionOrder | None = None) -> None:
         if not share.prompt_ids or not share.weight > 0:
             raise ValueError(
                 f"source {share.name!r} has {len(share.prompt_ids)} prompts and weight {share.weight}; both must be above 0"
             )
         self.share = share
         self._seed = seed
+        self._own_order = own_order
         self.move(0, 0)
 
     def move(self, epoch: int, position: int) -> None:
         """Go to the place where `position` prompts of `epoch` were drawn."""
         self.epoch, self.position = epoch, position
+        self._order = self._ordered(epoch)
+
+    def _ordered(self, epoch: int) -> list[int]:
+        if self._own_order is not None:
+            return self._own_order.indices(epoch)
         # A string seed is hashed by SHA-512: unlike hash(), the same in every process and Python version.
-        self._order = list(range(len(self.share.prompt_ids)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        order = list(range(len(self.share.prompt_ids)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def hash_of_order(self, epoch: int) -> str | None:
+        """Return a hash of the user's own order of an epoch; None without one."""
+        if self._own_order is None:
+            return None
+        return hashlib.sha256(",".join(map(str, self._ordered(epoch))).encode()).hexdigest()[:16]
 
     @property
     def num_drawn(self) -> int:
@@ -75,6 +115,7 @@ class PromptStream:
         max_epochs: number of epochs; None: endless.
         injection: of rewrites of prompts; None: none.
         sources: shares of the draws; None: all prompts are one source.
+        order: of the user's own in place of the shuffles, where all prompts are one source; None: none.
 
     With several sources each has epochs of its own, and every draw takes the source that is furthest behind its share: no random
     number decides it, and the state is the position in each. A source that has made `max_epochs` leaves its share to the others.
@@ -87,6 +128,7 @@ class PromptStream:
         max_epochs: int | None = None,
         injection: Injection | None = None,
         sources: Sequence[SourceShare] | None = None,
+        order: FunctionOrder | None = None,
     ) -> None:
         self._prompt_ids = tuple(prompt_ids)
         self._known = frozenset(self._prompt_ids)
@@ -109,7 +151,8 @@ class PromptStream:
         shares = sources or [SourceShare("", 1.0, self._prompt_ids)]
         if sorted(name for share in shares for name in share.prompt_ids) != sorted(self._prompt_ids):
             raise ValueError("the sources of a prompt stream must hold each of its prompts once")
-        self._passes = [_Passes(share, f"{seed}/{share.name}" if share.name else str(seed)) for share in shares]
+        assert order is None or len(shares) == 1, "an order is of all prompts"
+        self._passes = [_Passes(share, f"{seed}/{share.name}" if share.name else str(seed), order) for share in shares]
 
     @property
     def epoch(self) -> int:
@@ -179,7 +222,9 @@ class PromptStream:
     def _positions(self) -> dict[str, Any]:
         """Return the state of the sources: of one as ever, of several a list with names and weights."""
         if not self._passes[0].share.name:
-            return {"epoch": self._passes[0].epoch, "position": self._passes[0].position}
+            place = {"epoch": self._passes[0].epoch, "position": self._passes[0].position}
+            order = self._passes[0].hash_of_order(place["epoch"])
+            return place if order is None else {**place, "order": order}
         return {
             "sources": [
                 {"name": s.share.name, "weight": s.share.weight, "epoch": s.epoch, "position": s.position}
@@ -206,6 +251,11 @@ class PromptStream:
             raise ValueError(
                 f"the checkpoint's prompt stream draws from the sources {saved or 'of one file list'}, the configuration from "
                 f"{own or 'one file list'}: resume with the data.sources of the checkpoint, or start the data order afresh"
+            )
+        if state.get("order") != (None if own else self._passes[0].hash_of_order(state["epoch"])):
+            raise ValueError(
+                f"the checkpoint's prompt stream had another order of epoch {state['epoch']} than data.order gives now: resume with "
+                "the function that wrote it; it must depend on prompts and epoch alone"
             )
         unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
         if unknown and all(name.partition(SEPARATOR)[0] in self._known for name in unknown):

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,7 +134,9 @@ def launch_workers(
         preexec_fn=end_with_parent(signal.SIGTERM),
     )
     forward = _Forwarder(process, run_directory)
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Signals reach the main thread alone; a caller in another one is not interrupted by them.
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         code = process.wait()
         return code if code >= 0 else 128 - code

@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter, GroupFilter
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
@@ -77,6 +77,7 @@ class GroupCollector(Collector):
         self._sampling = sampling
         self._seed = seed
         self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
+        self._own_filter = FunctionFilter(config.group_filter) if config.group_filter else None
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
@@ -277,8 +278,7 @@ class GroupCollector(Collector):
             return
         for group in score_groups(self._scorer, complete, self._engine.policy_version):
             del self._in_flight[group.group_id]
-            accuracies = [sample.score.accuracy for sample in group.samples]
-            decision = KEPT if self._filter is None else self._filter.decide(accuracies)
+            decision = self._decision(group)
             self._builder.add_scored(group, decision)
             self._judged.append((group.group_id, group.prompt.prompt_id, decision))
             self._source.observe(group, decision)
@@ -290,6 +290,12 @@ class GroupCollector(Collector):
             else:
                 self._counters.num_filtered += 1
                 self._shown += [group] if len(self._shown) < _MAX_SHOWN else []
+
+    def _decision(self, group: Group) -> FilterDecision:
+        if self._own_filter is not None:
+            return self._own_filter.decide(group)
+        accuracies = [sample.score.accuracy for sample in group.samples]
+        return KEPT if self._filter is None else self._filter.decide(accuracies)
 
     def _tell_stream(self) -> None:
         """Report the filter's decisions in order of the groups' start, so that rewrites do not depend on who was fast."""

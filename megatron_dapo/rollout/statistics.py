@@ -57,7 +57,7 @@ class CollectStatistics:
     """
 
     num_started: int  # groups sent to the engine
-    filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong
+    filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong, rejected
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
     num_unfinished: int  # groups that the next collection continues

@@ -27,7 +27,7 @@ from megatron_dapo.data.dataset import (
 )
 from megatron_dapo.data.examples import Example, load_examples
 from megatron_dapo.data.injection import Injection, injection_of
-from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.data.sources import eval_sources, train_sources
 from megatron_dapo.data.template import StopTokens, check_special_tokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
@@ -98,7 +98,9 @@ def build_rollout_context(
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
     shares = shares_of(config.data, prompts)
-    stream = PromptStream(prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None, injection, shares)
+    order = FunctionOrder(config.data.order, prompts) if config.data.order else None
+    epochs = config.data.max_epochs or None
+    stream = PromptStream(prompt_ids, config.data.shuffle_seed, epochs, injection, shares, order)
 
     sampling = SamplingParams(
         config.rollout.temperature,

@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
@@ -49,6 +49,7 @@ from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout, TrainBatch, nothing_trained
 
 if TYPE_CHECKING:
+    from megatron_dapo.hooks import Callbacks
     from megatron_dapo.recovery.node_watch import NodeWatch
     from megatron_dapo.recovery.signals import StopRequest
     from megatron_dapo.rollout.async_collector import AsyncCollector
@@ -75,6 +76,7 @@ class Parts:
     collector: AsyncCollector | None
     context: RolloutContext | None
     node_watch: NodeWatch | None = None  # on rank 0 of several nodes
+    callbacks: Callbacks | None = None  # on rank 0
 
 
 class TrainingLoop:
@@ -125,6 +127,7 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Serve the policy that the run starts from."""
         progress, evaluation = self._progress, self._config.evaluation
+        self._call_back("on_run_start", self._config.model_dump(mode="json"))
         # Empty in a new run: the alarm then begins with no history.
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
@@ -270,6 +273,7 @@ class TrainingLoop:
             for warning in quality_warnings(metrics, self._config.quality) if self._is_sampling else ():
                 logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
+            self._call_back("on_step_end", step, metrics)
         self._recorded_save = 0.0
 
     def _record_filtered(self, batch: TrainBatch) -> None:
@@ -323,6 +327,7 @@ class TrainingLoop:
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
             self._parts.recorder.evaluation(step, metrics)
+            self._call_back("on_evaluation", step, metrics)
             logger.info(
                 "evaluation after %d steps: avg@k %.3f [%.3f, %.3f] in %.1f s",
                 step,
@@ -419,3 +424,10 @@ class TrainingLoop:
         self.saved_step, self._save_seconds = saved.step, saved.seconds
         self._recorded_save = saved.seconds
         logger.info("checkpoint of train step %d in %s", saved.step, saved.directory)
+        self._call_back("on_checkpoint", saved.step, saved.directory)
+
+    def _call_back(self, event: str, *arguments: Any) -> None:
+        """Call the user's callbacks, on rank 0."""
+        if self._parts.callbacks is not None:
+            with self._phases.phase("record"):
+                self._parts.callbacks.call(event, *arguments)

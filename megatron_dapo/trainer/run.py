@@ -24,6 +24,7 @@ from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.engines.sglang.supervised import Supervision
+from megatron_dapo.hooks import Callbacks
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
@@ -278,6 +279,7 @@ def _build(
         collector=collector,
         context=context,
         node_watch=node_watch,
+        callbacks=Callbacks(config.run.callbacks) if rank == 0 else None,
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again

@@ -15,12 +15,12 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "untrusted", "config"), 0),
+    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "config"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data", "nodes"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
-    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "ablation", "demo", "report", "selection", "converters", "quantization", "cli"), 5),
+    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "ablation", "demo", "report", "selection", "converters", "quantization", "cli", "api"), 5),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
 SIDEWAYS = {

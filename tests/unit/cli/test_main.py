@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.run import WORKER
+from megatron_dapo.launch.whole_run import WORKER
 from megatron_dapo.config import load_config, pretraining_config
 from megatron_dapo.launch import local
 from megatron_dapo.launch.worker import parse_arguments

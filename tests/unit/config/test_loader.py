@@ -28,6 +28,7 @@ def problems(error: pytest.ExceptionInfo[ConfigError]) -> dict[str, str]:
 def test_origin_of_every_value_is_known(recipe: Path) -> None:
     loaded = load_config(recipe, ["rollout.top_k=5"])
     others = {"algorithm.advantage.variant", "algorithm.advantage.weighting", "algorithm.advantage.scale"}
+    others |= {"algorithm.advantage.function", "algorithm.loss.function"}
     assert set(leaf_fields()) - set(loaded.origins) == others  # of members of a union that are not chosen
     assert loaded.origins["rollout.group_size"] == str(recipe)
     assert loaded.origins["rollout.top_k"] == "--set"
@@ -190,7 +191,7 @@ def test_unreadable_override(recipe: Path, override: str) -> None:
         ('data.train_paths="a.jsonl"', "a list of texts", "--set 'data.train_paths=[\"a.jsonl\"]'"),
         ("optimizer.betas=[1]", "a list of numbers", "--set 'optimizer.betas=[0.9, 0.95]'"),
         ("algorithm.loss.dual_clip=none", "a number or 'off'", "--set algorithm.loss.dual_clip=off"),
-        ("algorithm.loss=pgpe", "'ppo_clip', 'gspo', 'gspo_token' or 'cispo'", "--set algorithm.loss.name=ppo_clip"),
+        ("algorithm.loss=pgpe", "'ppo_clip', 'gspo', 'gspo_token', 'cispo' or 'function'", "--set algorithm.loss.name=ppo_clip"),
         ("model.dtype=8", "'float32' or 'bfloat16'", "--set model.dtype=float32"),
     ],
 )

@@ -1,0 +1,230 @@
+"""Calls that train, evaluate and generate by a recipe, with the processes and engines of the commands."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.api.recipe import Recipe
+from megatron_dapo.config.rules import ConfigError, Violation
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron_dapo.cli.plan import Inputs, Plan
+    from megatron_dapo.config.schema import Config
+    from megatron_dapo.evaluation.protocol import EvaluationResult
+    from megatron_dapo.telemetry.summary import RunSummary
+
+Turns = Sequence[Mapping[str, str]]  # chat turns: {"role": ..., "content": ...}
+_DEFAULT_TOKENS = 256  # of a response, where neither the call nor a recipe says
+
+
+class TrainingError(RuntimeError):
+    """A run that did not finish. The message is the first root cause; failure.json in `output_dir` has the rest."""
+
+    def __init__(self, reason: str, exit_code: int, output_dir: Path) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code  # 75: worth starting again
+        self.output_dir = output_dir
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run."""
+
+    output_dir: Path
+    summary: RunSummary
+
+    @property
+    def model(self) -> Path | None:
+        """The trained model's Hugging Face directory; None where it was not exported."""
+        exported = self.summary.directories.get("huggingface")
+        return Path(exported) if exported else None
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row a train step, with the names of the reference of metrics and "step"."""
+        return _rows(self.output_dir / "metrics.jsonl")
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """One row an evaluation; "step" is the train steps made before it."""
+        return _rows(self.output_dir / "evaluations.jsonl")
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """A sampled response."""
+
+    prompt: int  # index of its prompt
+    text: str  # without special tokens
+    token_ids: np.ndarray  # [R] int32, the stop token included
+    logprobs: np.ndarray  # [R] float32, at the sampling temperature
+    finish_reason: str  # "stop", or "length" for one that was cut off
+
+
+def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check: bool = True) -> RunResult:
+    """Run a recipe on this machine as `megatron-dapo train` does, and wait for its end. Continues an interrupted run.
+
+    Args:
+        recipe: what to train.
+        layout: parallel layout such as "tp2dp2"; None: the recipe's.
+        restarts: times that the processes are started again after a failure.
+        check: try the reward, the tokenizer and the engine first, as --dry-run does; takes some seconds.
+
+    Raises ConfigError with everything that is wrong before a process starts, RuntimeError where another run works in the same
+    directory, and TrainingError with the first root cause of a run that fails or is stopped.
+    """
+    from megatron_dapo.cli.run import machines_of
+    from megatron_dapo.launch.lifetime import require_unused
+    from megatron_dapo.launch.whole_run import is_done, run_workers
+    from megatron_dapo.recovery.disk_space import checkpoint_space
+    from megatron_dapo.telemetry.summary import read_summary
+
+    file = recipe.write()
+    plan = _plan(file, layout, machines_of(dry_run=False), "all" if check else "quick")
+    config = plan.loaded.config
+    directory = config.run.output_dir
+    require_unused(directory)
+    summary = directory / "summary.json"
+    if not is_done(config):
+        assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
+        checkpoint_space(config, plan.architecture).require()
+        summary.unlink(missing_ok=True)
+        end = run_workers(file, config, plan.overrides, plan.num_processes, restarts=restarts)
+        if end.exit_code:
+            raise TrainingError(end.reason, end.exit_code, directory)
+    return RunResult(directory, read_summary(summary))
+
+
+def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResult:
+    """Evaluate a Hugging Face directory (default: the recipe's model) on the recipe's held-out data, as `megatron-dapo eval` does.
+
+    Its `metrics` have avg@k, pass@k and cons@k with their intervals. ConfigError or ValueError for a recipe or data that cannot be
+    used, RuntimeError where servers fail.
+    """
+    from megatron_dapo.cli.evaluate import evaluate_model
+    from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
+    from megatron_dapo.cli.run import for_evaluation
+
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as directory:
+        file = recipe.write(directory)
+        plan = _plan(file, "tp1", ONE_NODE_OF_CPUS, "quick", (f"model.path={model}",) if model else (), for_evaluation)
+        config = plan.loaded.config
+        if not config.data.eval_paths:
+            problem = Violation("data.eval_paths", "a file of held-out rows", "pass eval_data to Recipe")
+            raise ConfigError([problem], str(file))
+        return evaluate_model(config)
+
+
+def generate(
+    model: Recipe | str | Path,
+    prompts: Sequence[str | Turns],
+    *,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_response_tokens: int | None = None,
+    seed: int = 0,
+) -> list[Response]:
+    """Sample responses to prompts by the engine that a run would use, those to the first prompt first.
+
+    Args:
+        model: a Hugging Face directory, or a recipe, whose model, engine, chat template and system prompt are taken.
+        prompts: texts, each the user's turn, or chat turns.
+        num_samples: responses to each prompt.
+        temperature, top_p, top_k: of sampling; temperature 0 is greedy.
+        max_response_tokens: None: rollout.max_response_tokens of a recipe, else 256.
+        seed: the same one gives the same responses from the embedded engine.
+
+    ConfigError or ValueError for what cannot be used, RuntimeError where servers fail.
+    """
+    from megatron_dapo.cli.evaluate import opened_engine
+    from megatron_dapo.evaluation.runner import evaluation_seed
+    from megatron_dapo.evaluation.runner import generate as drive
+    from megatron_dapo.trainer.build_rollout import read_model_inputs
+    from megatron_dapo.types import GenerationRequest, SamplingParams
+
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text; pass a list of prompts")
+    config = _generation_config(model, max_response_tokens)
+    inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
+    rendered = _rendered(config, inputs, prompts, is_recipe=isinstance(model, Recipe))
+    longest = max(map(len, rendered), default=1)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": longest})})
+    sampling = SamplingParams(
+        temperature, top_p, top_k, config.rollout.max_response_tokens, inputs.stop_tokens.token_ids
+    )
+    requests = {
+        f"{number}/{sample}": GenerationRequest(
+            f"{number}/{sample}", tokens, sampling, evaluation_seed(seed, str(number), sample)
+        )
+        for number, tokens in enumerate(rendered)
+        for sample in range(num_samples)
+    }
+    with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
+        done = drive(requests, engine, max_in_flight=max_in_flight)
+    return [
+        Response(
+            int(name.partition("/")[0]), inputs.decode(one.token_ids), one.token_ids, one.logprobs, one.finish_reason
+        )
+        for name, one in ((name, done[name]) for name in requests)
+    ]
+
+
+def _plan(
+    file: Path, layout: str | None, machines: Any, inputs: Inputs, overrides: Sequence[str] = (), adapt: Any = None
+) -> Plan:
+    from megatron_dapo.cli.plan import make_plan
+
+    adapted = {"adapt": adapt} if adapt else {}
+    return make_plan(file, overrides, layout, None, machines, inputs=inputs, **adapted)
+
+
+def _generation_config(model: Recipe | str | Path, max_response_tokens: int | None) -> Config:
+    """Return the configuration of a recipe, or the defaults for a model directory, with that length of responses."""
+    from megatron_dapo.config.loader import load_config
+
+    recipe = (
+        model if isinstance(model, Recipe) else Recipe(model, "none", rollout={"max_response_tokens": _DEFAULT_TOKENS})
+    )
+    with tempfile.TemporaryDirectory(prefix="generation-") as directory:
+        config = load_config(recipe.write(directory)).config
+    length = config.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
+    rollout = config.rollout.model_copy(update={"max_response_tokens": length})
+    # The engine's length is the longest of training and evaluation.
+    evaluation = config.evaluation.model_copy(update={"max_response_tokens": length})
+    if not (config.model.path / "config.json").is_file():
+        problem = Violation(
+            "model.path", "a Hugging Face directory that exists", "name one", {"model.path": str(config.model.path)}
+        )
+        raise ConfigError([problem])
+    return config.model_copy(update={"rollout": rollout, "evaluation": evaluation})
+
+
+def _rendered(config: Config, inputs: Any, prompts: Sequence[str | Turns], is_recipe: bool) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt, by the recipe's template, else the model's own where it has one."""
+    from megatron_dapo.data.template import PromptTemplate
+
+    has_template = bool(getattr(inputs.tokenizer, "chat_template", None))
+    template = PromptTemplate(inputs.tokenizer, config.data.template if is_recipe or has_template else "plain")
+    system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
+    found = []
+    for prompt in prompts:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        if not any(turn.get("role") == "system" for turn in turns):
+            turns = system + turns
+        found.append(template.render(tuple(turns)))
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,50 @@
+"""Checks of the functions and objects of a user that a configuration names: each is imported and its signature compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.config.rules import UnusableInput, Violation, is_function_path, value_of
+from megatron_dapo.config.schema import Config
+from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
+
+_SPELLING = '"package.module:name" or "path/to/file.py:name"'
+
+
+def hook_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the field and the path of each hook that is set, except rewards and the model's family."""
+    for field in FUNCTIONS:
+        section, _, name = field.rpartition(".")
+        # The section of another loss or advantage has no function.
+        if path := getattr(value_of(config, section), name, ""):
+            yield field, path
+    for path in config.run.callbacks:
+        yield CALLBACKS, path
+
+
+def hook_problems(config: Config) -> list[Violation]:
+    """Return a violation for each hook that cannot be imported or takes other arguments than it will get. Runs the user's modules."""
+    found: list[Violation] = []
+    for field, path in hook_paths(config):
+        if not is_function_path(path):
+            found.append(Violation(field, _SPELLING, f"write {field} in that form", {field: path}))
+            continue
+        try:
+            load_hook(path, field)
+        except ValueError as error:
+            found.append(UnusableInput(field, str(error).removeprefix(f"{field} = ")))
+    return found
+
+
+def unshared_hooks(config: Config, cluster: Cluster) -> Iterator[Violation]:
+    """Yield a violation for each hook named by a file in a run of several nodes: their processes need a module that each can import."""
+    if cluster.num_nodes < 2:
+        return
+    rewards = ("reward.verifier", "reward.shadow_verifier", "model.family")
+    for field, path in (*hook_paths(config), *((field, value_of(config, field)) for field in rewards)):
+        if path.rpartition(":")[0].endswith(".py"):
+            fix = "install it as a package on every node and name it package.module:name"
+            yield Violation(
+                field, "a module that every node can import", fix, {field: path, "nodes": cluster.num_nodes}
+            )

@@ -1,0 +1,160 @@
+"""Functions and objects of a user in place of built-in ones, named "package.module:name" or "path/to/file.py:name".
+
+Nothing here imports torch: configurations are checked without it. docs/python.md has the table of hooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_dapo.untrusted import one_line
+
+# Field of the configuration -> the parameters that its function is called with.
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "algorithm.loss.function": ("inputs",),
+    "algorithm.advantage.function": ("inputs",),
+    "rollout.group_filter": ("group",),
+    "data.order": ("prompts", "epoch"),
+}
+FAMILY, CALLBACKS = "model.family", "run.callbacks"
+
+
+class HookError(ValueError):
+    """Error that a user's hook raised, or a result of it that cannot be used; the message names the hook."""
+
+
+class Callback:
+    """Base of callbacks (run.callbacks). They are called on rank 0, in order; an error in one ends the run.
+
+    A subclass overrides what it needs. It is created once a process, without arguments.
+    """
+
+    def on_run_start(self, config: Mapping[str, Any]) -> None:
+        """See the resolved configuration, nested by section, before the first step of this process."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See the metrics of train step `step`, from 1; they are written already."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See the evaluation of the policy after `step` train steps."""
+
+    def on_checkpoint(self, step: int, directory: Path) -> None:
+        """See a checkpoint that is complete on disk."""
+
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def load_hook(path: str, field: str) -> Any:
+    """Return the object that `path` names. ValueError in one line for one that cannot be imported or called as `field` needs."""
+    module_name, _, name = path.rpartition(":")
+    try:
+        module = _file_module(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
+    except Exception as error:  # an import runs whatever the module has
+        raise ValueError(
+            one_line(f"{field} = {path!r}: cannot import {module_name!r} ({type(error).__name__}: {error})")
+        ) from error
+    if not hasattr(module, name):
+        own = sorted(key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+        raise ValueError(f"{field} = {path!r}: {module_name} has no {name!r}; it has {', '.join(own) or 'nothing'}")
+    hook = getattr(module, name)
+    if field in FUNCTIONS:
+        check_parameters(hook, FUNCTIONS[field], f"{field} = {path!r}")
+    elif field == CALLBACKS:
+        _check_callback(hook, f"{field} = {path!r}")
+    return hook
+
+
+def check_parameters(function: Any, parameters: Sequence[str], what: str) -> None:
+    """Raise ValueError where `function` cannot be called with so many positional arguments."""
+    written = f"write it as ({', '.join(parameters)})"
+    if not callable(function):
+        raise ValueError(f"{what}: it is of type {type(function).__name__}, no function; {written}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a built-in, which does not tell
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise ValueError(f"{what}: it takes {signature}; {written}") from None
+
+
+def _check_callback(hook: Any, what: str) -> None:
+    methods = [name for name in EVENTS if hasattr(hook, name)]
+    if not inspect.isclass(hook) or not methods:
+        raise ValueError(f"{what}: no class with one of the methods {', '.join(EVENTS)}")
+    if unknown := [name for name in vars(hook) if name.startswith("on_") and name not in EVENTS]:
+        raise ValueError(f"{what}: {unknown[0]} is never called; callbacks have {', '.join(EVENTS)}")
+    for name in methods:
+        wanted = tuple(inspect.signature(getattr(Callback, name)).parameters)
+        check_parameters(getattr(hook, name), wanted, f"{what}, method {name}")
+
+
+def _module(name: str) -> ModuleType:
+    # Workers, which are started by `python -m`, import from the current directory: a check in a console script has to as well.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _file_module(path: Path) -> ModuleType:
+    """Import a file once a process; what lies beside it can be imported by it."""
+    path = path.resolve()
+    # No file of a user hides a module of another package that has the same name.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def named(path: str, field: str) -> Iterator[None]:
+    """Turn any error inside into a HookError that names the hook."""
+    try:
+        yield
+    except HookError:
+        raise
+    except Exception as error:
+        raise HookError(one_line(f"hook {path!r} ({field}) raised {type(error).__name__}: {error}")) from error
+
+
+class Callbacks:
+    """The callbacks of a run, in their order."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        """Raise ValueError for one that cannot be imported, HookError for one that cannot be created."""
+        self._hooks: list[tuple[str, Any]] = []
+        for path in paths:
+            hook = load_hook(path, CALLBACKS)
+            with named(path, CALLBACKS):
+                self._hooks.append((path, hook()))
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of each callback that has it. HookError where one raises."""
+        assert event in EVENTS, f"{event} is none of {EVENTS}"
+        for path, hook in self._hooks:
+            if method := getattr(hook, event, None):
+                with named(path, f"{CALLBACKS}, {event}"):
+                    method(*arguments)

@@ -1,0 +1,59 @@
+"""Start of a run on this machine and its end: the summary is left in its directory, or the first root cause is returned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config import Config
+from megatron_dapo.launch.environment import batch_job
+from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.recovery.attempts import is_finished, verdict
+from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
+
+WORKER = "megatron_dapo.launch.worker"
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of the processes of a run."""
+
+    exit_code: int  # 0: finished
+    reason: str = ""  # one line; "" where it finished
+
+
+def is_done(config: Config) -> bool:
+    """Return True if the run in run.output_dir is finished: there is nothing to do."""
+    return is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir)
+
+
+def run_workers(
+    recipe: Path,
+    config: Config,
+    overrides: Sequence[str],
+    num_processes: int,
+    arguments: Sequence[str] = (),
+    restarts: int = 0,
+) -> RunEnd:
+    """Start the workers of a recipe, wait, and return their end. RuntimeError where another run works in the same directory.
+
+    `overrides`: "a.b=value" each. `arguments`: further ones of the worker. After a failure all are started again, `restarts`
+    times at most.
+    """
+    directory = config.run.output_dir
+    clear_failures(directory)
+    given = [part for override in overrides for part in ("--set", override)]
+    start = time.time()
+    code = launch_workers(WORKER, [str(recipe), *given, *arguments], num_processes, directory, restarts)
+    if (failure := read_failure(directory)) is not None:
+        return RunEnd(failure.exit_code, first_line(failure))
+    if code == 0:
+        return RunEnd(0)
+    # torchrun's own code says only that a worker ended otherwise than with 0.
+    last = verdict(directory, batch_job(), start, config.run.max_fruitless_attempts)
+    if last is None or not last.was_stopped:
+        words = "and none could report why: see what they printed above"
+        return RunEnd(code, f"error: the processes of the run ended with exit code {code}, {words}")
+    return RunEnd(last.exit_code, f"{last.reason}; the same command continues the run (exit code {last.exit_code})")
