@@ -46,7 +46,26 @@ _PUBLIC = {
     "generate": "api.runs",
     "train": "api.runs",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "__version__",
+    "AdvantageInputs",
+    "Callback",
+    "ConfigError",
+    "Family",
+    "Group",
+    "HookError",
+    "PolicyLossInputs",
+    "Prompt",
+    "Recipe",
+    "Response",
+    "RewardResult",
+    "RewardSample",
+    "RunResult",
+    "TrainingError",
+    "evaluate",
+    "generate",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

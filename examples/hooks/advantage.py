@@ -1,4 +1,4 @@
-"""An advantage: the share of the group's responses that do worse, less the share that do better. algorithm.advantage = "advantage.py:advantage"."""
+"""An advantage: the share of the group that does worse, less the share that does better. algorithm.advantage = "advantage.py:advantage"."""
 
 import torch
 

@@ -189,7 +189,9 @@ def function(inputs: PolicyLossInputs, loss: FunctionLossConfig) -> tuple[torch.
             f"hook {loss.function!r} ({field}) returned the shapes {shapes}, not {tuple(inputs.logprobs.shape)}: one loss a token"
         )
     if inputs.logprobs.requires_grad and not token_loss.requires_grad:
-        raise HookError(f"hook {loss.function!r} ({field}) returned losses without a gradient; compute them from inputs.logprobs")
+        raise HookError(
+            f"hook {loss.function!r} ({field}) returned losses without a gradient; compute them from inputs.logprobs"
+        )
     token_loss = torch.where(inputs.trained, token_loss, 0.0)
     return token_loss, _metrics(inputs, token_loss, inputs.trained & below, inputs.trained & above)
 

@@ -48,12 +48,12 @@ class RunResult:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row a train step, with the names of the reference of metrics and "step"."""
+        """One row a train step: "train_step" and the metrics by name."""
         return _rows(self.output_dir / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """One row an evaluation; "step" is the train steps made before it."""
+        """One row an evaluation; "train_step" is the number of steps made before it."""
         return _rows(self.output_dir / "evaluations.jsonl")
 
 

@@ -102,3 +102,44 @@ def test_wrong_weights_replicas_padding_and_nan_are_detected() -> None:
     assert found["one_replica"][0] > 1e-3 and found["one_replica"][1] == "model.norm.weight"
     assert found["padding"][0] > 1e300 and found["padding"][1] == "padding"
     assert found["nan"][0] > 1e300 and found["nan"][1] == "model.layers.2.mlp.down_proj.weight"
+
+
+OWN_LOSS = '''
+import torch
+
+def loss(inputs):
+    """The loss of the papers, written anew: clip-higher, dual clip of 3."""
+    advantages, ratio = inputs.trained_advantages(), inputs.log_ratio().exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
+    return torch.where(advantages < 0, torch.minimum(clipped, -3.0 * advantages), clipped)
+'''
+
+
+def own_losses(file: str) -> dict[str, float]:
+    from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
+    from megatron_dapo.config.algorithm_schema import AlgorithmConfig, FunctionLossConfig
+    from megatron_dapo.parallel.layout import ParallelLayout
+    from megatron_dapo.proof import worker
+
+    objective = PolicyObjective(AlgorithmConfig(loss=FunctionLossConfig(function=f"{file}:loss")))
+
+    def own(micro_batch, outputs, index):
+        return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
+
+    problem, built_in = worker.pose_problem(), worker.dapo_loss
+    worker.dapo_loss = own
+    try:
+        found = {}
+        for layout in (ParallelLayout(2, tensor=2), ParallelLayout(2), ParallelLayout(2, context=2)):
+            rows = worker.check_layout(problem, layout, "float32")
+            found[layout.describe()] = max(max(row.rel_diff, row.loss_rel_diff) for row in rows)
+        return found
+    finally:
+        worker.dapo_loss = built_in  # these processes serve other tests
+
+
+def test_a_loss_of_the_users_own_is_exact_under_any_layout(tmp_path) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
+    found = run_distributed(target_in(__file__, "own_losses"), 2, str(tmp_path / "own_loss.py"))
+    assert found.keys() == {"TP2 PP1 CP1 DP1", "TP1 PP1 CP1 DP2", "TP1 PP1 CP2 DP1"}
+    assert max(found.values()) <= 1e-5, found

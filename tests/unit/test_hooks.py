@@ -24,7 +24,7 @@ from megatron_dapo.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
 
-OWN = '''
+OWN = """
 import torch
 from megatron_dapo import Callback
 
@@ -70,7 +70,7 @@ class Misspelled(Callback):
 class TooMany(Callback):
     def on_step_end(self, step, metrics, more):
         pass
-'''
+"""
 
 
 @pytest.fixture
@@ -213,7 +213,9 @@ def inputs_of_advantage() -> AdvantageInputs:
 
 
 def test_an_advantage_of_the_users_own() -> None:
-    found = compute_advantages(FunctionAdvantageConfig(function=f"{EXAMPLES}/advantage.py:advantage"), inputs_of_advantage())
+    found = compute_advantages(
+        FunctionAdvantageConfig(function=f"{EXAMPLES}/advantage.py:advantage"), inputs_of_advantage()
+    )
     torch.testing.assert_close(found.values, torch.tensor([2 / 3, -2 / 3, 0, 0, 0]))
     assert found.metrics["num_groups"] == 2
 
@@ -239,7 +241,10 @@ def test_an_order_of_the_users_own_and_its_resume(own: str) -> None:
     resumed = PromptStream(names, 0, order=order)
     resumed.load_state_dict(stream.state_dict())
     assert [resumed.next() for _ in range(9)] == [stream.next() for _ in range(9)]
-    for other in (PromptStream(names, 0), PromptStream(names, 0, order=FunctionOrder(f"{own}:reversed_order", prompts(4)))):
+    for other in (
+        PromptStream(names, 0),
+        PromptStream(names, 0, order=FunctionOrder(f"{own}:reversed_order", prompts(4))),
+    ):
         with pytest.raises(ValueError, match="another order of epoch"):
             other.load_state_dict(stream.state_dict())
 

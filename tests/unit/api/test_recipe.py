@@ -42,7 +42,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_every_public_name_exists() -> None:
     for name in megatron_dapo.__all__:
         assert getattr(megatron_dapo, name) is not None
-    assert set(megatron_dapo.__all__) <= set(dir(megatron_dapo))
+    assert set(megatron_dapo.__all__) == {"__version__", *megatron_dapo._PUBLIC} <= set(dir(megatron_dapo))
     with pytest.raises(AttributeError, match="has no attribute 'trainn'"):
         megatron_dapo.trainn  # noqa: B018
 
@@ -92,10 +92,14 @@ def test_a_data_set_without_answers(tmp_path: Path) -> None:
 
 def test_a_recipe_on_top_of_a_file(tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
-    base.write_text('[run]\noutput_dir = "runs/base"\ntotal_steps = 9\n[model]\npath = "m"\n[data]\ntrain_paths = ["x.jsonl"]\n')
+    base.write_text(
+        '[run]\noutput_dir = "runs/base"\ntotal_steps = 9\n[model]\npath = "m"\n[data]\ntrain_paths = ["x.jsonl"]\n'
+    )
     child = tmp_path / "child.toml"
     child.write_text('base = "base.toml"\n[rollout]\ngroup_size = 4\n')
-    config = load_config(Recipe.from_toml(child, reward=own_reward, run={"total_steps": 3}).write(tmp_path / "out")).config
+    config = load_config(
+        Recipe.from_toml(child, reward=own_reward, run={"total_steps": 3}).write(tmp_path / "out")
+    ).config
     assert config.run.total_steps == 3 and config.rollout.group_size == 4
     assert config.data.train_paths == (tmp_path / "x.jsonl",) and config.model.path == tmp_path / "m"
     assert config.reward.verifier.endswith(":own_reward")

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.launch.whole_run import WORKER
 from megatron_dapo.config import load_config, pretraining_config
-from megatron_dapo.launch import local
+from megatron_dapo.launch import whole_run
+from megatron_dapo.launch.whole_run import WORKER
 from megatron_dapo.launch.worker import parse_arguments
 from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.recovery.failure import Failure, write_failures
@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
         write_summary(run_directory / "summary.json", SUMMARY, HERE)
         return 0
 
-    monkeypatch.setattr(local, "launch_workers", launch)
+    monkeypatch.setattr(whole_run, "launch_workers", launch)
     return calls
 
 
@@ -147,7 +147,7 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
         write_failures(run_directory, [cause, consequence], "node_0")
         return 1
 
-    monkeypatch.setattr(local, "launch_workers", launch)
+    monkeypatch.setattr(whole_run, "launch_workers", launch)
     result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(directory)])
     assert result.exit_code == 1
     last = result.output.strip().splitlines()[-1]

@@ -191,7 +191,11 @@ def test_unreadable_override(recipe: Path, override: str) -> None:
         ('data.train_paths="a.jsonl"', "a list of texts", "--set 'data.train_paths=[\"a.jsonl\"]'"),
         ("optimizer.betas=[1]", "a list of numbers", "--set 'optimizer.betas=[0.9, 0.95]'"),
         ("algorithm.loss.dual_clip=none", "a number or 'off'", "--set algorithm.loss.dual_clip=off"),
-        ("algorithm.loss=pgpe", "'ppo_clip', 'gspo', 'gspo_token', 'cispo' or 'function'", "--set algorithm.loss.name=ppo_clip"),
+        (
+            "algorithm.loss=pgpe",
+            "'ppo_clip', 'gspo', 'gspo_token', 'cispo' or 'function'",
+            "--set algorithm.loss.name=ppo_clip",
+        ),
         ("model.dtype=8", "'float32' or 'bfloat16'", "--set model.dtype=float32"),
     ],
 )
