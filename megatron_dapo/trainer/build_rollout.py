@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SELF_TEST_PROMPTS = 64  # spread over the data set
+MODEL_ENVIRONMENT = ["CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"]  # of the processes of the preset reward_model
 TRIAL_RESPONSE = "Answer: 42"  # that a reward function of samples is tried with
 
 
@@ -280,6 +281,7 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
     # Each process gets the settings, and the key, of its own preset alone.
     presets = {name: getattr(reward, name).model_dump(mode="json")} if name in SET_PRESETS else {}
     keys = [own["key_variable"] for own in presets.values() if own.get("key_variable")]
+    keys += MODEL_ENVIRONMENT if name == "reward_model" else []
     pool = VerifierPool(
         name,
         num_workers=reward.num_workers,
