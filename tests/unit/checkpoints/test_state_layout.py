@@ -16,7 +16,7 @@ from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.state_layout import StateLayout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, shard_view, slice_view
-from megatron_dapo.reshard.reading import ReadPlan, StoredPiece
+from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
 
 DENSE = {
     "model_type": "qwen2",
@@ -59,20 +59,19 @@ def parallel_layouts(name: str) -> list[ParallelLayout]:
         (1, 2, 3, 4, 6, 8), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4) if name == "experts" else (1,)
     ):
         try:
-            found.append(
-                ParallelLayout(
-                    world,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    virtual_pipeline=virtual,
-                    context=context,
-                    expert=expert,
-                    expert_tensor=1 if expert > 1 else None,
-                )
+            layout = ParallelLayout(
+                world,
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_pipeline=virtual,
+                context=context,
+                expert=expert,
+                expert_tensor=1 if expert > 1 else None,
             )
-            megatron_layout(architecture(name), found[-1], torch.float32)
+            megatron_layout(architecture(name), layout, torch.float32)
         except ValueError:
-            found = [layout for layout in found if layout.world_size != world or layout is not found[-1]]
+            continue
+        found.append(layout)
     return found
 
 
@@ -114,16 +113,23 @@ def save(layout: StateLayout, full: Mapping[str, torch.Tensor]) -> dict[StoredPi
     return stored
 
 
-def load(
-    layout: StateLayout, stored: Mapping[StoredPiece, torch.Tensor]
-) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
-    """Yield (rank, its filled buffers, elements it read) for the optimizer's part of each rank."""
-    needs: dict[str, list[tuple[tuple[int], Shard]]] = {}
+def needs_of(layout: StateLayout, of_weights: bool) -> Needs:
+    """Return what ranks need: whole local parameters, or what their optimizers update."""
+    needs: dict[str, list[tuple[tuple[int, ...], Shard]]] = {}
     for rank in range(layout.num_ranks):
-        for shard in layout.updated(rank):
+        for shard in layout.weights.shards(rank) if of_weights else layout.updated(rank):
             needs.setdefault(shard.tensor, []).append(((rank,), shard))
+    return needs
+
+
+def load(
+    layout: StateLayout, stored: Mapping[StoredPiece, torch.Tensor], of_weights: bool
+) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
+    """Yield (rank, its filled buffers, elements it read) for the parameters of each rank, or for its optimizer's part."""
+    needs = needs_of(layout, of_weights)
     pieces = sorted(stored, key=lambda piece: (piece.tensor, piece.bounds))
-    plan = ReadPlan(pieces, needs, layout.num_ranks, round_elements=500)
+    # Whoever updates an element reads it, of all kinds.
+    plan = ReadPlan(pieces, needs_of(layout, of_weights=False), layout.num_ranks, round_elements=500)
     for rank in range(layout.num_ranks):
         shapes = layout.weights.local_shapes(rank)
         buffers = {local: torch.zeros(shape, dtype=torch.int64) for local, shape in shapes.items()}
@@ -157,6 +163,16 @@ def pairs() -> list[tuple[str, ParallelLayout, bool, ParallelLayout, bool]]:
     return found
 
 
+def test_pairs_are_of_many_sizes_and_kinds_of_layouts() -> None:
+    chosen = pairs()
+    sizes = {(first.world_size, second.world_size) for _, first, _, second, _ in chosen}
+    assert len(chosen) >= 60 and len(sizes) >= 15 and {size for pair in sizes for size in pair} >= {1, 2, 4, 6, 8}
+    layouts = [layout for _, first, _, second, _ in chosen for layout in (first, second)]
+    for field in ("tensor", "pipeline", "context", "expert"):
+        assert max(getattr(layout, field) for layout in layouts) > 1, field
+    assert any((layout.virtual_pipeline or 1) > 1 for layout in layouts)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "first_cut", "second", "second_cut"),
     pairs(),
@@ -169,8 +185,11 @@ def test_every_element_is_saved_once_and_loaded_where_it_belongs(
     full = global_tensors(source)
     stored = save(source, full)
     assert sum(values.numel() for values in stored.values()) == sum(each.numel() for each in full.values())
+    for rank, buffers, _ in load(target, stored, of_weights=True):
+        expected = rank_buffers(target, rank, full)
+        assert all(torch.equal(buffers[local], values) for local, values in expected.items()), rank
     total = 0
-    for rank, buffers, num_read in load(target, stored):
+    for rank, buffers, num_read in load(target, stored, of_weights=False):
         expected = rank_buffers(target, rank, full)
         for local, (start, end) in target.ranges(rank).items():
             assert torch.equal(buffers[local].view(-1)[start:end], expected[local].view(-1)[start:end]), (rank, local)
