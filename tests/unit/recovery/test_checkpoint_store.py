@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import random
 import subprocess
 import sys
@@ -124,7 +125,26 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+def take_from_another_run(directory: Path) -> None:
+    """Put the manifest of another run's checkpoint of the same step beside these files, which are as long as its own."""
+
+    def write(writer: CheckpointWriter) -> None:
+        writer.save_tensors("model.safetensors", {"w": torch.full((64,), 0.5)})
+        writer.save_json("trainer.json", {"step": 8})
+
+    other = CheckpointStore(directory.parent.with_name("other"), keep=1)
+    shutil.copy(save_checkpoint(other, int(directory.name[-6:]), write) / "manifest.json", directory)
+
+
+def copy_half(directory: Path) -> None:
+    """Leave what an interrupted copy leaves: some files, and the begin of another."""
+    (directory / "trainer.json").unlink()
+    os.truncate(directory / "model.safetensors", (directory / "model.safetensors").stat().st_size // 2)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
+    "manifest of another run": take_from_another_run,
+    "copied by half": copy_half,
     "one bit": corrupt_contents,
     "a byte of a header": lambda directory: flip(directory / "model.safetensors", 20),
     "truncated": lambda directory: os.truncate(directory / "model.safetensors", 40),
