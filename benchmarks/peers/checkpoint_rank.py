@@ -143,6 +143,10 @@ class MegatronDist:
         [chunk] = self._actor.chunks
         (chunk.module if hasattr(chunk, "module") else chunk).load_state_dict(loaded["model"])
         self._actor.optimizer.load_state_dict(loaded["optimizer"])
+        # It leaves "step" in the groups of torch's Adam, where only fused optimizers have it: the next save would read it there.
+        for optimizer in getattr(self._actor.optimizer, "chained_optimizers", [self._actor.optimizer]):
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)
 
     def writers(self) -> list[psutil.Process]:
         return psutil.Process().children()
