@@ -12,7 +12,8 @@ A random Qwen2 in fp32 with the distributed optimizer at TP2 x DP2. In one run, 
     copy         the same tensors into memory that is there
 
 A save stands beside a run whose steps are matrix products: a rollout, in which nothing changes, then steps. Files are
-pushed out of the page cache before they are loaded.
+pushed out of the page cache before they are loaded, into tensors that are there. Ours and torch_dist fill each parameter on both
+data-parallel ranks, a third more bytes than they read; dcp and bytecheckpoint hold each element once, as FSDP2 does.
 
     blocked_vs_sync   seconds our run waits / the fastest save of all sides from its begin to the commit
     blocked_vs_copy   seconds our run waits / the copy

@@ -1,15 +1,21 @@
 """Checksums of the pieces of a file, computed while it is written and verified by whoever reads a piece.
 
 A piece is the header of a safetensors file or one of its tensors; pieces follow each other without gaps. As text:
-"1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports the standard library alone.
+"1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports isal, where it is installed, and the standard
+library alone.
 """
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Sequence
 from itertools import accumulate
+
+try:
+    # The CRC-32 of zlib by carry-less multiplication: the same numbers in a fraction of the time.
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 _PIECES = re.compile(r"\d{1,18}:[0-9a-f]{8}(?: \d{1,18}:[0-9a-f]{8})*")
 
@@ -36,10 +42,9 @@ class PieceChecksums:
             if size:  # an empty tensor begins where the next one does
                 self._pieces[start] = size, int(piece.partition(":")[2], 16)
 
-    def fits(self, start: int, content: bytes | bytearray | memoryview) -> bool:
-        """Return True if `content` is the whole piece that begins at byte `start`, as it was written."""
-        size = memoryview(content).nbytes
-        return size == 0 or self._pieces.get(start) == (size, zlib.crc32(content))
+    def fits(self, start: int, size: int, checksum: int) -> bool:
+        """Return True if the piece that begins at byte `start` was written with this size and this CRC-32."""
+        return size == 0 or self._pieces.get(start) == (size, checksum)
 
 
 class PieceSums:
@@ -55,7 +60,7 @@ class PieceSums:
         while chunk:
             part = chunk[: self._sizes[len(self._done)] - self._read]
             chunk = chunk[len(part) :]
-            self._sum = zlib.crc32(part, self._sum)
+            self._sum = crc32(part, self._sum)
             self._read += len(part)
             self._end_pieces()
 

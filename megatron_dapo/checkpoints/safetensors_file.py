@@ -7,8 +7,11 @@ host memory holds only what the caller reads.
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
+from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums, crc32
 from megatron_dapo.reshard.layout import TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice, whole
 from megatron_dapo.untrusted import one_line
@@ -44,6 +47,8 @@ CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE
 Model = TypeVar("Model", bound="StoredModel")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+_CHUNK_BYTES = 1 << 22  # of one read; small enough to stay in a CPU's cache until it is verified and copied
+_MIN_DIRECT_BYTES = 1 << 20  # of a read past the page cache, which takes whole pages
 MAX_DIMENSIONS = 64  # as torch allows; reading a slice takes time quadratic in it
 
 
@@ -58,12 +63,17 @@ class StoredTensor:
 class SafetensorsReader:
     """Random access to one file. Raises ValueError with the file's name if it is missing, truncated or broken.
 
-    With checksums of its pieces whatever is read is verified: DamagedError where it is not what was written.
+    With checksums of its pieces whatever is read is verified: DamagedError where it is not what was written. Threads may
+    share it.
     """
 
-    def __init__(self, path: str | Path, checksums: PieceChecksums | None = None) -> None:
+    def __init__(
+        self, path: str | Path, checksums: PieceChecksums | None = None, *, is_read_once: bool = False
+    ) -> None:
+        """`is_read_once`: nobody reads the same bytes soon, so that large tensors need no place in the page cache."""
         self.path = Path(path)
         self._checksums = checksums
+        self._counting = threading.Lock()
         self.bytes_read = 0  # of tensor data
         try:
             # Unbuffered: slices are read by offset, and a buffer would read bytes that no rank needs.
@@ -75,6 +85,7 @@ class SafetensorsReader:
         except BaseException:
             self._file.close()
             raise
+        self._direct = _open_direct(self.path) if is_read_once else None
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -85,6 +96,9 @@ class SafetensorsReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
 
     def read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
         """Fill `out` (shape of `bounds`; any dtype, device and strides) with `bounds` of tensor `name`, by default all of it."""
@@ -109,40 +123,60 @@ class SafetensorsReader:
         self._read_slice(stored, bounds, staging)
         out.copy_(staging)
 
-    def prefetch(self, name: str) -> None:
-        """Ask the kernel to bring a tensor into the page cache, without waiting; a name that is not there is ignored, as
-        `read` reports it."""
-        stored = self.tensors.get(name)
-        if stored is not None and stored.spec.num_bytes:  # 0 bytes would mean up to the end of the file
-            os.posix_fadvise(self._file.fileno(), stored.start, stored.spec.num_bytes, os.POSIX_FADV_WILLNEED)
-
     def _read_slice(self, stored: StoredTensor, bounds: Slice, out: torch.Tensor) -> None:
-        """Read exactly the bytes of the slice, one read for each contiguous run."""
-        target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
-        position = 0
+        """Read exactly the bytes of the slice, one read for each contiguous run, and verify them."""
+        bits = out.detach().reshape(-1).view(torch.uint8)
+        target = memoryview(bits.numpy())
+        position = checksum = 0
         for start, size in _runs(stored.spec, bounds):
-            self._read_at(stored.start + start, target[position : position + size])
-            position += size
+            end = position + size
+            if self._direct is not None and size >= _MIN_DIRECT_BYTES:
+                checksum = self._read_direct(self._direct, stored.start + start, bits[position:end], checksum)
+            else:
+                self._read_at(stored.start + start, target[position:end])
+                checksum = self._checksum(target[position:end], checksum)
+            position = end
         assert position == len(target), f"{self.path}: {position} of {len(target)} bytes"
-        self.bytes_read += position
-        self._verify(stored.start, target)
+        with self._counting:
+            self.bytes_read += position
+        self._verify(stored.start, position, checksum)
 
-    def _verify(self, start: int, piece: bytes | memoryview) -> None:
+    def _verify(self, start: int, size: int, checksum: int) -> None:
         """Raise DamagedError unless the piece that begins at byte `start` is what was written."""
-        if self._checksums is not None and not self._checksums.fits(start, piece):
+        if self._checksums is not None and not self._checksums.fits(start, size, checksum):
             raise DamagedError(
                 f"checkpoint {self.path.parent}: contents of {self.path.name} changed since they were written"
             )
+
+    def _checksum(self, content: memoryview, before: int = 0) -> int:
+        return 0 if self._checksums is None else crc32(content, before)
 
     def _read_at(self, offset: int, target: memoryview) -> None:
         while target:
             # preadv returns at most 2 GiB at a time, so a large tensor takes several calls.
             count = os.preadv(self._file.fileno(), [target], offset)
             if count == 0:
-                raise ValueError(
-                    f"{self.path}: ends at byte {offset}, {len(target)} bytes early; it was cut while being read"
-                )
+                raise self._cut(offset, len(target))
             target, offset = target[count:], offset + count
+
+    def _read_direct(self, descriptor: int, offset: int, out: torch.Tensor, checksum: int) -> int:
+        """Read into `out`, bytes, by way of this thread's memory of whole pages; return the checksum with these bytes."""
+        pages = _pages()
+        content, done = memoryview(pages.numpy()), 0
+        while done < len(out):
+            skipped = (offset + done) % mmap.PAGESIZE
+            wanted = min(len(content), -(-(skipped + len(out) - done) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            end = os.preadv(descriptor, [content[:wanted]], offset + done - skipped)
+            end = min(end, skipped + len(out) - done)
+            if end <= skipped:
+                raise self._cut(offset + done, len(out) - done)
+            checksum = self._checksum(content[skipped:end], checksum)
+            out[done : done + end - skipped].copy_(pages[skipped:end])
+            done += end - skipped
+        return checksum
+
+    def _cut(self, offset: int, missing: int) -> ValueError:
+        return ValueError(f"{self.path}: ends at byte {offset}, {missing} bytes early; it was cut while being read")
 
     def _header(self) -> dict[str, StoredTensor]:
         size = os.fstat(self._file.fileno()).st_size
@@ -155,7 +189,8 @@ class SafetensorsReader:
             )
         header = bytearray(length)
         self._read_at(_LENGTH_BYTES, memoryview(header))
-        self._verify(0, length.to_bytes(_LENGTH_BYTES, "little") + header)
+        everything = length.to_bytes(_LENGTH_BYTES, "little") + header
+        self._verify(0, len(everything), self._checksum(memoryview(everything)))
         data_start = _LENGTH_BYTES + length
         try:
             entries = json.loads(header, object_pairs_hook=_without_duplicates)
@@ -171,6 +206,33 @@ class SafetensorsReader:
                 f"its header describes {expected}; download or copy it again"
             )
         return tensors
+
+
+_own = threading.local()
+
+
+def _pages() -> torch.Tensor:
+    """Return memory of this thread that begins at a page, as bytes; the next read of the thread uses it again."""
+    if not hasattr(_own, "pages"):
+        _own.pages = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
+    return _own.pages
+
+
+def _open_direct(path: Path) -> int | None:
+    """Open a file for reads past the page cache; None where its file system has none."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        os.preadv(descriptor, [memoryview(_pages().numpy())[: mmap.PAGESIZE]], 0)  # some refuse only this
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    return descriptor
 
 
 def read_tensors(path: Path, checksums: PieceChecksums | None = None) -> dict[str, torch.Tensor]:

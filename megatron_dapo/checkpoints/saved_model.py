@@ -89,12 +89,15 @@ class SavedModel(StoredModel):
         name: str = "policy",
         checksums: Mapping[str, PieceChecksums] | None = None,
         copies: Mapping[str, Path] | None = None,
+        *,
+        is_read_once: bool = False,
     ) -> None:
         """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong.
-        `copies`: of files of tensors, which are read there and not in `directory`."""
+        `copies`: of files of tensors, which are read there and not in `directory`. `is_read_once`: see `SafetensorsReader`."""
         super().__init__()
         self.path, self.name, self._checksums = Path(directory), name, checksums or {}
         self._copies = {} if copies is None else copies  # whether it is empty is not asked: that would look up every file
+        self._is_read_once = is_read_once
         path = self.path / index_file(name)
         document = _read_index(path)
         with blamed_on(path):
@@ -115,8 +118,12 @@ class SavedModel(StoredModel):
     def reader(self, file: str) -> SafetensorsReader:
         """Return the open reader of a file."""
         if file not in self._readers:
-            path = self._copies.get(file, self.path / file)
-            self._readers[file] = SafetensorsReader(path, self._checksums.get(file))
+            copy = self._copies.get(file)  # in memory, where nothing is to be gained past the page cache
+            self._readers[file] = SafetensorsReader(
+                copy or self.path / file,
+                self._checksums.get(file),
+                is_read_once=self._is_read_once and copy is None,
+            )
         return self._readers[file]
 
     def read(self, kind: str, piece: StoredPiece, out: torch.Tensor, bounds: Slice | None = None) -> None:
@@ -124,10 +131,6 @@ class SavedModel(StoredModel):
         reader, key = self.reader(piece.file), f"{kind}/{piece_name(piece.tensor, piece.bounds)}"
         self._check(reader, key, TensorSpec(piece.bounds.shape, self.kinds[kind]))
         reader.read(key, out, None if bounds is None else _inside(piece.bounds, bounds))
-
-    def prefetch(self, kind: str, piece: StoredPiece) -> None:
-        """Begin to bring a piece of one kind into the page cache, without waiting for it."""
-        self.reader(piece.file).prefetch(f"{kind}/{piece_name(piece.tensor, piece.bounds)}")
 
     def read_step(self, tensor: str, file: str) -> float:
         """Return the number of optimizer steps of a tensor, from the file that has its first element."""

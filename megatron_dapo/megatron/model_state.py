@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -37,7 +38,7 @@ from megatron_dapo.parallel.collectives import broadcast_json, max_over
 from megatron_dapo.reshard.execution import execute_transfers
 from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
 from megatron_dapo.reshard.planner import Transfer
-from megatron_dapo.reshard.reading import Needs, ReadPlan
+from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
 from megatron_dapo.reshard.regions import ReplicaGroups
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _OTHER, _DAMAGED = 1.0, 2.0  # failures of a load; all ranks have the largest
 ROUND_ELEMENTS = 1 << 24  # of one kind that a rank reads before they are sent on: 64 MiB of fp32
+_READERS = 2  # threads: one waits for storage while the other verifies and copies
 
 
 class _View(NamedTuple):
@@ -56,6 +58,49 @@ class _View(NamedTuple):
     local: str
     start: int
     shape: tuple[int, ...]
+
+
+class _Round:
+    """Pieces of one kind that are in memory together: what this rank reads of them, and what it sends and receives."""
+
+    def __init__(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        receives: Sequence[Transfer],
+        sends: Sequence[Transfer],
+        in_place: Mapping[str, Transfer],
+    ) -> None:
+        """`in_place`: of `receives`, see `transfers_in_place`."""
+        self._buffers, self._dtype, self._in_place = buffers, dtype, in_place
+        self._receives = [each for each in receives if in_place.get(each.source_shard.local) is not each]
+        self._sends = sends
+        self._sources: dict[str, torch.Tensor] = {}
+        self._reads: list[Future[None]] = []
+
+    def read(self, saved: SavedModel, kind: str, piece: StoredPiece, source: str, readers: ThreadPoolExecutor) -> None:
+        """Begin to read a piece into its place, or into memory of its own. ValueError where its file is broken."""
+        saved.reader(piece.file)  # opened by this thread alone
+        transfer = self._in_place.get(source)
+        if transfer is None:
+            device = next(iter(self._buffers.values())).device
+            values = torch.empty(piece.bounds.shape, dtype=self._dtype, device=device)
+        else:
+            shard = transfer.destination_shard
+            values = shard_view(self._buffers[shard.local], shard, transfer.bounds)
+        self._sources[source] = values.view(-1)
+        self._reads.append(readers.submit(saved.read, kind, piece, values))
+
+    def wait(self) -> None:
+        """Wait for the reads. Raises the first error."""
+        for read in self._reads:
+            read.result()
+
+    def exchange(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Bring every piece to those that need it. Collective."""
+        execute_transfers(
+            self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group
+        )
 
 
 class ModelState:
@@ -156,7 +201,7 @@ class ModelState:
         """
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
-            saved = SavedModel(directory, name, checksums, copies)
+            saved = SavedModel(directory, name, checksums, copies, is_read_once=True)
         with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)
@@ -182,36 +227,37 @@ class ModelState:
         for key, buffer in buffers.items():
             if key.partition("/")[2] in padded:
                 buffer.zero_()
+        with ThreadPoolExecutor(_READERS, "checkpoint read") as readers:
+            rounds = self._rounds(saved, buffers, readers)
+            with _failing_together(group):
+                current = next(rounds, None)
+            while current is not None:
+                with _failing_together(group):
+                    # Storage works on the next round while this one is sent.
+                    following = next(rounds, None)
+                    current.wait()
+                current.exchange(group)
+                current = following
+
+    def _rounds(
+        self, saved: SavedModel, buffers: Mapping[str, torch.Tensor], readers: ThreadPoolExecutor
+    ) -> Iterator[_Round]:
+        """Yield the rounds of a load, the same number on every rank, each once its reads have begun."""
+        layout, rank = self.layout, self.rank
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
         updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
         plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
-        mine = {kind: _of_rank(weights if kind == PARAMETER else updates, rank) for kind in saved.kinds}
-        device = next(iter(buffers.values())).device
-        rounds = [(kind, pieces_now) for kind in saved.kinds for pieces_now in plan.rounds]
-        following = [*rounds[1:], (PARAMETER, [])]
-        for (kind, pieces_now), (next_kind, next_pieces) in zip(rounds, following, strict=True):
-            dtype, needs = saved.kinds[kind], weights if kind == PARAMETER else updates
+        for kind, dtype in saved.kinds.items():
+            needs = weights if kind == PARAMETER else updates
+            mine = _of_rank(needs, rank)
             named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
-            receives = plan.receives(rank, pieces_now, mine[kind])
-            placed = transfers_in_place(receives, rank, named, dtype)
-            sources = {}
-            with _failing_together(group):
-                # The disk works on the next round while this one is verified and sent.
-                for index in plan.read_by(rank, next_pieces):
-                    saved.prefetch(next_kind, pieces[index])
-                for index in plan.read_by(rank, pieces_now):
-                    piece, transfer = pieces[index], placed.get(str(index))
-                    if transfer is None:
-                        values = torch.empty(piece.bounds.shape, dtype=dtype, device=device)
-                    else:
-                        shard = transfer.destination_shard
-                        values = shard_view(named[shard.local], shard, transfer.bounds)
-                    saved.read(kind, piece, values)
-                    sources[str(index)] = values.view(-1)
-            receives = [transfer for transfer in receives if placed.get(transfer.source_shard.local) is not transfer]
-            sends = plan.sends(rank, pieces_now, needs)
-            execute_transfers(receives, sends, lambda tensor, dtype=dtype: dtype, sources, named, group)
+            for indices in plan.rounds:
+                receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
+                begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
+                for index in plan.read_by(rank, indices):
+                    begun.read(saved, kind, pieces[index], str(index), readers)
+                yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
         """Return the optimizer steps of each local parameter; each is read by one rank."""

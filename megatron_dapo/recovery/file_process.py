@@ -10,12 +10,13 @@
 
 The rank waits on the socket, where a signal or the watcher's word can end it. The kernel kills the file process when its
 rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It starts by its file
-and imports the standard library alone.
+and imports the standard library alone, and isal for checksums.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import mmap
@@ -88,7 +89,7 @@ class FileProcess(Files):
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-m", "megatron_dapo.recovery.file_process", *map(str, descriptors)],
             cwd="/",
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
             pass_fds=descriptors,
             # A process that the kernel holds must not hold the log open, whose reader may wait for its end.
             stdin=subprocess.DEVNULL,
@@ -257,6 +258,13 @@ class FileProcess(Files):
             return RuntimeError(f"the file process {self.pid} of this rank has closed its socket")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RuntimeError(f"the file process {self.pid} of this rank {how} at {self.doing or 'no work'}")
+
+
+def _import_path() -> list[str]:
+    """Return directories of what the process imports: this package and, if there is one, isal's."""
+    isal = importlib.util.find_spec("isal")
+    found = [] if isal is None or isal.origin is None else [str(Path(isal.origin).parents[1])]
+    return [str(Path(__file__).resolve().parents[2]), *found]
 
 
 # Paths and errors as JSON

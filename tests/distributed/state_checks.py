@@ -155,8 +155,8 @@ def count_reads(model: TrainedModel, directory: Path) -> list[int]:
     opened: list[SavedModel] = []
     before = SavedModel.__init__
 
-    def noting(self: SavedModel, *arguments: Any) -> None:
-        before(self, *arguments)
+    def noting(self: SavedModel, *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **options)
         opened.append(self)
 
     SavedModel.__init__ = noting  # type: ignore[method-assign]

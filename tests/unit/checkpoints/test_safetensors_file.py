@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
+from megatron_dapo.recovery.durable_files import HERE
 from megatron_dapo.reshard.layout import TensorSpec
 from megatron_dapo.reshard.slices import Slice, flat_range_slices
 
@@ -77,15 +85,86 @@ def test_slices_read_only_their_bytes(tmp_path: Path):
             assert reader.bytes_read == 4 * bounds.volume
 
 
-def test_prefetch_asks_for_the_bytes_of_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_file(_tensors(), tmp_path / "x.safetensors")
-    content, asked = (tmp_path / "x.safetensors").read_bytes(), []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: asked.append((start, size, advice)))
-    with SafetensorsReader(tmp_path / "x.safetensors") as reader:
-        for name in ("f32", "empty", "none"):
-            reader.prefetch(name)
-    [(start, size, advice)] = asked
-    assert advice == os.POSIX_FADV_WILLNEED and content[start : start + size] == bytes(_bits(_tensors()["f32"]))
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], PieceChecksums]:
+    """A file whose tensors of more than one read begin and end within a page, and its checksums."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": 5_000_001, "b": 1_048_576, "c": 77, "d": 8_400_003}
+    tensors = {name: torch.randint(256, (n,), dtype=torch.uint8, generator=generator) for name, n in sizes.items()}
+    entry = HERE.write_tensors(tmp_path / "x.safetensors", tensors)
+    return tmp_path / "x.safetensors", tensors, PieceChecksums(entry.pieces)
+
+
+def _refuses_open(real: Callable[..., int]) -> Callable[..., int]:
+    def call(path: object, flags: int, *arguments: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *arguments, **options)
+
+    return call
+
+
+def _refuses_read(real: Callable[..., int]) -> Callable[..., int]:
+    def call(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, buffers, offset)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "refuses", [None, ("open", _refuses_open), ("preadv", _refuses_read)], ids=["direct", "no open", "no read"]
+)
+def test_reads_past_the_page_cache_by_threads_are_the_same_bytes(
+    large: tuple[Path, dict[str, torch.Tensor], PieceChecksums], refuses: Any, monkeypatch: pytest.MonkeyPatch
+):
+    path, tensors, checksums = large
+    if refuses is not None:
+        monkeypatch.setattr(os, refuses[0], refuses[1](getattr(os, refuses[0])))
+    out = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    bounds = Slice((1_234,), (4_500_001,))
+    part = torch.empty(bounds.shape, dtype=torch.uint8)
+    with SafetensorsReader(path, checksums, is_read_once=True) as reader, ThreadPoolExecutor(3) as threads:
+        list(threads.map(reader.read, out, out.values()))
+        assert reader.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+        reader.read("a", part, bounds)
+    assert all(torch.equal(out[name], tensor) for name, tensor in tensors.items())
+    assert torch.equal(part, tensors["a"][1_234 : 1_234 + 4_500_001])
+
+
+def test_large_reads_leave_nothing_in_the_page_cache(large: tuple[Path, dict[str, torch.Tensor], PieceChecksums]):
+    path, tensors, checksums = large
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        with SafetensorsReader(path, checksums, is_read_once=True) as reader:
+            reader.read("d", torch.empty_like(tensors["d"]))
+            first = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
+            reader.read("d", torch.empty_like(tensors["d"]))
+        again = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before - first
+    # In blocks of 512 bytes: what is cached is read without any.
+    assert first * 512 >= tensors["d"].nbytes and again * 512 >= tensors["d"].nbytes
+
+
+@pytest.mark.parametrize("is_read_once", [True, False])
+def test_a_flipped_bit_and_a_file_cut_while_open_are_found(
+    large: tuple[Path, dict[str, torch.Tensor], PieceChecksums], is_read_once: bool
+):
+    path, tensors, checksums = large
+    out = torch.empty_like(tensors["d"])
+    with SafetensorsReader(path, checksums, is_read_once=is_read_once) as reader:
+        size, start = path.stat().st_size, reader.tensors["d"].start
+        with open(path, "r+b") as stream:
+            stream.seek(start + 6_000_000)
+            stream.write(bytes([255 - int(tensors["d"][6_000_000])]))
+        with pytest.raises(DamagedError, match="contents of x.safetensors changed since they were written"):
+            reader.read("d", out)
+        os.truncate(path, size - 5_000)
+        cut = max(size - 5_000, start)
+        with pytest.raises(ValueError, match=rf"ends at byte {cut}, 5000 bytes early; it was cut while being read"):
+            reader.read("d", out)
 
 
 def test_reads_into_strided_and_other_types(tmp_path: Path):

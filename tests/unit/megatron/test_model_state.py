@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from types import SimpleNamespace
 
-from megatron_dapo.megatron.model_state import transfers_in_place
-from megatron_dapo.reshard.layout import Shard
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.checkpoints import safetensors_file
+from megatron_dapo.checkpoints.saved_model import OtherModelError, SavedModel, index_file, rank_file
+from megatron_dapo.megatron import model_state
+from megatron_dapo.megatron.model_state import _check_tensors, transfers_in_place
+from megatron_dapo.megatron.actor import ActorSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.checkpoint_store import CheckpointStore, CheckpointWriter, newest_valid, save_checkpoint
+from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import Transfer
 from megatron_dapo.reshard.slices import Slice
+from tests.unit.checkpoints.saved_states import random_state, save_states
 
 
 def _transfer(rows: tuple[int, int], of: tuple[int, int], source: int, local: str) -> Transfer:
@@ -33,3 +45,54 @@ def test_parts_and_pieces_of_others_and_other_memory_are_not_read_in_place():
         "half": torch.zeros(4, 2, dtype=torch.bfloat16),
     }
     assert transfers_in_place([part, other, strided, half], 0, buffers, torch.float32) == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"v": ((2, 4), torch.bfloat16)}, "2 tensors differ, first v: saved none, here (2, 4) bfloat16"),
+        ({"w": ((2, 5), torch.bfloat16)}, "1 tensors differ, first w: saved (2, 4) bfloat16, here (2, 5) bfloat16"),
+        ({"w": ((2, 4), torch.float32)}, "1 tensors differ, first w: saved (2, 4) bfloat16, here (2, 4) float32"),
+    ],
+    ids=["another tensor", "another shape", "another type"],
+)
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path: Path, own: dict, told: str):
+    state = random_state({"w": torch.zeros(2, 4, dtype=torch.bfloat16)})
+    directory = save_states(tmp_path, 1, {"policy": state})
+    model = SimpleNamespace(tensors=SimpleNamespace(tensors={name: TensorSpec(*spec) for name, spec in own.items()}))
+    with SavedModel(directory) as saved, pytest.raises(OtherModelError) as caught:
+        _check_tensors(saved, model)
+    message = str(caught.value)
+    assert f"{directory}: policy is another model: {told}; set model.path" in message and "\n" not in message
+
+
+def test_many_rounds_past_the_page_cache_bring_every_bit_and_find_a_wrong_one(
+    single_process: None, references: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a trained model of one rank, each read of any size past the cache, a round ahead."""
+    from actor_checks import Reference, build_actor, differing, snapshot, train
+
+    monkeypatch.setattr(safetensors_file, "_MIN_DIRECT_BYTES", 1)
+    monkeypatch.setattr(model_state, "ROUND_ELEMENTS", 3_000)
+    reference, layout = Reference.read(references, "qwen2"), ParallelLayout(dist.get_world_size())
+    model = build_actor(reference, layout, ActorSettings())
+    store = CheckpointStore(tmp_path, keep=2)
+
+    def write(writer: CheckpointWriter) -> None:
+        writer.save_tensors(rank_file("policy", 0), model.saved_state.tensors())
+        writer.save_json(index_file("policy"), model.saved_state.index("policy"))
+
+    states = []
+    for step in (1, 2):
+        train(model, [10 + step])
+        save_checkpoint(store, step, write)
+        states.append(snapshot(model))
+    for step in (2, 1):
+        other = build_actor(reference, layout, ActorSettings())
+        found = newest_valid(store, lambda each: other.saved_state.load(each.directory, "policy", each.checksums))
+        assert found is not None and found.step == step
+        assert differing(states[step - 1], snapshot(other)) == []
+        file = store.path(2) / rank_file("policy", 0)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import signal
@@ -31,6 +32,21 @@ def files() -> Iterator[FileProcess]:
     found = FileProcess()
     yield found
     found.close()
+
+
+def test_it_imports_isal_from_where_the_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name in a directory of its own, as `pip install --target` makes one."""
+    (tmp_path / "isal").mkdir()
+    (tmp_path / "isal" / "__init__.py").write_text("")
+    (tmp_path / "isal" / "isal_zlib.py").write_text("from zlib import crc32\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("isal", "isal.isal_zlib"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    files = FileProcess()
+    try:
+        assert str(tmp_path / "isal" / "isal_zlib.py") in files.run(importlib.import_module, "isal.isal_zlib")
+    finally:
+        files.close()
 
 
 def test_files_are_the_same_as_without_it(tmp_path: Path, files: FileProcess) -> None:
