@@ -22,6 +22,7 @@ Buffers = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str], torch.dtype]
 
 DEFAULT_BUCKET_BYTES = 64 << 20
+_ALONE_BYTES = 1 << 20  # a transfer of this size is a bucket of its own, and is sent from and into its place
 # Offsets in a bucket are multiples of this, so that a part of it can be viewed as any element type.
 _ALIGNMENT = 16
 
@@ -148,7 +149,9 @@ def _wire_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
 
 def _buckets(dtype_of: DtypeOf, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
     """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
-    for piece in pieces([_wire_bytes(dtype_of, transfer) for transfer in transfers], bucket_bytes):
+    sizes = [_wire_bytes(dtype_of, transfer) for transfer in transfers]
+    # Nothing fits beside a full bucket.
+    for piece in pieces([max(size, bucket_bytes) if size >= _ALONE_BYTES else size for size in sizes], bucket_bytes):
         yield list(transfers[piece])
 
 
@@ -163,27 +166,43 @@ def _exchange(
     group: dist.ProcessGroup,
 ) -> tuple[int, int]:
     """One bucket out and one in, at the same time; bytes of both."""
-    operations, inbound, outbound = [], None, None
+    operations = []
+    inbound = place = _in_place(dtype_of, receive, [t.destination_shard for t in receive], destinations)
     if receive:
-        device = destinations[receive[0].destination_shard.local].device
-        inbound = torch.empty(sum(_wire_bytes(dtype_of, t) for t in receive), dtype=torch.uint8, device=device)
+        if inbound is None:
+            device = destinations[receive[0].destination_shard.local].device
+            inbound = torch.empty(sum(_wire_bytes(dtype_of, t) for t in receive), dtype=torch.uint8, device=device)
         # P2POp takes ranks of the world, whatever the group.
         operations.append(dist.P2POp(dist.irecv, inbound, dist.get_global_rank(group, source), group))
     if send:
-        outbound = _pack(dtype_of, send, sources)
+        outbound = _in_place(dtype_of, send, [t.source_shard for t in send], sources)
+        outbound = _pack(dtype_of, send, sources) if outbound is None else outbound
         operations.append(dist.P2POp(dist.isend, outbound, dist.get_global_rank(group, to), group))
     # In one batch: under NCCL two ranks that both send first would wait for each other's receive.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    for transfer, part in _parts(dtype_of, receive, inbound):
-        shard = transfer.destination_shard
-        shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
+    if place is None:
+        for transfer, part in _parts(dtype_of, receive, inbound):
+            shard = transfer.destination_shard
+            shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
     return sum(_num_bytes(dtype_of, t) for t in send), sum(_num_bytes(dtype_of, t) for t in receive)
+
+
+def _in_place(
+    dtype_of: DtypeOf, transfers: list[Transfer], shards: list[Shard], buffers: Buffers
+) -> torch.Tensor | None:
+    """Return a bucket of one transfer as bytes of the buffer itself; None where other bytes travel."""
+    if len(transfers) != 1:
+        return None
+    [transfer], [shard] = transfers, shards
+    view = shard_view(buffers[shard.local], shard, transfer.bounds)
+    is_same = view.dtype == dtype_of(transfer.tensor) and view.is_contiguous()
+    return view.reshape(-1).view(torch.uint8) if is_same and view.nbytes % _ALIGNMENT == 0 else None
 
 
 def _pack(dtype_of: DtypeOf, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:
     device = sources[transfers[0].source_shard.local].device
-    bucket = torch.zeros(sum(_wire_bytes(dtype_of, t) for t in transfers), dtype=torch.uint8, device=device)
+    bucket = torch.empty(sum(_wire_bytes(dtype_of, t) for t in transfers), dtype=torch.uint8, device=device)
     for transfer, part in _parts(dtype_of, transfers, bucket):
         part.copy_(shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds))
     return bucket
