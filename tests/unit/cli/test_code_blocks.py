@@ -1,6 +1,7 @@
-"""Every fenced code block of the README and docs/: Python runs, TOML loads as a recipe, commands parse.
+"""Code blocks of the README and docs/, fenced or indented: Python runs, TOML loads as a recipe, commands parse.
 
-A block that cannot be checked stands behind a line `<!-- not run: reason -->`.
+A block that cannot be checked stands behind a line `<!-- not run: reason -->`. An indented block has the language of its first
+line; one that is none of the three (output, a diagram) is text.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import typer
 from typer.main import get_command
 
+from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import tomllib
@@ -23,6 +26,12 @@ from megatron_dapo.config.loader import tomllib
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:<!-- not run: (.+?) -->\n)?^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?:<!-- not run: (.+?) -->\n)?(?:^\n)((?:    .*\n|\n)+)", re.MULTILINE)
+FIRST_LINES = (
+    ("toml", r"\[[a-z_.]+\]$|[a-z_.]+ = [\"\[{\d tf-]"),
+    ("python", r"import |from \w+(\.\w+)* import |def |async def "),
+    ("bash", r"([A-Z_]+=\S+ )*(megatron-dapo|make|pip|sbatch|python|examples/|\.venv/)"),
+)
 # Programs beside our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
 OTHERS = ("make", "pip", "python", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
 
@@ -44,6 +53,11 @@ def blocks() -> Iterator[Block]:
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start(2)) + 1
             yield Block(page, line, match[2], match[3], match[1] or "")
+        outside = FENCE.sub(lambda match: re.sub(r"[^\n]+", "", match[0]), text)  # lines keep their numbers
+        for match in INDENTED.finditer(outside):
+            code = textwrap.dedent(match[2]).strip("\n") + "\n"
+            kind = next((kind for kind, first in FIRST_LINES if re.match(first, code.split("\n")[0])), "text")
+            yield Block(page, outside.count("\n", 0, match.start(2)) + 1, kind, code, match[1] or "")
 
 
 def of_kind(*kinds: str) -> list[object]:
@@ -73,6 +87,10 @@ def test_toml_loads(block: Block, tmp_path: Path) -> None:
     (tmp_path / "smallest.toml").write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n')
     tree = tomllib.loads(block.text)
     text = block.text
+    if "variants" in tree:
+        (tmp_path / "grid.toml").write_text(text)
+        assert read_grid(tmp_path / "grid.toml").variants
+        return
     if "base" in tree:
         assert (ROOT / "examples" / tree["base"]).is_file()
         text = text.replace(f'"{tree["base"]}"', f'"{ROOT / "examples" / tree["base"]}"')
