@@ -318,7 +318,8 @@ def _read_result(path: Path) -> EvaluationResult:
 
 def for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
-    data = config.data.model_copy(update={"train_paths": config.data.eval_paths, "sources": ()})
+    held_out = {"train_paths": config.data.eval_paths, "sources": ()} if config.data.eval_paths else {}
+    data = config.data.model_copy(update=held_out)
     telemetry = config.telemetry.model_copy(update={"references": ()})
     # No weights are brought to servers that run already, so no transport is refused.
     external = {"placement": "disaggregated", "weight_sync_transport": "disk"} if config.sglang.urls else {}
