@@ -21,6 +21,7 @@ from megatron_dapo.data.made_problems import MadeProblems
 from megatron_dapo.data.prompt_stream import PromptStream, SourceShare
 from megatron_dapo.data.sources import eval_sources, train_sources
 
+ROOT = Path(__file__).resolve().parents[3]
 FORMAT = RowFormat("question", "answer")
 
 
@@ -162,8 +163,12 @@ def test_made_problems_need_their_package(tmp_path: Path, monkeypatch: pytest.Mo
         list(MadeProblems("chain_sum", 3).rows())
 
 
-def test_made_problems_repeat_and_their_verifier_scores_them() -> None:
-    pytest.importorskip("reasoning_gym", reason="make .venv-tasks, then PYTHONPATH=.venv-tasks")
+def test_made_problems_repeat_and_their_verifier_scores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = ROOT / ".venv-tasks"
+    if not tasks.exists():
+        pytest.skip("reasoning-gym is not installed; make .venv-tasks installs it")
+    monkeypatch.syspath_prepend(tasks)
+    monkeypatch.setenv("PYTHONPATH", f"{tasks}:{ROOT}")  # of the process that makes the problems
     from megatron_dapo.rewards.reasoning_gym import reward
     from megatron_dapo.rewards.result import RewardSample
 
