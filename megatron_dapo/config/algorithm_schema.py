@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -363,6 +364,9 @@ class CriticConfig(Section):
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW of the critic."""
+
+    megatron: Mapping[str, Any] = {}
+    """Fields of megatron-core's configuration for the critic, laid over those of [megatron]."""
 
     mini_batch_prompts: NonNegativeInt = 0
     """Groups of one optimizer step of the critic. 0: training.mini_batch_prompts."""

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.inputs import add_family
+from megatron_dapo.config.megatron_options import SECTIONS, problem_with
 from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
@@ -157,7 +158,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, directory: Path, prefix: str 
     flat: dict[str, _Value] = {}
     for name, value in tree.items():
         path = prefix + name
-        if isinstance(value, Mapping) and path in section_types():
+        if isinstance(value, Mapping) and (path in section_types() or path in SECTIONS):
             flat.update(_flatten(value, origin, directory, f"{path}."))
         else:
             flat.update(_entries(path, _Value(value, origin, directory)))
@@ -265,11 +266,14 @@ def _written(path: str) -> tuple[str, str]:
 
 
 def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
-    problems = [_unknown(path, value) for path, value in values.items() if path not in leaf_fields()]
+    options = {path: value for path, value in values.items() if path.rpartition(".")[0] in SECTIONS}
+    unknown = [path for path in values if path not in options and (path not in leaf_fields() or path in SECTIONS)]
+    problems = [_unknown(path, values[path]) for path in unknown]
+    problems += [problem for path, value in options.items() if (problem := _megatron_problem(path, value))]
     if unusable := [_with_null(path, value) for path, value in values.items() if _has_null(value.value)]:
         raise ConfigError([*problems, *unusable], source)  # no path can be made of them
     # Unknown keys stay out of the schema's check: it would report each a second time, without the nearest name.
-    known = {path: value for path, value in values.items() if path in leaf_fields()}
+    known = {path: value for path, value in values.items() if path not in unknown}
     tree = _nest({path: _absolute_inputs(path, value) for path, value in known.items()})
     config = None
     try:
@@ -292,7 +296,7 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         path: known[path].origin if path in known else DEFAULT_ORIGIN
         for path in leaf_fields()
         if path.rpartition(".")[2] in type(value_of(config, path.rpartition(".")[0])).model_fields
-    }
+    } | {path: value.origin for path, value in options.items()}
     return LoadedConfig(config=config, origins=MappingProxyType(origins))
 
 
@@ -339,7 +343,7 @@ def _name_unions(tree: dict[str, Any]) -> None:
 def _absolute_inputs(path: str, value: _Value) -> Any:
     if path == "data.sources" and isinstance(value.value, list):
         return [_absolute_source(table, value.directory) for table in value.value]
-    if not is_input(path):
+    if path not in leaf_fields() or not is_input(path):
         return value.value
     if isinstance(value.value, list | tuple):
         return [_absolute(item, value.directory) for item in value.value]
@@ -369,7 +373,14 @@ def _absolute(value: Any, directory: Path) -> Any:
     return os.path.abspath(directory / Path(value).expanduser())
 
 
+def _megatron_problem(path: str, value: _Value) -> Violation | None:
+    rule, fix = problem_with(path.rpartition(".")[2], value.value)
+    return Violation(path, rule, f"{fix} (in {value.origin})", {path: value.value}) if rule else None
+
+
 def _unknown(path: str, value: _Value) -> Violation:
+    if path in SECTIONS:
+        return Violation(path, f"a table [{path}]", "set fields of megatron-core's configuration in it", {path: value.value})
     if path in section_types():
         fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
         fix = f"set its fields ({fields}), e.g. in a table [{path}]"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -278,6 +278,10 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are cut over processes."""
 
+    megatron: Mapping[str, Any] = {}
+    """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by their own names, for the
+    policy and, unless critic.megatron says otherwise, the critic: docs/megatron.md."""
+
     data: DataConfig
     """Prompts to train and evaluate on."""
 
@@ -378,6 +382,11 @@ class Config(Section):
                 "sequence_parallel": policy.sequence_parallel and tensor > 1,
             }
         )
+
+    @property
+    def critic_megatron(self) -> Mapping[str, Any]:
+        """Return the critic's fields of megatron-core's configuration."""
+        return {**self.megatron, **self.critic.megatron}
 
     @property
     def checkpoint_dir(self) -> Path:

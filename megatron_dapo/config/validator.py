@@ -424,6 +424,18 @@ RULES = (
         where="evaluation.interval > 0",
     ),
     Rule(
+        'model.recompute_granularity == "selective"',
+        'set model.recompute_granularity = "selective"',
+        where='"recompute_modules" in megatron or "recompute_modules" in critic.megatron',
+        reason="they are the modules that selective recomputation computes again",
+    ),
+    Rule(
+        'model.recompute_granularity == "full"',
+        'set model.recompute_granularity = "full"',
+        where='any(key in table for key in ("recompute_method", "recompute_num_layers") for table in (megatron, critic.megatron))',
+        reason="they choose among whole layers",
+    ),
+    Rule(
         "checkpoint.interval > 0 and checkpoint.keep_every % checkpoint.interval == 0",
         "set checkpoint.keep_every = {padded(checkpoint.keep_every, checkpoint.interval or checkpoint.keep_every)} and "
         "checkpoint.interval = {checkpoint.interval or checkpoint.keep_every}",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.config.megatron_options import field_table, options_for
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.attention import check_flash_attention
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
@@ -38,6 +44,7 @@ class ModelSettings:
     recompute: str = "none"  # of activations, a name of RECOMPUTE
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     attention: str = "auto"  # an `AttentionImplementation`
+    megatron: Mapping[str, Any] = field(default_factory=dict)  # megatron-core's own fields, as [megatron] has them
 
     def __post_init__(self) -> None:
         for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
@@ -76,7 +83,8 @@ def describe_precision(config: GPTConfig) -> str:
 def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> GPTConfig:
     """Build the configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
 
-    ValueError where the precision cannot be computed here, or not with these shapes.
+    ValueError where the precision cannot be computed here, or not with these shapes, and for a field of `settings.megatron`
+    that the installed megatron-core does not have.
     """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
@@ -84,38 +92,82 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     _check_shapes(architecture, layout, settings.precision)
     if settings.attention == "flash":
         check_flash_attention(dtype, architecture.head_dim, layout.context)
-    return GPTConfig(
-        precision=settings.precision,
-        attention_implementation=settings.attention,
+    values = {
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
         **_gemma3_fields(architecture),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
         # Weights are overwritten by a checkpoint: initializing them first would cost a full copy of the model.
-        perform_initialization=False,
-        use_cpu_initialization=not cuda,
+        "perform_initialization": False,
+        "use_cpu_initialization": not cuda,
         # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
-        calculate_per_token_loss=True,
+        "calculate_per_token_loss": True,
         # Packed micro-batches differ in length, also between expert ranks: the allgather dispatcher needs equal ones.
         # megatron-core checks the dispatcher's type even for a dense model. `schedule` switches the exchange of lengths off
         # for steps whose micro-batches are equal.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
         **_communication_fields(layout),
-        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        # Fusions need CUDA extensions or a compiler; none changes the mathematics.
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=cuda,
-        bias_activation_fusion=cuda and architecture.gemma3 is None,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-    )
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+        **_fusion_fields(architecture),
+        **_requested_fields(TransformerConfig, "model", settings.megatron),
+    }
+    return GPTConfig(precision=settings.precision, attention_implementation=settings.attention, **values)
+
+
+def _fusion_fields(architecture: ModelArchitecture) -> dict[str, bool]:
+    """Return the fused kernels that are there: each needs CUDA, and some an extension. None changes the mathematics."""
+    cuda = torch.cuda.is_available()
+    has_transformer_engine = cuda and importlib.util.find_spec("transformer_engine") is not None
+    return {
+        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": cuda and architecture.gemma3 is None,
+        # Our packed attention reads no mask; persistent layer norms are LayerNorms.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        # Without it the angles of packed sequences are applied one sequence after another, in Python. Gemma 3 has two bases.
+        "apply_rope_fusion": has_transformer_engine and architecture.gemma3 is None,
+        # Weight gradients are added to the fp32 sum by the product itself.
+        "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
+    }
+
+
+def has_fused_weight_gradient() -> bool:
+    """Return True if apex's kernels that add a weight's gradient to its fp32 sum can be imported."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _requested_fields(kind: type[Any], part: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the recipe's `options` that are fields of `kind`, of its types. ValueError for one that the installed
+    megatron-core does not have."""
+    requested, known = options_for(part, options), {one.name for one in fields(kind)}
+    if missing := sorted(set(requested) - known):
+        version = importlib.metadata.version("megatron-core")
+        there = ", ".join(field_table()[missing[0]]["versions"])
+        raise ValueError(
+            f"megatron.{missing[0]}: {kind.__name__} of the installed megatron-core {version} has no such field; versions "
+            f"that have it: {there}"
+        )
+    # The only one of the settable fields that is an enumeration.
+    converted = {"attention_backend": AttnBackend} if "attention_backend" in requested else {}
+    return {**requested, **{name: choices[requested[name]] for name, choices in converted.items()}}
+
+
+def data_parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of DistributedDataParallelConfig that a recipe may set: its own, else the defaults of this machine."""
+    # On a GPU the gradients of a bucket are summed while the backward pass computes the next ones.
+    defaults = {"overlap_grad_reduce": torch.cuda.is_available()}
+    return defaults | _requested_fields(DistributedDataParallelConfig, "ddp", options)
+
+
+def optimizer_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of megatron-core's OptimizerConfig that a recipe sets."""
+    return _requested_fields(OptimizerConfig, "optimizer", options)
 
 
 def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, precision: PrecisionConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,33 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.megatron.model_config import data_parallel_fields, optimizer_fields
 from megatron_dapo.megatron.parallel_state import world_is
 from megatron_dapo.parallel.rank_set import RankSet
 
 
 def wrap_data_parallel(
-    chunks: Sequence[GPTModel], config: TransformerConfig, distributed: bool
+    chunks: Sequence[GPTModel], config: TransformerConfig, distributed: bool, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks so that gradients are kept and summed in fp32 over data x context ranks. `distributed`: the
-    optimizer's state is sharded over these ranks."""
+    optimizer's state is sharded over these ranks. `options`: megatron-core's own fields that the recipe sets."""
     wrapper = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
         fp8_param_gather=config.fp8_param,
+        **data_parallel_fields(options),
     )
     # Backward runs the chunks from last to first. All but the first reduce while another computes, so one bucket will do;
     # the first needs several to overlap its own backward pass.
-    return [
+    wrapped = [
         DistributedDataParallel(config, wrapper, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
     ]
+    if wrapper.overlap_grad_reduce:
+        # The schedules leave the sums to the last micro-batch: else each one would sum what is not complete.
+        pauses = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    return wrapped
 
 
 def build_optimizer(
@@ -45,6 +52,7 @@ def build_optimizer(
     settings: OptimizerConfig,
     distributed: bool,
     part: RankSet,
+    options: Mapping[str, Any],
 ) -> Any:
     """Build megatron-core's AdamW over the wrapped chunks, with fp32 main params copied from their current weights.
 
@@ -63,6 +71,7 @@ def build_optimizer(
         params_dtype=config.params_dtype,
         fp8_recipe=config.fp8_recipe if config.fp8 else None,
         use_distributed_optimizer=distributed,
+        **optimizer_fields(options),
     )
     # get_megatron_optimizer gathers the kinds of parameters (decayed or not) over the whole world, whatever its groups.
     with world_is(part, core_optimizer):

@@ -121,9 +121,9 @@ class TrainedModel:
         del buffers  # an fp32 copy of the model's shard
         if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
-        distributed = settings.use_distributed_optimizer
-        self.chunks = wrap_data_parallel(chunks, self.config, distributed)
-        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part)
+        distributed, options = settings.use_distributed_optimizer, settings.model.megatron
+        self.chunks = wrap_data_parallel(chunks, self.config, distributed, options)
+        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part, options)
         set_main_params(self.named_local_parameters(), self.optimizer, exact)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,7 @@ def build_learner(
 def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
     path = config.model.path
     settings = ActorSettings(
-        model=_model_settings(config),
+        model=_model_settings(config, config.megatron),
         optimizer=config.optimizer,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,
@@ -129,7 +130,7 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
         join_as_nonmember(layout, part, collective_timeout(config.run.wait_timeout_seconds))
         return None
     settings = CriticSettings(
-        model=_model_settings(config),
+        model=_model_settings(config, config.critic_megatron),
         optimizer=config.critic.optimizer,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         seed=config.run.seed,
@@ -145,10 +146,12 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
     return critic
 
 
-def _model_settings(config: Config) -> ModelSettings:
-    """Return the number formats and recomputation of every trained model of the run."""
+def _model_settings(config: Config, options: Mapping[str, Any]) -> ModelSettings:
+    """Return the number formats and recomputation of every trained model of the run, with megatron-core's own fields."""
     model = config.model
-    return ModelSettings(model.dtype, model.recompute_granularity, config.precision, model.attention_implementation)
+    return ModelSettings(
+        model.dtype, model.recompute_granularity, config.precision, model.attention_implementation, options
+    )
 
 
 def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:

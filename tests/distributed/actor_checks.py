@@ -333,18 +333,22 @@ def largest_over_ranks(errors: dict[str, float]) -> dict[str, float]:
     return dict(zip(errors, values.tolist(), strict=True))
 
 
+def model_settings(case: Mapping[str, Any]) -> ModelSettings:
+    """Settings of a case: "dtype", "recompute", "precision", and "megatron" for megatron-core's own fields."""
+    precision = PrecisionConfig(**case.get("precision", {}))
+    dtype, recompute = case.get("dtype", "float32"), case.get("recompute", "none")
+    return ModelSettings(dtype, recompute, precision, megatron=case.get("megatron", {}))
+
+
 def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Worker: `parity` of each case {"model", "layout" (fields), and optionally "dtype", "recompute", "distributed"}.
+    """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed"}.
 
     Micro-batches of a pipeline are made equal in length where the case has "padded".
     """
     results = []
     for case in arguments["cases"]:
         schedule.MAX_PADDED_SHARE = 10.0 if case.get("padded") else 0.0
-        settings = ActorSettings(
-            model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
-            use_distributed_optimizer=case.get("distributed", True),
-        )
+        settings = ActorSettings(model=model_settings(case), use_distributed_optimizer=case.get("distributed", True))
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
     return results
@@ -385,7 +389,7 @@ def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
     layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
     settings = ActorSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32"), precision=PrecisionConfig(**case.get("precision", {}))),
+        model=model_settings(case),
         use_distributed_optimizer=case["distributed"],
     )
     whole = build_actor(want, layout, settings)

@@ -37,7 +37,8 @@ def build(arguments: Mapping[str, Any], case: Mapping[str, Any], side: Mapping[s
         settings = critic_checks.settings_of({**case, **side})
         return MegatronCritic.build(directory, critic_checks.layout_of(side), settings)
     settings = ActorSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32")), use_distributed_optimizer=side.get("distributed", True)
+        model=ModelSettings(dtype=case.get("dtype", "float32"), megatron=side.get("megatron", {})),
+        use_distributed_optimizer=side.get("distributed", True),
     )
     layout = ParallelLayout(world_size=dist.get_world_size(), **side["layout"])
     return build_actor(Reference.read(arguments["references"], case["model"]), layout, settings)

@@ -10,6 +10,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"pipeline": 2, "virtual_pipeline": 2},
     {"context": 2, "tensor": 2, "sequence_parallel": True},
 )
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4096}  # elements of a bucket
 CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in LAYOUTS for model in MODELS] + [
     {"model": "qwen3", "layout": {"tensor": 4}},  # more tensor ranks than key-value heads
     {"model": "qwen2-tied", "layout": {"pipeline": 4}, "distributed": False},
@@ -22,6 +23,19 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
     {"model": "llama3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "padded": True},
     {"model": "qwen2-tied", "layout": {"context": 2, "pipeline": 2}, "padded": True},
     {"model": "qwen3-moe", "layout": {"expert": 2, "pipeline": 2}, "padded": True},
+    # Gradients summed in small buckets while the backward pass goes on.
+    {"model": "qwen2", "layout": {}, "megatron": BUCKETS},
+    {"model": "qwen2-tied", "layout": {"pipeline": 2}, "megatron": BUCKETS},
+    {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": BUCKETS},
+    {"model": "llama3", "layout": {"context": 2, "tensor": 2, "sequence_parallel": True}, "megatron": BUCKETS},
+    {"model": "qwen3-moe", "layout": {"expert": 2}, "megatron": BUCKETS, "distributed": False},
+    {"model": "qwen2", "layout": {"tensor": 2}, "recompute": "selective", "megatron": {"recompute_modules": ["mlp"]}},
+    {
+        "model": "qwen3",
+        "layout": {"pipeline": 2},
+        "recompute": "full",
+        "megatron": {"recompute_method": "block", "recompute_num_layers": 1},
+    },
     {"model": "gemma3", "layout": {"tensor": 4}, "recompute": "full"},
     {"model": "gemma3", "layout": {"context": 4}, "recompute": "selective"},
 ]

@@ -11,6 +11,13 @@ RESUMED: list[dict[str, Any]] = [
     {"model": "qwen2-tied", "layout": {"pipeline": 2}, "distributed": False, "dtype": "bfloat16"},
     {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": True},
     {"model": "qwen3-moe-mixed", "layout": {"expert": 2}, "distributed": False, "dtype": "bfloat16"},
+    {
+        "model": "qwen3",
+        "layout": {},
+        "distributed": True,
+        "dtype": "bfloat16",
+        "megatron": {"overlap_grad_reduce": True, "bucket_size": 4096},
+    },
 ]
 
 

@@ -9,7 +9,11 @@ import pytest
 from launcher import run_distributed
 
 CASES: list[dict[str, Any]] = [
-    {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}},
+    {  # ZeRO ranges of many small buckets
+        "model": "qwen2",
+        "source": {"layout": {"tensor": 2}},
+        "target": {"layout": {}, "megatron": {"overlap_grad_reduce": True, "bucket_size": 4096}},
+    },
     {
         "model": "llama3",  # tied
         "source": {"layout": {"pipeline": 2, "virtual_pipeline": 2}},

@@ -69,6 +69,7 @@ RUN_BY = {
     "tools/make_smoke_model.py": "test_make_smoke_model",
     "tools/make_smollm2.py": "test_make_smollm2",
     "tools/make_text_tasks.py": "test_make_text_tasks",
+    "tools/megatron_fields.py": "test_megatron_fields",
     "tools/plot_run.py": "test_plot_run",
     "tools/prove_resume.py": "test_prove_resume",
     "tools/resume_proof/moved_state.py": "test_prove_resume_in_another_layout",
@@ -431,6 +432,10 @@ def test_check_smoke(repository: Path, finished_run: Path) -> None:
         "checkpoints",
         "exported",
     ]
+
+
+def test_megatron_fields(repository: Path) -> None:
+    assert run_program(repository, ["-m", "tools.megatron_fields"]).endswith("is as in the table\n")
 
 
 def test_plot_run(repository: Path, finished_run: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 
 from megatron_dapo.cli.main import app
+from megatron_dapo.config.megatron_options import SECTIONS, settable
 from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
 
@@ -63,7 +64,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_settings_exist(document: Path) -> None:
-    known = {*leaf_fields(), "a.b"}
+    known = {*leaf_fields(), *(f"{section}.{name}" for section in SECTIONS for name in settable()), "a.b"}
     for path in re.findall(r"--set [\"']?([a-z_.]+)=", text_of(document)):
         assert path in known, f"--set {path}: there is no such field"
 

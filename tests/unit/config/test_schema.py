@@ -88,6 +88,7 @@ THROUGH = {
     "algorithm.loss.aggregation_length": "aggregation_length",
     "parallel.num_processes": "require_valid",  # the number of processes must be the requested one
     "critic.parallel.num_processes": "num_critic_processes",
+    "critic.megatron": "critic_megatron",
     "optimizer.warmup_unit": "schedule_steps",
     "critic.warmup_train_steps": "policy_starts_at",
     "sglang.fp8_step0_max_mean_abs": "mismatch_gate",
