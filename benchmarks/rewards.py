@@ -209,8 +209,8 @@ def measure_hostile(every: int) -> dict[str, Any]:
                 if time.monotonic() - start > DEADLINE_S + GRACE_S:
                     hangs.append(title)
                 found = world.escapes(json.dumps(score.detail))
-                # The sandbox answers for every program: else one has ended its verifier process.
-                if found or score.outcome in ("error", "timeout"):
+                # The sandbox answers for every program, if late on a busy machine: else one has ended its verifier process.
+                if found or score.outcome == "error":
                     found.append(score.outcome)
                     escapes.append(f"{title}: {', '.join(found)}: {score.detail}")
     for verifier in ("dapo", "lenient"):
