@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import megatron_dapo
 from megatron_dapo.config.loader import read_toml
@@ -74,6 +75,17 @@ def test_lock_satisfies_the_requirements(
         assert requirement.specifier.contains(version, prereleases=True), (
             f"{lock}: {requirement.name} {version} is not {requirement.specifier}"
         )
+
+
+def test_the_oldest_lock_has_the_lower_bounds(repository: Path, metadata: dict[str, Any]) -> None:
+    """All but torch, of whose oldest version there is no CPU build in the index."""
+    pinned = pins(repository / "requirements/cpu-py311-oldest.txt")
+    for requirement in map(Requirement, metadata["dependencies"] + metadata["optional-dependencies"]["dev"]):
+        if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate({"python_version": "3.11"})):
+            continue
+        (lowest,) = (one.version for one in requirement.specifier if one.operator == ">=")
+        found = pinned[canonicalize_name(requirement.name)]
+        assert Version(found).release[: len(Version(lowest).release)] == Version(lowest).release, (requirement, found)
 
 
 def test_cpu_lock_has_no_cuda_package(repository: Path) -> None:
