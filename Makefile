@@ -42,7 +42,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py pyproject.toml
@@ -65,7 +65,7 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
 # its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types of the interface, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-docs .venv-mypy
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -138,6 +138,9 @@ test-plots: .venv .venv-plots
 test-types: .venv .venv-mypy
 	$(call pytest,$@,tests/unit/api/test_types.py,PYTHONPATH=.venv-mypy)
 
+test-trackers: .venv .venv-trackers
+	$(call pytest,$@,tests/unit/telemetry/test_trackers.py)
+
 # Strict: a dead link or a page outside the navigation fails.
 docs: .venv .venv-docs
 	$(HERE):.venv-docs NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
@@ -168,7 +171,7 @@ test: .venv
 	@$(MAKE) --no-print-directory --keep-going test-unit test-more
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
-test-all: .venv-trl .venv-tasks .venv-demo test test-cluster
+test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers test test-cluster
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.

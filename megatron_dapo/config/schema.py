@@ -51,6 +51,7 @@ from megatron_dapo.config.section import (
 
 Resume = Literal["auto", "never", "must"]
 NodeAction = Literal["warn", "exclude"]
+Tracker = Literal["wandb", "mlflow"]
 
 
 class RunConfig(Section):
@@ -182,6 +183,11 @@ class TelemetryConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events to <run.output_dir>/tensorboard, x axis the train step. metrics.jsonl is written either
     way."""
+
+    trackers: tuple[Tracker, ...] = ()
+    """"wandb" and "mlflow", beside TensorBoard: metrics, and what recipe and options set. A resumed run continues its run there.
+    Each takes its own variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, ...); MLflow without one writes to
+    <run.output_dir>/mlruns. Extras of the same names install them."""
 
     samples_per_step: NonNegativeInt = 64
     """Responses written to samples.jsonl per train step. 0: none."""

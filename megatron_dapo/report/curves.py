@@ -11,9 +11,11 @@ from megatron_dapo.evaluation.reference import AVERAGE, Record
 from megatron_dapo.report.anomalies import train_steps_of
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
-from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, REWARD_PART, STEP_METRICS
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
 
 EVALUATED = "eval/"
+BY_PART, BY_SOURCE = "Reward by part", "Accuracy by source"  # charts that also have metrics of a run's own
+_GENERATED = "/accuracy_generated"
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             is_wide=True,
         ),
         Chart("Held-out by majority and by best", {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k", AVERAGE: "avg@k"}),
+        Chart(BY_SOURCE, {}),
         Chart("Reward", {"reward/mean": "mean", "reward/group_std_mean": "deviation within groups"}),
         Chart(
-            "Reward by part",
+            BY_PART,
             {f"reward/{part}_mean": part for part in ("verifier", "overlong", "perplexity", "format")},
         ),
         Chart(
@@ -133,9 +136,21 @@ TIMES = [f"time/{name}" for name in (*PHASES, "unaccounted")]
 
 def drawn_metrics(runs: Sequence[RunFiles]) -> list[str]:
     """Return the metrics of all charts that are not 0 in every step of every run."""
-    own = {name for run in runs for row in run.steps[-1:] for name in row if name.startswith(REWARD_PART)}
+    own = sorted({name for run in runs for row in (*run.steps[-1:], *run.evaluations[-1:]) for name in row if _own(name)})
     names = dict.fromkeys([*(name for charts in SECTIONS.values() for chart in charts for name in chart.metrics), *own])
     return [name for name in names if any(_is_there(run, name) for run in runs)]
+
+
+def _own(name: str) -> tuple[str, str] | None:
+    """Return chart and label of a metric that a run's own reward or sources have; None for any other."""
+    if name.startswith(REWARD_PART):
+        return BY_PART, name.removeprefix(REWARD_PART)
+    if name.startswith(SOURCE) and name.endswith(_GENERATED):
+        return BY_SOURCE, f"training, {name.removeprefix(SOURCE).removesuffix(_GENERATED)}"
+    score = AVERAGE.removeprefix(EVALUATED)
+    if name.startswith(EVALUATED) and name.endswith(f"/{score}") and name != AVERAGE:
+        return BY_SOURCE, f"held-out, {name.removeprefix(EVALUATED).removesuffix(f'/{score}')}"
+    return None
 
 
 def _is_there(run: RunFiles, name: str) -> bool:
@@ -146,11 +161,11 @@ def _is_there(run: RunFiles, name: str) -> bool:
 def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the page's charts, of those metrics that are drawn. `config`: of the first run, which has the alarms' limits."""
     limits = {alarm.metric: alarm.limit_in(config) for alarm in RUN_ALARMS}
-    own = {name: name.removeprefix(REWARD_PART) for name in metrics if name.startswith(REWARD_PART)}
+    own = {name: place for name in metrics if (place := _own(name)) is not None}
     found = []
     for section, members in SECTIONS.items():
         for chart in members:
-            shown = {**chart.metrics, **(own if chart.title == "Reward by part" else {})}
+            shown = {**chart.metrics, **{name: label for name, (title, label) in own.items() if title == chart.title}}
             series = [{"metric": name, "label": label} for name, label in shown.items() if name in metrics]
             if not series:
                 continue
@@ -162,7 +177,7 @@ def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, 
                     "title": chart.title,
                     "wide": chart.is_wide,
                     "log": chart.is_log,
-                    "unit": known[0].unit if known else "reward",
+                    "unit": known[0].unit if known else "fraction" if chart.title == BY_SOURCE else "reward",
                     "series": series,
                     "help": [f"{metric.name}: {metric.meaning}" for metric in known],
                     "limits": [limits[each["metric"]] for each in series if limits.get(each["metric"]) not in (None, 0, 1)],

@@ -21,6 +21,7 @@ from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_
 from megatron_dapo.telemetry.provenance import PROVENANCE, installed_versions, write_provenance
 from megatron_dapo.telemetry.samples import TOKENS_PER_STEP, SampleWriter, choose, sample_record, token_details
 from megatron_dapo.telemetry.token_texts import TokenTexts
+from megatron_dapo.telemetry.trackers import open_trackers
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
 from megatron_dapo.trainer.rollout import with_numbers
 from megatron_dapo.types import Group
@@ -129,14 +130,15 @@ class Recorder:
         self._telemetry, self._files = telemetry, files
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self._note_provenance(config, machine)
-        tensorboard: list[MetricWriter] = (
-            [TensorBoardWriter(self.paths.tensorboard, first_step, files, _settings(config))]
-            if telemetry.tensorboard
-            else []
-        )
-        self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step, files), *tensorboard])
+        settings = _settings(config)
+        others: list[MetricWriter] = [
+            *open_trackers(telemetry.trackers, config.run.output_dir, config.run.name, settings, files)
+        ]
+        if telemetry.tensorboard:
+            others.append(TensorBoardWriter(self.paths.tensorboard, first_step, files, settings))
+        self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step, files), *others])
         evaluations = JsonlWriter(self.paths.evaluation_metrics, first_evaluation, files)
-        self._evaluations = MetricRecorder([evaluations, *tensorboard])
+        self._evaluations = MetricRecorder([evaluations, *others])
         has_samples = bool(telemetry.samples_per_step)
         self._samples = SampleWriter(self.paths.samples, first_step, files) if has_samples else None
         self._filtered = SampleWriter(self.paths.filtered, first_step, files) if has_samples else None

@@ -39,6 +39,8 @@ HEAVY = {
     "rich": {"telemetry", "cli", "proof"},
     "typer": {"cli"},
     "tensorboard": {"telemetry"},
+    "wandb": {"telemetry"},
+    "mlflow": {"telemetry"},
     "gradio": {"demo"},
     "matplotlib": {"ablation"},
     # bridge: SGLang's stock endpoint takes nothing else. converters: metadata of a torch_dist checkpoint, see below.

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.report.page import MAX_BYTES, MAX_RUNS, build_page, write_report
-from tests.made_runs import a_sample, make_run, write_json
+from tests.made_runs import a_sample, make_run, write_json, write_lines
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -76,6 +76,18 @@ def test_several_runs_show_what_differs(tmp_path: Path) -> None:
     assert [run["name"] for run in document["runs"]] == ["a", "b"]
     with pytest.raises(ValueError, match=f"{MAX_RUNS + 1} runs, takes 1 to {MAX_RUNS}"):
         build_page([paths[0]] * (MAX_RUNS + 1))
+
+
+def test_own_parts_and_sources_have_curves(tmp_path: Path) -> None:
+    own = {"reward/part/style": 0.5, "rollout/source/gsm8k/accuracy_generated": 0.7, "rollout/source/gsm8k/groups_generated": 4.0}
+    path = make_run(tmp_path / "run", rows={step: own for step in range(1, 31)})
+    rows = [json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()]
+    write_lines(path / "evaluations.jsonl", [{**row, "eval/aime/avg_at_k": 0.3} for row in rows])
+    document = data_of(build_page([path]))
+    labels = {chart["title"]: [each["label"] for each in chart["series"]] for chart in document["charts"]}
+    assert labels["Reward by part"] == ["style"]
+    assert labels["Accuracy by source"] == ["held-out, aime", "training, gsm8k"]
+    assert document["runs"][0]["curves"]["evaluated"]["eval/aime/avg_at_k"] == [0.3] * 4
 
 
 def test_a_reference_is_drawn_on_the_runs_steps(tmp_path: Path) -> None:
