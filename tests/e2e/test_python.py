@@ -1,4 +1,4 @@
-"""Runs from Python: a script, and a notebook with hooks of its own."""
+"""Runs from Python: a script, a notebook with hooks of its own, and hooks that fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from whole_runs import ROOT, RUN_TIMEOUT_S, lines_of
 pytestmark = pytest.mark.slow
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
+HOOKS = ROOT / "examples" / "hooks"
 
 # Executes the cells of a notebook as IPython does: in one namespace of __main__, their lines in the line cache alone.
 CELLS = """
@@ -26,6 +27,41 @@ for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
         exec(compile(text, name, "exec"), globals())
 print(json.dumps({"metrics": result.metrics, "stopped": result.summary.stopped, "model": str(result.model),
                   "texts": [[one.text, one.finish_reason, len(one.token_ids), len(one.logprobs)] for one in responses]}))
+"""
+
+HOOKED = """
+from megatron_dapo import Callback, Recipe, TrainingError, train
+
+rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+def reward(sample):
+    return len(set(sample.response)) / 100
+
+
+class Fails(Callback):
+    def on_step_end(self, step, metrics):
+        if step == 2:
+            raise KeyError("the tracker's table")
+
+
+recipe = Recipe(
+    MODEL, rows, reward, output_dir=DIRECTORY,
+    algorithm={"loss": f"{HOOKS}/policy_loss.py:loss", "advantage": f"{HOOKS}/advantage.py:advantage"},
+    run={"total_steps": 3, "callbacks": [f"{HOOKS}/callbacks.py:EventLog", Fails]},
+    rollout={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16, "group_filter": f"{HOOKS}/group_filter.py:keep"},
+    training={"mini_batch_prompts": 4},
+    checkpoint={"interval": 1},
+    settings={
+        "model.family": f"{HOOKS}/model_family.py:MISTRAL",
+        "data.order": f"{HOOKS}/prompt_order.py:easy_first",
+        "data.max_prompt_tokens": 64,
+    },
+)
+try:
+    train(recipe, check=False)
+except TrainingError as error:
+    print(f"exit code {error.exit_code}: {error}")
 """
 
 
@@ -63,3 +99,39 @@ def test_a_notebook_trains_evaluates_and_generates(tmp_path: Path) -> None:
         assert reason in ("stop", "length") and 1 <= num_tokens == num_logprobs <= 32
     written = sorted(path.name for path in (tmp_path / "run" / "inputs").iterdir())
     assert {"recipe.toml", "train.jsonl", "eval.jsonl", "reward_verifier_0.py"} <= set(written)
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Path:
+    """A random Mistral of the shipped model's sizes, with its tokenizer."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    directory, config = tmp_path / "mistral", json.loads((MODEL / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = ("num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    torch.manual_seed(0)
+    fields = {name: config[name] for name in (*sizes, *more)}
+    MistralForCausalLM(MistralConfig(**fields, sliding_window=None)).save_pretrained(directory)
+    for file in (*MODEL.glob("*token*"), *MODEL.glob("*.jinja")):
+        shutil.copy(file, directory)
+    return directory
+
+
+def test_hooks_of_every_kind_work_together_and_a_failing_one_names_itself(tmp_path: Path, mistral: Path) -> None:
+    script = tmp_path / "hooked.py"
+    directory = tmp_path / "run"
+    script.write_text(f"MODEL, DIRECTORY, HOOKS = {str(mistral)!r}, {str(directory)!r}, {str(HOOKS)!r}\n{HOOKED}")
+    printed = run(script, cwd=tmp_path).splitlines()[-1]
+    assert printed.startswith("exit code 1: first failure: attempt 1, rank 0")
+    assert "run_callbacks_1.py:Fails' (run.callbacks, on_step_end) raised KeyError" in printed
+    failure = json.loads((directory / "failure.json").read_text())
+    assert "HookError: hook" in failure["entries"][0]["message"]
+    events = lines_of(directory / "events.jsonl")
+    assert [event["event"] for event in events if event["event"] != "checkpoint"] == ["start", "step", "step"]
+    # Megatron-core has the model that transformers generates with.
+    rows = lines_of(directory / "metrics.jsonl")
+    assert len(rows) == 2 and max(row["mismatch/abs_logprob_diff_mean"] for row in rows) < 1e-4
+    # Only groups whose rewards differ are trained.
+    first = [sample for sample in lines_of(directory / "samples.jsonl") if sample["train_step"] == 1]
+    assert len(first) == 16
