@@ -37,7 +37,7 @@ def path_of(hook: Any, file: Path) -> str:
         raise ValueError("a lambda has no name that other processes could import; write it as a function with def")
     module = sys.modules.get(hook.__module__)
     if _is_importable(hook):
-        # Modules beside a script are on its path alone; workers start elsewhere.
+        # Modules beside a script are on its path alone; workers start in another directory.
         origin = getattr(module, "__file__", None)
         is_in_package = "." in hook.__module__ or getattr(module, "__path__", None) is not None
         is_plain_file = origin is not None and not is_in_package and "site-packages" not in origin

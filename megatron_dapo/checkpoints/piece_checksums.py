@@ -1,4 +1,4 @@
-"""Checksums of the pieces of a file, computed while it is written and verified by whoever reads a piece.
+"""Checksums of the pieces of a file, computed while it is written and verified by the reader of a piece.
 
 A piece is the header of a safetensors file or one of its tensors; pieces follow each other without gaps. As text:
 "1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports isal, where it is installed, and the standard

@@ -70,7 +70,7 @@ class SafetensorsReader:
     def __init__(
         self, path: str | Path, checksums: PieceChecksums | None = None, *, is_read_once: bool = False
     ) -> None:
-        """`is_read_once`: nobody reads the same bytes soon, so that large tensors need no place in the page cache."""
+        """`is_read_once`: the same bytes are not read again soon, so that large tensors need no place in the page cache."""
         self.path = Path(path)
         self._checksums = checksums
         self._counting = threading.Lock()

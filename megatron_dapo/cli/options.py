@@ -46,7 +46,7 @@ InputsOption = Annotated[
     bool,
     typer.Option(
         "--inputs/--no-inputs",
-        help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are elsewhere",
+        help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are on another machine",
     ),
 ]
 

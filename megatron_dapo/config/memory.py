@@ -120,7 +120,7 @@ class ModelMemory:
     gradients: int = 0
     optimizer: int = 0  # fp32 main params and moments
     activations: int = 0  # at their peak, with the log-prob head's
-    saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run goes on
+    saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run continues
 
     @property
     def state(self) -> int:

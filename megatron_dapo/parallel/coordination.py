@@ -328,7 +328,7 @@ def _covers(ranks: range, num_ranks: int) -> bool:
 
 
 def _holder(ranks: range, rank: int) -> int | None:
-    """Return the rank of a group under which another rank stands in the tree, None if it stands elsewhere."""
+    """Return the rank of a group under which another rank stands in the tree, None if it stands outside the group."""
     if not ranks[0] <= rank < ranks[-1] + ranks.step:
         return None
     return ranks[(rank - ranks[0]) // ranks.step]

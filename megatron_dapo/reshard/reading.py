@@ -28,7 +28,7 @@ class ReadPlan:
     """The reader of every piece, and rounds of pieces that are in memory together.
 
     A piece is read by one of the ranks that need part of it, by worst fit, so that little crosses between ranks. Raises
-    ValueError where nobody needs a piece.
+    ValueError where no rank needs a piece.
     """
 
     def __init__(self, pieces: Sequence[StoredPiece], needs: Needs, num_ranks: int, round_elements: int) -> None:

@@ -303,7 +303,7 @@ def _limit(job: dict[str, Any], isolation: str) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if isolation.startswith("namespaces"):  # elsewhere the kernel counts all processes of the user
+    if isolation.startswith("namespaces"):  # without one the kernel counts all processes of the user
         limits[resource.RLIMIT_NPROC] = job["max_processes"] + 1  # and the runner
     for limited, value in limits.items():
         hard = resource.getrlimit(limited)[1]

@@ -228,7 +228,7 @@ class Recorder:
     def _records(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch | None) -> list[dict[str, Any]]:
         """Return records of some responses, the first of them token by token; without a batch none has an advantage."""
         shown = batch.shown_advantages if batch is not None else {}
-        # Elsewhere than on a critic's ranks they are one number a response.
+        # Off a critic's ranks they are one number a response.
         by_token = {
             one.sample_id: one.advantages
             for one in (batch.policy_samples if batch is not None else ())

@@ -38,6 +38,19 @@ micro_batch_tokens = 512
 """
 
 
+QUICKSTART = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
+
+
+@pytest.fixture
+def whole_recipe(recipe: Path) -> Path:
+    """The same with a real model and real rows, which commands that start something read first."""
+    (recipe.parent / "model" / "config.json").unlink()
+    (recipe.parent / "model").rmdir()
+    (recipe.parent / "model").symlink_to(QUICKSTART / "base_model")
+    (recipe.parent / "train.jsonl").write_bytes((QUICKSTART / "heldout.jsonl").read_bytes())
+    return recipe
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()

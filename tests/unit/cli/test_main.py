@@ -39,16 +39,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     return calls
 
 
-def test_train_starts_the_requested_workers(recipe: Path, tmp_path: Path, started: list) -> None:
+def test_train_starts_the_requested_workers(whole_recipe: Path, tmp_path: Path, started: list) -> None:
     directory = tmp_path / "run"
     result = runner.invoke(
-        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(directory)]
+        app, ["train", str(whole_recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(directory)]
     )
     assert result.exit_code == 0, result.output
     ((module, arguments, num_processes, run_directory),) = started
     assert (module, num_processes, run_directory) == (WORKER, 2, directory)
     assert (
-        arguments[:3] == [str(recipe), "--set", "run.seed=5"]
+        arguments[:3] == [str(whole_recipe), "--set", "run.seed=5"]
         and "parallel.tp_size=2" in arguments
         and f"run.output_dir={directory}" in arguments
     )
@@ -60,12 +60,12 @@ PRETRAIN = ["--set", "algorithm.name=vapo", "--set", "rollout.filter_groups=fals
 
 @pytest.mark.parametrize("given", [False, True])
 def test_workers_pretrain_in_the_directory_that_is_watched(
-    given: bool, recipe: Path, tmp_path: Path, started: list, monkeypatch: pytest.MonkeyPatch
+    given: bool, whole_recipe: Path, tmp_path: Path, started: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "given" if given else Path("runs/run/value_pretraining")
     result = runner.invoke(
-        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--output-dir", str(directory)] if given else [])]
+        app, ["pretrain-value", str(whole_recipe), *PRETRAIN, *(["--output-dir", str(directory)] if given else [])]
     )
     assert result.exit_code == 0, result.output
     ((_, arguments, _, run_directory),) = started
@@ -133,7 +133,7 @@ def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
     assert result.exit_code == 0 and started == [] and "train step" in result.output
 
 
-def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_root_cause_is_the_last_line(whole_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "run"
     write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
     write_summary(directory / "summary.json", SUMMARY, HERE)
@@ -148,21 +148,21 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
         return 1
 
     monkeypatch.setattr(whole_run, "launch_workers", launch)
-    result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(directory)])
+    result = runner.invoke(app, ["train", str(whole_recipe), "--output-dir", str(directory)])
     assert result.exit_code == 1
     last = result.output.strip().splitlines()[-1]
     assert last.startswith("first failure: attempt 1, rank 1 (node1), phase score: ValueError: bad gold; to do: ")
 
 
-def test_eval_refuses_without_data(recipe: Path) -> None:
+def test_eval_refuses_without_data(whole_recipe: Path) -> None:
     switches = [f"evaluation.{name}=false" for name in ("at_start", "at_end")]
     result = runner.invoke(
-        app, ["eval", str(recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]]
+        app, ["eval", str(whole_recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]]
     )
     assert result.exit_code == 2 and "data.eval_paths is empty" in result.output
 
 
-def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_does_not_ask_for_the_critic(whole_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron_dapo.cli.evaluate", types.ModuleType("evaluate"))
 
     def reached(*arguments: object) -> None:
@@ -170,7 +170,7 @@ def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.Monk
 
     sys.modules["megatron_dapo.cli.evaluate"].evaluate_model = reached
     critic = ["--set", "critic.parallel.tp_size=2", "--set", "critic.path=/gone"]
-    result = runner.invoke(app, ["eval", str(recipe), *PRETRAIN, *critic])
+    result = runner.invoke(app, ["eval", str(whole_recipe), *PRETRAIN, *critic])
     assert "error: it evaluates" in result.output, result.output
 
 

@@ -11,6 +11,7 @@ import pytest
 import megatron_dapo
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import leaf_fields, section_types
+from megatron_dapo.telemetry.alarms import RUN_ALARMS
 from megatron_dapo.rewards.verifier import SET_PRESETS
 
 PACKAGE = Path(megatron_dapo.__file__).parent
@@ -96,6 +97,7 @@ THROUGH = {
     "value_pretraining.train_paths": "pretraining_config",
     "value_pretraining.max_steps": "pretraining_config",
 }
+THROUGH |= {one.limit: "RUN_ALARMS" for one in RUN_ALARMS if isinstance(one.limit, str)}  # by the keys in its table
 # Their whole purpose is to let the validator accept something.
 CONFIRMATIONS = (
     "rollout.allow_biased_sampling",
