@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,14 @@ import pytest
 import typer
 from typer.main import get_command
 
+from megatron_dapo import Recipe
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import tomllib
+from megatron_dapo.telemetry.summary import RunSummary
 
+SUMMARY = RunSummary("run", "TP1", "finished", 7, 28, 0.1, 0.9, 60.0, 70.0, 5.0, 100.0)
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:<!-- not run: (.+?) -->\n)?^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -73,10 +77,18 @@ def test_every_block_says_its_language_or_its_reason() -> None:
     assert len([one for one in blocks() if not one.reason and one.kind != "text"]) >= 15
 
 
+def write_alone(recipe: Recipe) -> types.SimpleNamespace:
+    """Write and load the recipe as `train` does, without the model that it names; return a result in the form of a run's."""
+    load_config(recipe.write())
+    return types.SimpleNamespace(summary=SUMMARY, metrics=({"reward/mean": 1.0},), model=Path("huggingface"))
+
+
 @pytest.mark.parametrize("block", of_kind("python"))
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a module of its own in an empty directory: imports hold, definitions stand. Rewards are scored by tests/unit/rewards."""
+    """As a module of its own in an empty directory: imports hold, definitions stand, a recipe is written and loads. Rewards are
+    scored by tests/unit/rewards, and runs from Python are made by tests/e2e/test_python.py."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_dapo.train", write_alone)
     monkeypatch.setitem(sys.modules, "documented", type(sys)("documented"))
     exec(compile(block.text, f"{block.page.name}:{block.line}", "exec"), sys.modules["documented"].__dict__)
 

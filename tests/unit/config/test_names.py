@@ -65,5 +65,6 @@ def test_metrics_of_an_evaluation_agree() -> None:
         headline=value,
         metrics={"pass@4": value, "cons@4": value},
         rates={"truncation_rate": 0.0, "mean_response_tokens": 7.0},
+        sources=(),
     )
     assert set(evaluation_metrics(result, 1.0)) == {*EVALUATION_METRICS, "eval/seconds"}

@@ -173,7 +173,7 @@ OPERATIONAL = """
     rollout.slots_per_rank reward.num_workers reward.memory_limit_mb reward.file_limit_mb reward.max_processes reward.environment reward.answer_format
     training.micro_batch_tokens training.max_consecutive_skips evaluation.interval evaluation.at_start evaluation.at_end
     critic.path critic.offload critic.micro_batch_tokens critic.explained_variance_alarm value_pretraining.train_paths
-    rollout.engine reward.shadow_verifier data.max_epochs
+    rollout.engine reward.shadow_verifier data.max_epochs run.callbacks critic.megatron
 """.split()
 # ... and those without effect where another value of these recipes switches them off.
 SWITCHED_OFF = """
@@ -186,7 +186,7 @@ SWITCHED_OFF = """
     rollout.budget.min_size rollout.budget.max_size rollout.budget.prompt_weight rollout.prompt_filter.margin
     rollout.prompt_filter.audit_share
     value_pretraining.explained_variance_slope value_pretraining.loss_slope advantage_estimation.policy_lambda
-    reward.mix reward.token_ids reward.format.pattern
+    reward.mix reward.token_ids reward.format.pattern data.order rollout.group_filter
 """.split()
 # Settings of presets that these recipes do not reward by.
 SWITCHED_OFF += [
