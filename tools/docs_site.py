@@ -48,9 +48,8 @@ def configuration_page() -> str:
     for path in leaf_fields():
         of_section[path.rpartition(".")[0]].append(path)
     for section, paths in of_section.items():
-        if not section:
-            continue
-        lines += ["", f"## {section}", "", _words(section_types()[section][0].__doc__)]
+        if section:
+            lines += ["", f"## {section}", "", _words(section_types()[section][0].__doc__)]
         if names := union_names(section):
             lines += ["", f"One of {', '.join(f'`{name}`' for name in names)}; the keys depend on it."]
         if paths:

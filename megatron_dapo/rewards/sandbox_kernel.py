@@ -111,6 +111,12 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     root = "/tmp"
     before = os.umask(0o022)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
+    os.mkdir(f"{root}/tmp")
+    # First: an interpreter that is installed below /tmp has its place in it.
+    options = (
+        f"mode=700,uid={uid},gid={uid if uid == UNPRIVILEGED else os.getgid()},size={workspace_mb}m,nr_inodes=4096"
+    )
+    mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path, descriptor in sources.items():
         target = root + path
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
@@ -125,18 +131,13 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     for path, target in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         os.symlink(target, root + path)
-    for name in ("tmp", "proc"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
+    os.makedirs(f"{root}/proc", exist_ok=True)
     os.symlink("/tmp", f"{root}/dev/shm")
     os.umask(before)
     try:
         mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     except OSError:  # containers that hide parts of /proc: programs do without
         pass
-    options = (
-        f"mode=700,uid={uid},gid={uid if uid == UNPRIVILEGED else os.getgid()},size={workspace_mb}m,nr_inodes=4096"
-    )
-    mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir(root)
     _call("syscall", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")
     _call("umount2", b".", _MNT_DETACH)

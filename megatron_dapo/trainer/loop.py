@@ -127,7 +127,8 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Serve the policy that the run starts from."""
         progress, evaluation = self._progress, self._config.evaluation
-        self._call_back("on_run_start", self._config.model_dump(mode="json"))
+        if self._parts.callbacks is not None:
+            self._call_back("on_run_start", self._config.model_dump(mode="json"))
         # Empty in a new run: the alarm then begins with no history.
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)

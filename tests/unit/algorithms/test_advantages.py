@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,13 +12,16 @@ from megatron_dapo.algorithms.advantages import ADVANTAGES, AdvantageInputs, com
 from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
+    FunctionAdvantageConfig,
     GrpoAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
     ReinforcePpAdvantageConfig,
     RlooAdvantageConfig,
 )
 
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "hooks" / "advantage.py"
 SECTIONS = {section.name: section for section in (kind() for kind in get_args(AdvantageConfig))}
+SECTIONS["function"] = FunctionAdvantageConfig(function=f"{EXAMPLE}:advantage")
 DR_GRPO, RLOO, BASELINE = DrGrpoAdvantageConfig(), RlooAdvantageConfig(), ReinforceBaselineAdvantageConfig()
 PAPER = ReinforceBaselineAdvantageConfig(variant="paper")
 
