@@ -52,7 +52,7 @@ _FLOODS = {
     "standard output": "while True: os.write(1, b'x' * 65536)",
     "standard error": "while True: os.write(2, b'x' * 65536)",
     "every descriptor": "while True:\n    for n in range(64): attempt(os.write, n, b'x' * 4096)",
-    "forged results": "for n in range(64):\n    attempt(os.write, n, b'{\"test\": 0, \"status\": \"ended\", \"code\": 0, \"stdout\": \"\", \"stderr\": \"\"}\\n{\"end\": 0}\\n')",
+    "forged results": 'for n in range(64):\n    attempt(os.write, n, b\'{"test": 0, "status": "ended", "code": 0, "stdout": "", "stderr": ""}\\n{"end": 0}\\n\')',
     "no line break": "sys.stdout.write('x' * (64 << 20))",
     "bytes that are no text": "os.write(1, bytes(range(256)) * 200)",
     "surrogates": "print('\\ud800')",
@@ -131,8 +131,14 @@ _NETWORK = {
 
 def programs() -> dict[str, str]:
     """Return the hostile programs by name, without values for their names in capitals."""
-    found = {f"read {path}": f"t = attempt(lambda: open({path!r}, 'rb').read(32) if not os.path.isdir({path!r}) else os.listdir({path!r}))\nif t: escaped(t)" for path in _READS}
-    found |= {f"write {path}": f"if attempt(lambda: open({path!r}, 'w').write('1') or 1): escaped('wrote')" for path in _WRITES}
+    found = {
+        f"read {path}": f"t = attempt(lambda: open({path!r}, 'rb').read(32) if not os.path.isdir({path!r}) else os.listdir({path!r}))\nif t: escaped(t)"
+        for path in _READS
+    }
+    found |= {
+        f"write {path}": f"if attempt(lambda: open({path!r}, 'w').write('1') or 1): escaped('wrote')"
+        for path in _WRITES
+    }
     for kind in (_HANGS, _FLOODS, _PROCESSES, _SIGNALS, _LIMITS_PROGRAMS, _KERNEL, _NETWORK):
         found |= kind
     return {name: PRELUDE + code for name, code in found.items()}

@@ -78,7 +78,10 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def _row(step: int, num_steps: int, noise: random.Random) -> dict[str, Any]:
     share = step / num_steps
-    times = {f"time/{name}": 0.0 for name in PHASES} | {"time/generate": 20 + noise.random(), "time/train": 10 + 2 * share}
+    times = {f"time/{name}": 0.0 for name in PHASES} | {
+        "time/generate": 20 + noise.random(),
+        "time/train": 10 + 2 * share,
+    }
     return {
         "train_step": step,
         **dict.fromkeys(STEP_METRICS, 0.0),
@@ -117,7 +120,9 @@ def an_evaluation(score: float, seed: int = 0, num_problems: int = 40) -> Evalua
     return EvaluationResult(protocol, metrics, {}, tuple(problems))
 
 
-def a_sample(step: int, number: int = 0, outcome: str = "correct", text: str = "2 + 5 = 7\nAnswer: 7", **more: Any) -> dict[str, Any]:
+def a_sample(
+    step: int, number: int = 0, outcome: str = "correct", text: str = "2 + 5 = 7\nAnswer: 7", **more: Any
+) -> dict[str, Any]:
     """Return a record as samples.jsonl has it, of one token a character."""
     return {
         "train_step": step,

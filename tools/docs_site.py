@@ -65,7 +65,12 @@ def _field_row(path: str) -> str:
     bounds = "; ".join(str(mark) for mark in _bounds(field.annotation, field.metadata))
     if union_names(path.removesuffix(".name")):
         default = f"`{union_names(path.removesuffix('.name'))[0]}`"
-    cells = (f"`{path.rpartition('.')[2]}`", f"{kind}{', ' if bounds else ''}{bounds}", default, _words(field.description))
+    cells = (
+        f"`{path.rpartition('.')[2]}`",
+        f"{kind}{', ' if bounds else ''}{bounds}",
+        default,
+        _words(field.description),
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

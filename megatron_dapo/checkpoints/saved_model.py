@@ -96,7 +96,9 @@ class SavedModel(StoredModel):
         `copies`: of files of tensors, which are read there and not in `directory`. `is_read_once`: see `SafetensorsReader`."""
         super().__init__()
         self.path, self.name, self._checksums = Path(directory), name, checksums or {}
-        self._copies = {} if copies is None else copies  # whether it is empty is not asked: that would look up every file
+        self._copies = (
+            {} if copies is None else copies
+        )  # whether it is empty is not asked: that would look up every file
         self._is_read_once = is_read_once
         path = self.path / index_file(name)
         document = _read_index(path)

@@ -167,7 +167,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs; several are overlaid")],
     reference: Annotated[
         list[Path] | None,
-        typer.Option(help="curve to compare with, as of `compare`: a run, .json, .csv (step,value) or .jsonl; may repeat"),
+        typer.Option(
+            help="curve to compare with, as of `compare`: a run, .json, .csv (step,value) or .jsonl; may repeat"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="file to write; default: report.html in the run")] = None,
 ) -> None:

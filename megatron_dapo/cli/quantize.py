@@ -81,9 +81,7 @@ def quantize(
     typer.echo(json.dumps(result.record()) if json_output else _describe(result))
 
 
-def _tolerance(
-    entry: Format, mean_abs: float | None, max_abs: float | None, perplexity: float | None
-) -> Tolerance:
+def _tolerance(entry: Format, mean_abs: float | None, max_abs: float | None, perplexity: float | None) -> Tolerance:
     """Return the format's tolerance with the given values in its place."""
     given = {"mean_abs": mean_abs, "max_abs": max_abs, "perplexity": perplexity}
     return dataclasses.replace(entry.tolerance, **{name: value for name, value in given.items() if value is not None})

@@ -380,7 +380,9 @@ def _megatron_problem(path: str, value: _Value) -> Violation | None:
 
 def _unknown(path: str, value: _Value) -> Violation:
     if path in SECTIONS:
-        return Violation(path, f"a table [{path}]", "set fields of megatron-core's configuration in it", {path: value.value})
+        return Violation(
+            path, f"a table [{path}]", "set fields of megatron-core's configuration in it", {path: value.value}
+        )
     if path in section_types():
         fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
         fix = f"set its fields ({fields}), e.g. in a table [{path}]"

@@ -149,7 +149,9 @@ def _is_of(kind: Any, value: Any) -> bool:
     if isinstance(kind, Mapping):
         if "one of" in kind:
             return type(value) in (str, int) and value in kind["one of"]
-        return isinstance(value, list | tuple) and all(any(_is_of(inner, one) for inner in kind["list"]) for one in value)
+        return isinstance(value, list | tuple) and all(
+            any(_is_of(inner, one) for inner in kind["list"]) for one in value
+        )
     if kind == "float":
         return type(value) in (int, float)
     return type(value).__name__ == kind  # a bool is no int here

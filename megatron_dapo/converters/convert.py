@@ -13,15 +13,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.converters.megatron_checkpoint import (
-    MANIFEST_FILE,
-    UNTOUCHED_FILE,
-    MegatronCheckpoint,
-    is_megatron_checkpoint,
-    manifest,
-    one_replica,
-    rank_file,
-)
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
@@ -33,6 +24,15 @@ from megatron_dapo.checkpoints.huggingface_writer import (
 from megatron_dapo.checkpoints.load import check_complete, zero_padding
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
+from megatron_dapo.converters.megatron_checkpoint import (
+    MANIFEST_FILE,
+    UNTOUCHED_FILE,
+    MegatronCheckpoint,
+    is_megatron_checkpoint,
+    manifest,
+    one_replica,
+    rank_file,
+)
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan

@@ -98,9 +98,7 @@ class _Round:
 
     def exchange(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Bring every piece to those that need it. Collective."""
-        execute_transfers(
-            self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group
-        )
+        execute_transfers(self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group)
 
 
 class ModelState:
@@ -220,7 +218,7 @@ class ModelState:
 
     def _fill(self, saved: SavedModel, buffers: Mapping[str, torch.Tensor]) -> None:
         """Fill the buffers of `loading_state`, and zero what is padding."""
-        model, layout, rank = self._model, self.layout, self.rank
+        model, rank = self._model, self.rank
         group = model.part.collective_group
         shapes = model.tensors.local_shapes(rank)
         padded = {local for local, holes in local_holes(model.tensors.shards(rank), shapes).items() if holes}

@@ -442,7 +442,9 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
                 if store.agree(problem is None):
                     return checkpoint
                 if with_copies:
-                    logger.warning("copies of step %d in memory: %s; reading storage", step, problem or "broken on another rank")
+                    logger.warning(
+                        "copies of step %d in memory: %s; reading storage", step, problem or "broken on another rank"
+                    )
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
         reasons.append(reason)

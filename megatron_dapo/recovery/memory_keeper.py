@@ -85,10 +85,14 @@ class CopyStore:
             self._unfinished[copy] = descriptor
         try:
             if copy.size:
-                os.posix_fallocate(descriptor, 0, copy.size)  # a write into a full tmpfs through a map would be a SIGBUS
+                os.posix_fallocate(
+                    descriptor, 0, copy.size
+                )  # a write into a full tmpfs through a map would be a SIGBUS
         except OSError as error:
             self.discard(copy)
-            raise OSError(error.errno, f"{self._directory} has no room for a copy of {copy.size / 2**20:.0f} MiB") from None
+            raise OSError(
+                error.errno, f"{self._directory} has no room for a copy of {copy.size / 2**20:.0f} MiB"
+            ) from None
         return descriptor
 
     def complete(self, copy: CopyId) -> None:

@@ -177,7 +177,9 @@ def _evaluations(run: RunFiles) -> Iterator[Anomaly]:
     change = held_out_change(run, best["train_step"], last["train_step"])
     if change is not None and change.high < 0:
         cause = f"held-out accuracy {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}] since its best"
-        advice = "compare training accuracy: where that still rises the policy overfits to the training data or the reward"
+        advice = (
+            "compare training accuracy: where that still rises the policy overfits to the training data or the reward"
+        )
         yield Anomaly(
             "alarm", best["train_step"], last["train_step"], "held-out accuracy falls", cause, advice, "eval/avg_at_k"
         )
@@ -185,7 +187,8 @@ def _evaluations(run: RunFiles) -> Iterator[Anomaly]:
 
 def _left(run: RunFiles, comparison: Comparison) -> Anomaly:
     metric, since = min(
-        ((one.metric, one.off_since) for one in comparison.metrics if one.off_since is not None), key=lambda each: each[1]
+        ((one.metric, one.off_since) for one in comparison.metrics if one.off_since is not None),
+        key=lambda each: each[1],
     )
     steps = train_steps_of(run, [since], comparison.unit)
     last = max(_steps(run)[-1] if run.steps else 0, steps[0])
@@ -203,7 +206,9 @@ def train_steps_of(run: RunFiles, steps: Sequence[float], unit: str) -> list[flo
     for step in steps:
         after = next((place for place, (optimizer, _) in enumerate(made) if optimizer >= step), None)
         if after is None or made[after][0] == step:
-            found.append(made[after][1] if after is not None else made[-1][1] + (step - made[-1][0]) / (per_step or 1.0))
+            found.append(
+                made[after][1] if after is not None else made[-1][1] + (step - made[-1][0]) / (per_step or 1.0)
+            )
             continue
         (low, first), (high, second) = made[after - 1], made[after]
         found.append(first + (step - low) / (high - low) * (second - first))
@@ -270,12 +275,18 @@ def _titles(anomalies: Sequence[Anomaly], level: Level, since: float) -> str:
 
 def _learned(run: RunFiles, last: int) -> str:
     """Return what became of held-out accuracy, else of that of training, in words."""
-    scores = [(row["train_step"], row["eval/avg_at_k"]) for row in run.evaluations if row.get("eval/avg_at_k") is not None]
+    scores = [
+        (row["train_step"], row["eval/avg_at_k"]) for row in run.evaluations if row.get("eval/avg_at_k") is not None
+    ]
     if len(scores) < 2 or scores[-1][0] == scores[0][0]:
         values = [value for value in run.column("rollout/accuracy_generated") if math.isfinite(value)]
         width = max(1, min(10, len(values) // 4))
         ends = [sum(part) / len(part) for part in (values[:width], values[-width:]) if part]
-        return f"accuracy of sampled responses {ends[0]:.2f} -> {ends[1]:.2f} in {last} steps" if len(ends) == 2 else "no accuracy yet"
+        return (
+            f"accuracy of sampled responses {ends[0]:.2f} -> {ends[1]:.2f} in {last} steps"
+            if len(ends) == 2
+            else "no accuracy yet"
+        )
     (first_step, first), (step, score) = scores[0], scores[-1]
     k = run.config.get("evaluation.num_samples", "k")
     return f"held-out avg@{k} {first:.2f} -> {score:.2f} in {step - first_step} steps, {_direction(run, scores)}"

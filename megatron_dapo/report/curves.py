@@ -35,7 +35,10 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             {AVERAGE: "held-out, avg@k", "rollout/accuracy_generated": "training, all responses"},
             is_wide=True,
         ),
-        Chart("Held-out by majority and by best", {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k", AVERAGE: "avg@k"}),
+        Chart(
+            "Held-out by majority and by best",
+            {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k", AVERAGE: "avg@k"},
+        ),
         Chart(BY_SOURCE, {}),
         Chart("Reward", {"reward/mean": "mean", "reward/group_std_mean": "deviation within groups"}),
         Chart(
@@ -103,7 +106,9 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             },
         ),
         Chart(
-            "Mismatch of trainer and engine", {"mismatch/abs_logprob_diff_mean": "|log-prob difference|, mean"}, is_log=True
+            "Mismatch of trainer and engine",
+            {"mismatch/abs_logprob_diff_mean": "|log-prob difference|, mean"},
+            is_log=True,
         ),
         Chart("Importance weights", {"mismatch/ess": "effective sample size", "mismatch/bounded_share": "bounded"}),
     ),
@@ -136,7 +141,9 @@ TIMES = [f"time/{name}" for name in (*PHASES, "unaccounted")]
 
 def drawn_metrics(runs: Sequence[RunFiles]) -> list[str]:
     """Return the metrics of all charts that are not 0 in every step of every run."""
-    own = sorted({name for run in runs for row in (*run.steps[-1:], *run.evaluations[-1:]) for name in row if _own(name)})
+    own = sorted(
+        {name for run in runs for row in (*run.steps[-1:], *run.evaluations[-1:]) for name in row if _own(name)}
+    )
     names = dict.fromkeys([*(name for charts in SECTIONS.values() for chart in charts for name in chart.metrics), *own])
     return [name for name in names if any(_is_there(run, name) for run in runs)]
 
@@ -180,7 +187,9 @@ def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, 
                     "unit": known[0].unit if known else "fraction" if chart.title == BY_SOURCE else "reward",
                     "series": series,
                     "help": [f"{metric.name}: {metric.meaning}" for metric in known],
-                    "limits": [limits[each["metric"]] for each in series if limits.get(each["metric"]) not in (None, 0, 1)],
+                    "limits": [
+                        limits[each["metric"]] for each in series if limits.get(each["metric"]) not in (None, 0, 1)
+                    ],
                 }
             )
     return found
@@ -202,7 +211,9 @@ def curves(run: RunFiles, metrics: Sequence[str], max_points: int) -> dict[str, 
             means = [_short(sum(span) / len(span)) if span else None for span in spans]
             # The range of a phase's time is not drawn.
             with_range = size > 1 and name not in TIMES
-            ranges = [[_short(edge(span)) if span else None for span in spans] for edge in (min, max)] if with_range else []
+            ranges = (
+                [[_short(edge(span)) if span else None for span in spans] for edge in (min, max)] if with_range else []
+            )
             columns[name] = [means, *ranges]
     evaluated = {
         name: [_short(row.get(name)) for row in run.evaluations]

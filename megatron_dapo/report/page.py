@@ -164,8 +164,14 @@ def _facts(run: RunFiles, is_live: bool) -> list[list[str]]:
     total = run.config.get("run.total_steps")
     seconds = sum(value for name, value in phase_shares(run))
     begun = [record for record in run.attempts if "began" in record]
-    ended = [record for record in run.attempts if "ended" in record and record.get("attempt") == (begun or [{}])[-1].get("attempt")]
-    state = "under way" if is_live else ended[-1]["reason"] if ended else "failed" if run.failure else "no end on record"
+    ended = [
+        record
+        for record in run.attempts
+        if "ended" in record and record.get("attempt") == (begun or [{}])[-1].get("attempt")
+    ]
+    state = (
+        "under way" if is_live else ended[-1]["reason"] if ended else "failed" if run.failure else "no end on record"
+    )
     facts = {
         "state": state,
         "train steps": f"{last.get('train_step', 0):,} of {total:,}" if isinstance(total, int) else "",

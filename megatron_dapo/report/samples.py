@@ -53,7 +53,7 @@ def samples_for_page(runs: Sequence[RunFiles], max_bytes: int) -> dict[str, Any]
         if len(chosen) == MAX_SAMPLES or num_missed > _MAX_MISSED:
             break
     chosen.sort(key=lambda each: (-each["step"], each["id"]))
-    totals = [{kind: 0 for kind in KINDS} for _ in runs]
+    totals = [dict.fromkeys(KINDS, 0) for _ in runs]
     for index, kind, _ in _all(runs):
         totals[index][kind] += 1
     return {"prompts": [json.loads(prompt) for prompt in prompts], "list": chosen, "read": totals}

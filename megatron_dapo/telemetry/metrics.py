@@ -250,7 +250,11 @@ _STEP = [
             "of the newest checkpoint known to be in place since the row before, from its begin to its commit (0 if none)",
         ),
         ("loaded_node_bytes", "bytes", "files of tensors that the resume of this attempt read in memory of their node"),
-        ("loaded_peer_bytes", "bytes", "files of tensors that the resume of this attempt read in memory of another node"),
+        (
+            "loaded_peer_bytes",
+            "bytes",
+            "files of tensors that the resume of this attempt read in memory of another node",
+        ),
         ("loaded_storage_bytes", "bytes", "files of tensors that the resume of this attempt read in storage"),
     ),
     *_section(

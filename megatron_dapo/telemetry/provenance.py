@@ -19,7 +19,16 @@ from typing import Any
 from megatron_dapo import __version__
 
 PROVENANCE = "provenance.json"
-_PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine", "numpy", "tokenizers", "math-verify")
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "sglang",
+    "transformer-engine",
+    "numpy",
+    "tokenizers",
+    "math-verify",
+)
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _MAX_HASHED_BYTES = 1 << 32  # larger files have a size alone: a start does not wait for minutes of reading
 _GIT_S = 5.0
@@ -77,7 +86,9 @@ def _commit() -> str:
         return ""
     try:
         commit, changes = (
-            subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
+            subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True
+            )
             for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):

@@ -199,9 +199,7 @@ class Checkpoints:
         total = self._store.sum(own)
         for source, (_, num_bytes) in zip(sources, total):
             self.loaded_bytes[source] = num_bytes
-        logger.info(
-            LOADED_FROM, *(part for count, num_bytes in total for part in (count, num_bytes / 1e6))
-        )
+        logger.info(LOADED_FROM, *(part for count, num_bytes in total for part in (count, num_bytes / 1e6)))
 
     def restore_step(self, step: int) -> None:
         """Restore models, optimizers and counters of the checkpoint of `step`, not the data.

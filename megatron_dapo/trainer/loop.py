@@ -301,7 +301,9 @@ class TrainingLoop:
             "progress/epoch": context.stream.epoch,
             "checkpoint/blocked_seconds": times["checkpoint"],
             "checkpoint/save_seconds": self._recorded_save,
-            **{f"checkpoint/loaded_{name}_bytes": count for name, count in self._parts.checkpoints.loaded_bytes.items()},
+            **{
+                f"checkpoint/loaded_{name}_bytes": count for name, count in self._parts.checkpoints.loaded_bytes.items()
+            },
         }
         disagreement, watch = context.disagreement_share(), self._parts.node_watch
         trained = self._progress.train_step - 1

@@ -101,7 +101,9 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         prompt = "\n\n".join(str(message["content"]) for message in record["prompt"])
         parts = {"prompt": prompt, "response": record["response"]}
         # Indented by four spaces: shown as it is, whatever markup a model writes.
-        blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for name, text in parts.items()]
+        blocks = [
+            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for name, text in parts.items()
+        ]
         head = f"reward {record['reward']:.3g}, expected {record['answer']!r}, found {record['extracted']!r}"
         found.setdefault(f"samples/{record['outcome']}", "\n\n".join([head, *blocks]))
     return found

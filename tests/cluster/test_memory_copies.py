@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import RUN_S, attempts, log_of, recorded_steps, require_completed, submit, trained_steps, wait_for, write_layout
+from jobs import (
+    RUN_S,
+    attempts,
+    log_of,
+    recorded_steps,
+    require_completed,
+    submit,
+    trained_steps,
+    wait_for,
+    write_layout,
+)
 
 from megatron_dapo.launch.local import worker_pid_file
 from tools.resume_proof.compare_runs import run_differences

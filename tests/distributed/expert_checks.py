@@ -19,8 +19,8 @@ from actor_checks import (
 from replica_checks import drifted_replicas
 from safetensors.torch import load_file
 
-from megatron_dapo.converters.convert import first_difference
 from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.converters.convert import first_difference
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.parallel.layout import ParallelLayout
 

@@ -530,7 +530,17 @@ def test_quantize(repository: Path, tmp_path: Path) -> None:
     if not (repository / ".venv-modelopt").exists():
         pytest.skip("NVIDIA ModelOpt is not installed; make .venv-modelopt installs it")
     model, prompts = repository / "examples/quickstart/base_model", repository / "examples/quickstart/train.jsonl"
-    arguments = ["-m", "megatron_dapo.cli.main", "quantize", model, tmp_path / "fp8", "--format", "fp8", "--prompts", prompts]
+    arguments = [
+        "-m",
+        "megatron_dapo.cli.main",
+        "quantize",
+        model,
+        tmp_path / "fp8",
+        "--format",
+        "fp8",
+        "--prompts",
+        prompts,
+    ]
     size = ["--num-calibration", "4", "--num-check", "4", "--response-tokens", "8", "--device", "cpu"]
     result = run_json(repository, *arguments, *size, packages=".venv-modelopt")
     assert result["format"] == "fp8" and result["bytes_after"] < result["bytes_before"]

@@ -20,7 +20,23 @@ LAYERS = {
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
-    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "ablation", "demo", "report", "selection", "converters", "quantization", "cli", "api"), 5),
+    **dict.fromkeys(
+        (
+            "trainer",
+            "launch",
+            "proof",
+            "doctor",
+            "ablation",
+            "demo",
+            "report",
+            "selection",
+            "converters",
+            "quantization",
+            "cli",
+            "api",
+        ),
+        5,
+    ),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
 SIDEWAYS = {

@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import socket
 import socketserver
 import sys
 import threading

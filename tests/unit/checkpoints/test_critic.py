@@ -12,11 +12,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.converters.convert import (
-    first_difference,
-    huggingface_to_megatron,
-    megatron_to_huggingface,
-)
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.critic import (
     ValueHeadInit,
@@ -27,6 +22,11 @@ from megatron_dapo.checkpoints.critic import (
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.converters.convert import (
+    first_difference,
+    huggingface_to_megatron,
+    megatron_to_huggingface,
+)
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {

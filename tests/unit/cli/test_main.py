@@ -133,7 +133,9 @@ def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
     assert result.exit_code == 0 and started == [] and "train step" in result.output
 
 
-def test_the_first_root_cause_is_the_last_line(whole_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_root_cause_is_the_last_line(
+    whole_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "run"
     write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
     write_summary(directory / "summary.json", SUMMARY, HERE)
@@ -176,7 +178,9 @@ def test_eval_does_not_ask_for_the_critic(whole_recipe: Path, monkeypatch: pytes
 
 def test_convert_helps() -> None:
     result = runner.invoke(app, ["convert", "--help"])
-    assert result.exit_code == 0 and all(name in result.output for name in ("hf-to-megatron", "megatron-to-hf", "verify"))
+    assert result.exit_code == 0 and all(
+        name in result.output for name in ("hf-to-megatron", "megatron-to-hf", "verify")
+    )
     for name in ("hf-to-megatron", "megatron-to-hf", "verify"):
         result = runner.invoke(app, ["convert", name, "--help"])
         assert result.exit_code == 0 and name in result.output

@@ -47,9 +47,16 @@ def test_a_copy_loads_as_the_original_does(name: str, tmp_path: Path) -> None:
             assert read_grid(copied).variants
         return
     original, found = (load_config(one).config.model_dump(mode="json") for one in (path, copied))
-    for section, key in (("model", "path"), ("data", "train_paths"), ("data", "eval_paths"), ("telemetry", "references")):
+    for section, key in (
+        ("model", "path"),
+        ("data", "train_paths"),
+        ("data", "eval_paths"),
+        ("telemetry", "references"),
+    ):
         pairs = zip(*(np.atleast_1d(one[section][key]).tolist() for one in (original, found)), strict=True)
-        assert all(Path(there).exists() for here, there in pairs if SHIPPED in Path(here).parents and Path(here).exists())
+        assert all(
+            Path(there).exists() for here, there in pairs if SHIPPED in Path(here).parents and Path(here).exists()
+        )
     assert found["optimizer"] == original["optimizer"] and found["rollout"] == original["rollout"]
 
 
@@ -72,4 +79,4 @@ def test_changed_files_are_replaced_only_on_request(tmp_path: Path) -> None:
 
 
 def test_all_is_everything() -> None:
-    assert {path for path in shipped_files().values()} <= set(find_shipped("all"))
+    assert set(shipped_files().values()) <= set(find_shipped("all"))

@@ -11,8 +11,8 @@ import pytest
 import megatron_dapo
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import leaf_fields, section_types
-from megatron_dapo.telemetry.alarms import RUN_ALARMS
 from megatron_dapo.rewards.verifier import SET_PRESETS
+from megatron_dapo.telemetry.alarms import RUN_ALARMS
 
 PACKAGE = Path(megatron_dapo.__file__).parent
 

@@ -524,7 +524,9 @@ def test_what_cannot_run_is_refused_in_one_line(case: str, own: Path, monkeypatc
 
 def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
     given = [f"run.output_dir={own / 'run'}"]
-    with pytest.raises(ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"):
+    with pytest.raises(
+        ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"
+    ):
         make_plan(own / "quickstart.toml", given, "tp2", None, Machines(gpus_here=1))
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_dapo.checkpoints import safetensors_file
 from megatron_dapo.checkpoints.saved_model import OtherModelError, SavedModel, index_file, rank_file
 from megatron_dapo.megatron import model_state
-from megatron_dapo.megatron.model_state import _check_tensors, transfers_in_place
 from megatron_dapo.megatron.actor import ActorSettings
+from megatron_dapo.megatron.model_state import _check_tensors, transfers_in_place
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore, CheckpointWriter, newest_valid, save_checkpoint
 from megatron_dapo.reshard.layout import Shard, TensorSpec
@@ -89,7 +89,9 @@ def test_many_rounds_past_the_page_cache_bring_every_bit_and_find_a_wrong_one(
         states.append(snapshot(model))
     for step in (2, 1):
         other = build_actor(reference, layout, ActorSettings())
-        found = newest_valid(store, lambda each: other.saved_state.load(each.directory, "policy", each.checksums))
+        found = newest_valid(
+            store, lambda each, other=other: other.saved_state.load(each.directory, "policy", each.checksums)
+        )
         assert found is not None and found.step == step
         assert differing(states[step - 1], snapshot(other)) == []
         file = store.path(2) / rank_file("policy", 0)

@@ -81,7 +81,9 @@ def test_the_oldest_lock_has_the_lower_bounds(repository: Path, metadata: dict[s
     """All but torch, of whose oldest version there is no CPU build in the index."""
     pinned = pins(repository / "requirements/cpu-py311-oldest.txt")
     for requirement in map(Requirement, metadata["dependencies"] + metadata["optional-dependencies"]["dev"]):
-        if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate({"python_version": "3.11"})):
+        if requirement.name == "torch" or (
+            requirement.marker and not requirement.marker.evaluate({"python_version": "3.11"})
+        ):
             continue
         (lowest,) = (one.version for one in requirement.specifier if one.operator == ">=")
         found = pinned[canonicalize_name(requirement.name)]

@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = ("megatron_dapo", "examples", "requirements", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES = (
+    "megatron_dapo",
+    "examples",
+    "requirements",
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+)
 LOCK = "requirements/cpu-py311.txt"
 
 
 def pip(*arguments: object, python: str | Path = sys.executable, timeout: float = 300) -> None:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"pip {arguments}: {done.stderr[-2000:]}"
 
 
@@ -46,7 +55,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_command(installed: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, check=False, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
+    )
 
 
 def test_contents(wheel: Path, repository: Path) -> None:
@@ -102,13 +113,17 @@ def test_the_quickstart_trains_in_a_new_environment(wheel: Path, repository: Pat
     python = tmp_path / "venv/bin/python"
     torch = next(line for line in (repository / LOCK).read_text().splitlines() if line.startswith("torch=="))
     index = "https://download.pytorch.org/whl/cpu"
-    pip("install", "--quiet", "--no-deps", "--retries", 1, torch, "--extra-index-url", index, python=python, timeout=600)
+    pip(
+        "install", "--quiet", "--no-deps", "--retries", 1, torch, "--extra-index-url", index, python=python, timeout=600
+    )
     pip("install", "--quiet", "-r", repository / LOCK, python=python, timeout=900)
     pip("install", "--quiet", "--no-deps", wheel, python=python)
     (tmp_path / "work").mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = [tmp_path / "venv/bin/megatron-dapo", "quickstart"]
-    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "work/runs/quickstart/summary.json").read_text())
     assert summary["accuracy_after"] > 0.7 > summary["accuracy_before"]

@@ -8,8 +8,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import random
+import shutil
 import subprocess
 import sys
 import threading

@@ -24,7 +24,6 @@ from megatron_dapo.recovery.memory_copies import (
     PEER,
     STORAGE,
     CopiedFiles,
-    CopyTargets,
     KeeperClient,
     KeeperSettings,
     MemoryCopies,
@@ -100,7 +99,11 @@ def test_a_file_is_read_on_its_node_and_from_the_peer(two_nodes: tuple[Node, Nod
     entry, problem = own.save(4, content)
     assert problem == "" and entry.keepers == (own.copies.address, peer.copies.address)
     own.copies.begin_load()
-    assert own.read(4, entry) == content and own.copies.loaded == {NODE: {entry.name: entry.size}, PEER: {}, STORAGE: {}}
+    assert own.read(4, entry) == content and own.copies.loaded == {
+        NODE: {entry.name: entry.size},
+        PEER: {},
+        STORAGE: {},
+    }
     assert peer.read(4, entry) == content
     # The node is lost; another one takes its place and asks the peer.
     os.kill(own.pid, signal.SIGKILL)
@@ -192,7 +195,7 @@ def test_memory_is_bounded_and_the_rest_is_on_storage_alone(caplog: pytest.LogCa
 
 
 def test_a_full_shared_memory_is_an_error_and_frees_what_was_taken(tmp_path: Path) -> None:
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     script = (
         "import subprocess, sys; from megatron_dapo.recovery.memory_keeper import CopyId, CopyStore\n"
@@ -287,7 +290,9 @@ def test_a_bad_request_is_an_error_and_ends_nothing() -> None:
     node.close()
 
 
-def test_a_run_without_a_keeper_reads_storage(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_keeper_reads_storage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_dapo.recovery.memory_copies._CONNECT_S", 0.2)
     monkeypatch.setattr(KeeperSettings, "start", lambda self: None)
     copies = MemoryCopies(KeeperSettings("nobody", "127.0.0.1", 1.0, 0), TOKEN)

@@ -62,14 +62,18 @@ def test_each_alarm_names_its_steps_and_needs_its_patience(
 def test_a_span_is_one_anomaly_with_its_worst_step(tmp_path: Path) -> None:
     values = {5: 0.03, 6: 0.09, 7: 0.001, 8: 0.04}
     rows = {step: {"mismatch/abs_logprob_diff_mean": value} for step, value in values.items()}
-    found = [each for each in find_anomalies(read_run(make_run(tmp_path / "run", rows=rows))) if "disagree" in each.title]
+    found = [
+        each for each in find_anomalies(read_run(make_run(tmp_path / "run", rows=rows))) if "disagree" in each.title
+    ]
     assert [(each.first, each.last) for each in found] == [(5, 8)]
     assert found[0].cause == "mismatch/abs_logprob_diff_mean 0.09 at step 6, above 0.02 (mismatch.alarm)"
 
 
 def test_limits_are_those_of_the_run(tmp_path: Path) -> None:
     rows = {9: {"quality/repetition_mean": 0.3}}
-    assert "responses repeat themselves" not in spans(make_run(tmp_path / "run", rows=rows, quality__repetition_alarm=0.5))
+    assert "responses repeat themselves" not in spans(
+        make_run(tmp_path / "run", rows=rows, quality__repetition_alarm=0.5)
+    )
 
 
 def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
 
 def test_mismatch_that_grows_below_the_alarm(tmp_path: Path) -> None:
     rows = {step: {"mismatch/abs_logprob_diff_mean": 1e-3 * 1.04**step} for step in range(1, 81)}
-    found = [each for each in find_anomalies(read_run(make_run(tmp_path / "run", 80, rows=rows)))]
+    found = list(find_anomalies(read_run(make_run(tmp_path / "run", 80, rows=rows))))
     assert "mismatch grows" in [each.title for each in found]
 
 
@@ -105,11 +109,16 @@ def test_restarts_failures_and_nodes(tmp_path: Path) -> None:
         {"attempt": 3, "alert": alert, "job": "", "excluded": ""},
     ]
     write_lines(path / "attempts.jsonl", records)
-    write_json(path / "failure.json", {"line": "first failure: attempt 3, rank 3 (node1): killed; to do: look for who sent it"})
+    write_json(
+        path / "failure.json", {"line": "first failure: attempt 3, rank 3 (node1): killed; to do: look for who sent it"}
+    )
     found = find_anomalies(read_run(path))
     restarts = [each for each in found if each.title == "restart"]
     assert [each.first for each in restarts] == [11, 20]
-    assert restarts[0].cause == "attempt 1: failed or killed: it left no record of its end; attempt 2 continues behind step 11"
+    assert (
+        restarts[0].cause
+        == "attempt 1: failed or killed: it left no record of its end; attempt 2 continues behind step 11"
+    )
     assert restarts[1].level == "note" and "stopped by a signal" in restarts[1].cause
     failure = next(each for each in found if each.title == "failure")
     assert failure.cause.endswith("killed") and failure.advice == "look for who sent it"

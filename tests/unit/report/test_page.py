@@ -79,8 +79,12 @@ def test_several_runs_show_what_differs(tmp_path: Path) -> None:
 
 
 def test_own_parts_and_sources_have_curves(tmp_path: Path) -> None:
-    own = {"reward/part/style": 0.5, "rollout/source/gsm8k/accuracy_generated": 0.7, "rollout/source/gsm8k/groups_generated": 4.0}
-    path = make_run(tmp_path / "run", rows={step: own for step in range(1, 31)})
+    own = {
+        "reward/part/style": 0.5,
+        "rollout/source/gsm8k/accuracy_generated": 0.7,
+        "rollout/source/gsm8k/groups_generated": 4.0,
+    }
+    path = make_run(tmp_path / "run", rows=dict.fromkeys(range(1, 31), own))
     rows = [json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()]
     write_lines(path / "evaluations.jsonl", [{**row, "eval/aime/avg_at_k": 0.3} for row in rows])
     document = data_of(build_page([path]))
@@ -103,7 +107,7 @@ def test_a_reference_is_drawn_on_the_runs_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_long_run_with_many_samples_stays_below_the_limit(tmp_path: Path) -> None:
     """5,000 steps and 20,000 samples, some of 4,000 tokens, with characters that JSON and UTF-8 make longer."""
-    text = "Let x < 7 & y > 2; \\frac{1}{2} \"so\" → ∑ ü\n" * 95
+    text = 'Let x < 7 & y > 2; \\frac{1}{2} "so" → ∑ ü\n' * 95
     samples = [
         a_sample(step, number, "correct" if number else "wrong", text[: 4000 if step % 100 == 1 else 60 + step % 60])
         for step in range(1, 5001)

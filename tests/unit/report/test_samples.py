@@ -22,7 +22,9 @@ def test_any_start_of_the_order_is_spread_over_all(size: int) -> None:
 
 
 def test_kinds() -> None:
-    assert [kind_of(a_sample(1, outcome=outcome), False) for outcome in ("correct", "unparsable", "truncated", "timeout")] == [
+    assert [
+        kind_of(a_sample(1, outcome=outcome), False) for outcome in ("correct", "unparsable", "truncated", "timeout")
+    ] == [
         "right",
         "wrong",
         "truncated",
@@ -60,6 +62,9 @@ def test_the_limit_holds_and_every_kind_has_its_turn(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", 200))
     found = samples_for_page([run], 30_000)
     assert len(json.dumps(found)) < 33_000
-    counts = {kind: sum(each["kind"] == kind for each in found["list"]) for kind in ("right", "wrong", "truncated", "filtered")}
+    counts = {
+        kind: sum(each["kind"] == kind for each in found["list"])
+        for kind in ("right", "wrong", "truncated", "filtered")
+    }
     assert max(counts.values()) - min(counts.values()) <= 1 and min(counts.values()) > 5
     assert found["read"][0]["right"] == 200

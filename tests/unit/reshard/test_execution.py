@@ -32,7 +32,8 @@ def _random_transfers(chosen: random.Random, num_ranks: int) -> list[Transfer]:
     sizes = [1, 3, 1_000, (1 << 18) - 1, 1 << 18, 3 << 18, 5 << 20]
     ends = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if chosen.random() < 0.6]
     return [
-        _transfer(number, chosen.choice(sizes), *chosen.choice(ends)) for number in range(chosen.randrange(60) * bool(ends))
+        _transfer(number, chosen.choice(sizes), *chosen.choice(ends))
+        for number in range(chosen.randrange(60) * bool(ends))
     ]
 
 
@@ -44,9 +45,7 @@ def _operations(
 
     def note(dtype_of, send, receive, to, source, sources, destinations, group) -> tuple[int, int]:
         ends = ((rank, to, send), (source, rank, receive))
-        found.append(
-            tuple(Message(a, b, tuple(t.bounds.volume for t in bucket)) for a, b, bucket in ends if bucket)
-        )
+        found.append(tuple(Message(a, b, tuple(t.bounds.volume for t in bucket)) for a, b, bucket in ends if bucket))
         return 0, 0
 
     patch.setattr(execution, "_exchange", note)
@@ -74,7 +73,9 @@ def test_every_rank_ends_where_a_message_waits_for_both_its_ends(seed: int, monk
     # Ranks go on in any order; a message ends once both its ends are at it, as a send without a buffer does.
     open_ends: list[set[Message]] = [set(rest[0]) if rest else set() for rest in waiting]
     while any(waiting):
-        met = [m for rank in range(num_ranks) for m in open_ends[rank] if m.sender == rank and m in open_ends[m.receiver]]
+        met = [
+            m for rank in range(num_ranks) for m in open_ends[rank] if m.sender == rank and m in open_ends[m.receiver]
+        ]
         assert met, f"{sum(map(len, waiting))} steps are left and no rank can go on"
         message = chosen.choice(met)
         for rank in (message.sender, message.receiver):

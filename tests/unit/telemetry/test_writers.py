@@ -102,6 +102,8 @@ def test_tensorboard_has_hyper_parameters_and_texts(tmp_path: Path) -> None:
     events.Reload()
     (content,) = events.PluginTagToContent("hparams").values()
     started = metadata.parse_session_start_info_plugin_data(content)
-    assert {name: value.number_value or value.string_value or value.bool_value for name, value in started.hparams.items()} == settings
+    assert {
+        name: value.number_value or value.string_value or value.bool_value for name, value in started.hparams.items()
+    } == settings
     (text,) = events.Tensors("samples/correct")
     assert text.step == 10 and text.tensor_proto.string_val[0] == b"    <b>2 + 5 = 7</b>"
