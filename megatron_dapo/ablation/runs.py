@@ -124,7 +124,10 @@ def _critic_directory(grid: Grid, variant: Variant, overrides: Sequence[str], ma
 
 
 def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """Return the hash of all values of `config` and of the contents of its inputs; `without`: sections that do not count."""
+    """Return the hash of the values of `config` that are not the schema's defaults, and of the contents of its inputs.
+
+    `without`: sections that do not count. A default that changes is a change of the code, which the commit beside the hash tells.
+    """
     values: dict[str, Any] = dict(beside)
     for path in leaf_fields():
         section, _, name = path.rpartition(".")
@@ -137,6 +140,8 @@ def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[s
         value = value_of(config, path)
         if is_input(path):
             value = [_content(Path(each)) for each in (value if isinstance(value, tuple) else (value,))]
+        elif value == leaf_fields()[path].get_default(call_default_factory=True):
+            continue  # so that an option that a later version adds leaves the hash as it was
         values[path] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
