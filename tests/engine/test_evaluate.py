@@ -107,12 +107,8 @@ def test_servers_that_run_already_are_used_and_left(
     assert "Traceback" not in refused.stderr and not (tmp_path / "other.json").exists()
 
 
-def test_a_server_that_cannot_start_is_one_error(problems: Path, tmp_path: Path, engine_python: Path) -> None:
+def test_an_interpreter_that_is_not_there_is_one_line_before_anything_starts(problems: Path, tmp_path: Path) -> None:
     done = run(problems, tmp_path / "result.json", *served(tmp_path / "no-python"))
-    last = done.stderr.strip().splitlines()[-1]
-    assert (
-        done.returncode in (1, 2)
-        and last.startswith("error: ")
-        and "no-python" in last
-        and "Traceback" not in done.stderr
-    )
+    first, *lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and first.endswith(": 1 problem") and len(lines) == 1, done.stderr
+    assert lines[0].startswith("  - sglang.python: ") and "no-python does not run" in lines[0] and "Fix: " in lines[0]
