@@ -107,7 +107,7 @@ def code_per_second(responses: int) -> float:
 
 
 class World:
-    """What programs must not reach: a secret, a directory, sockets, a process; and a look at whether they have."""
+    """A secret, a directory, sockets and a process that programs must not reach, and a check of whether they have."""
 
     def __init__(self, directory: Path) -> None:
         self.secret, self.outside = f"secret-{secrets.token_hex(8)}", directory / "outside"

@@ -120,7 +120,7 @@ class ServiceConfig(Section):
     """Requests to a service: where, and what happens to those that fail."""
 
     url: str = ""
-    """Where requests go."""
+    """URL that requests are sent to."""
 
     key_variable: str = ""
     """Environment variable with the key that goes as a bearer token; verifier processes get it. "": none."""
@@ -158,16 +158,16 @@ class JudgeRewardConfig(ServiceConfig):
     """Key of the score in the last JSON object of the reply, instead of a pattern. "": none."""
 
     max_score: PositiveFloat = 10.0
-    """What the score is divided by."""
+    """Divisor of the score."""
 
     threshold: float = 0.5
     """Divided score from which a response counts as right."""
 
     temperature: NonNegativeFloat = 0.0
-    """Of the judge's sampling."""
+    """Temperature of the judge's sampling."""
 
     max_tokens: PositiveInt = 512
-    """Of the judge's reply."""
+    """Length limit of the judge's reply, in tokens."""
 
     cache_dir: str = ""
     """Directory of the judge's replies by request; runs may share it, and it grows without a limit. "": none."""
@@ -214,7 +214,7 @@ class RewardConfig(Section):
     """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
 
     answer_format: str = "auto"
-    """What the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
+    """Form of answer that the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
     template of your own with {answer}."""
 
     num_workers: PositiveInt = 1

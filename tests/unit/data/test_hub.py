@@ -95,7 +95,7 @@ print(json.dumps([copies, [str(problem) for problem in problems]]))
 
 
 def copies(tmp_path: Path, endpoint: str, model: str) -> tuple[list[str], list[str]]:
-    """What `local_copies` returns in a process of its own: the Hub's client reads its environment once."""
+    """Return the result of `local_copies` in a process of its own: the Hub's client reads its environment once."""
     (tmp_path / "own.toml").write_text(RECIPE.format(model=model))
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
     environment.pop("HF_HUB_OFFLINE", None)

@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path: Path, ow
 def test_many_rounds_past_the_page_cache_bring_every_bit_and_find_a_wrong_one(
     single_process: None, references: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of a trained model of one rank, each read of any size past the cache, a round ahead."""
+    """Checkpoints of a trained model of one rank; each read of any size past the cache, a round ahead."""
     from actor_checks import Reference, build_actor, differing, snapshot, train
 
     monkeypatch.setattr(safetensors_file, "_MIN_DIRECT_BYTES", 1)
