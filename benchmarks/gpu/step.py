@@ -13,6 +13,7 @@ on a model of its own from the same seed:
     fp8_param            the same with weights kept as FP8 alone, beside their main params
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
     bf16_flash           bf16 with torch's flash attention instead of Transformer Engine's
+    bf16_unfused         bf16 without the fusions that are the defaults on a GPU (rotary angles, sums of weight gradients)
     bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
 
     tokens_per_second    real tokens of a step (no padding) / its seconds
@@ -35,7 +36,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import program
@@ -108,14 +109,17 @@ class Side:
     head: str = "auto"
     attention: str = "auto"
     repeats_lengths: bool = False
+    megatron: Mapping[str, bool] = field(default_factory=dict)
 
 
+UNFUSED = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
 SIDES: Mapping[str, Side] = {
     "bf16": Side(PrecisionConfig(recipe="bf16")),
     "fp8_blockwise": Side(PrecisionConfig(recipe="fp8_blockwise")),
     "fp8_param": Side(PrecisionConfig(recipe="fp8_blockwise", fp8_param=True)),
     "fp8_blockwise_head": Side(PrecisionConfig(recipe="fp8_blockwise"), "te_fp8"),
     "bf16_flash": Side(PrecisionConfig(recipe="bf16"), attention="flash"),
+    "bf16_unfused": Side(PrecisionConfig(recipe="bf16"), megatron=UNFUSED),
     "bf16_repeated": Side(PrecisionConfig(recipe="bf16"), repeats_lengths=True),
 }
 
@@ -194,7 +198,7 @@ def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayou
 def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[MegatronActor, ParallelLayout]:
     layout = ParallelLayout(1, token_multiple=token_multiple(side.precision.recipe))
     settings = ActorSettings(
-        model=ModelSettings("bfloat16", recompute, side.precision, side.attention),
+        model=ModelSettings("bfloat16", recompute, side.precision, side.attention, side.megatron),
         head_implementation=side.head,
         seed=SEED,
     )
