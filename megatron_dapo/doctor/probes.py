@@ -130,7 +130,7 @@ def attention_results(
     """
     import torch
 
-    from megatron_dapo.megatron.layer_spec import uses_transformer_engine
+    from megatron_dapo.megatron.model_config import uses_transformer_engine
     from megatron_dapo.megatron.model_config import DTYPES
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

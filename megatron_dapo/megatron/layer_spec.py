@@ -7,7 +7,6 @@ by other Megatron tools. With Transformer Engine and CUDA its layers are used; e
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from megatron_dapo.megatron.layers import (
     PostNormRowParallelLinear,
     RMSNorm,
 )
-from megatron_dapo.megatron.model_config import GPTConfig
+from megatron_dapo.megatron.model_config import GPTConfig, uses_transformer_engine
 from megatron_dapo.megatron.precision import has_fp8
 
 logger = logging.getLogger(__name__)
@@ -63,11 +62,6 @@ IN_FP8 = LinearKinds(
     Fp8ExpertRowParallelLinear,
     Fp8PostNormRowParallelLinear,
 )
-
-
-def uses_transformer_engine() -> bool:
-    """Return True if Transformer Engine is installed and there is a CUDA device."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:

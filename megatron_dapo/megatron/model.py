@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -33,7 +35,7 @@ from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitectur
 from megatron_dapo.config.memory import padded_vocabulary
 from megatron_dapo.megatron.experts import normalize_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
-from megatron_dapo.megatron.model_config import GPTConfig, describe_precision
+from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
 from megatron_dapo.ops.value import token_values
 from megatron_dapo.parallel.layout import ParallelLayout
 
@@ -129,18 +131,19 @@ def _build_chunk(
     architecture: ModelArchitecture, layout: ParallelLayout, config: GPTConfig, pipeline_rank: int, stage: int
 ) -> GPTModel:
     vp_stage = stage if layout.virtual_pipeline > 1 else None
-    chunk = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(config, layout.layers_of(pipeline_rank, stage, architecture.num_layers)),
-        vocab_size=padded_vocabulary(architecture.vocab_size, layout.tensor),
-        max_sequence_length=architecture.max_position_embeddings,
-        pre_process=pipeline_rank == 0 and stage == 0,
-        post_process=pipeline_rank == layout.pipeline - 1 and stage == layout.virtual_pipeline - 1,
-        share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        vp_stage=vp_stage,
-    )
+    with _output_layer_without_apex():
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, layout.layers_of(pipeline_rank, stage, architecture.num_layers)),
+            vocab_size=padded_vocabulary(architecture.vocab_size, layout.tensor),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=pipeline_rank == 0 and stage == 0,
+            post_process=pipeline_rank == layout.pipeline - 1 and stage == layout.virtual_pipeline - 1,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            vp_stage=vp_stage,
+        )
     chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
     if architecture.gemma3 is not None and chunk.pre_process:
         # Rounded to the model's type, as the models were trained.
@@ -161,6 +164,18 @@ def _build_chunk(
             if not is_float8tensor(parameter):
                 parameter.fill_(torch.nan)
     return chunk.train()
+
+
+@contextmanager
+def _output_layer_without_apex() -> Iterator[None]:
+    """Let megatron-core build its output layer without apex where Transformer Engine's layers have fused weight gradients of
+    their own: the layer, which would use apex's, is replaced before it computes anything."""
+    available = megatron_layers._grad_accum_fusion_available
+    megatron_layers._grad_accum_fusion_available = available or uses_transformer_engine()
+    try:
+        yield
+    finally:
+        megatron_layers._grad_accum_fusion_available = available
 
 
 def mark_sharded_parameters(chunk: torch.nn.Module) -> None:

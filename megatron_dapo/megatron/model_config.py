@@ -122,8 +122,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
 
 def _fusion_fields(architecture: ModelArchitecture) -> dict[str, bool]:
     """Return the fused kernels that are there: each needs CUDA, and some an extension. None changes the mathematics."""
-    cuda = torch.cuda.is_available()
-    has_transformer_engine = cuda and importlib.util.find_spec("transformer_engine") is not None
+    cuda, has_transformer_engine = torch.cuda.is_available(), uses_transformer_engine()
     return {
         "bias_dropout_fusion": cuda,
         "bias_activation_fusion": cuda and architecture.gemma3 is None,
@@ -135,6 +134,11 @@ def _fusion_fields(architecture: ModelArchitecture) -> dict[str, bool]:
         # Weight gradients are added to the fp32 sum by the product itself.
         "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
     }
+
+
+def uses_transformer_engine() -> bool:
+    """Return True if Transformer Engine is installed and there is a CUDA device."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def has_fused_weight_gradient() -> bool:

@@ -24,6 +24,13 @@ def references(tmp_path_factory) -> str:
     return str(directory)
 
 
+def without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_dapo.megatron import layer_spec, model, model_config
+
+    for module in (layer_spec, model, model_config):
+        monkeypatch.setattr(module, "uses_transformer_engine", lambda: False)
+
+
 def on_device(micro_batch: Any) -> Any:
     from megatron_dapo.parallel.packing import to_device
 
@@ -68,9 +75,7 @@ def _gradient_error(actor: Any, gradients: Any) -> float:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("bfloat16", 0.1)])
 def test_own_layers_against_fp64(references, monkeypatch, name, dtype, bound) -> None:
-    from megatron_dapo.megatron import layer_spec
-
-    monkeypatch.setattr(layer_spec, "uses_transformer_engine", lambda: False)
+    without_transformer_engine(monkeypatch)
     found = errors_against_fp64(references, name, dtype)
     assert max(found.values()) < bound, found
 
@@ -87,7 +92,6 @@ def test_transformer_engines_layers_against_fp64(references, name) -> None:
 def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(references, monkeypatch, name) -> None:
     from actor_checks import TEMPERATURE, Reference, ragged_batch
 
-    from megatron_dapo.megatron import layer_spec
     from megatron_dapo.megatron.actor import ActorSettings
     from megatron_dapo.megatron.model_config import ModelSettings
     from megatron_dapo.parallel.layout import ParallelLayout
@@ -96,7 +100,7 @@ def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(references, 
     settings = ActorSettings(model=ModelSettings(dtype="bfloat16"))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     theirs = build(want, layout, settings).forward_logprobs(micro_batches, TEMPERATURE)
-    monkeypatch.setattr(layer_spec, "uses_transformer_engine", lambda: False)
+    without_transformer_engine(monkeypatch)
     ours = build(want, layout, settings).forward_logprobs(micro_batches, TEMPERATURE)
     gaps = [(one.logprobs - other.logprobs).abs() for one, other in zip(theirs, ours, strict=True)]
     assert max(float(gap.max()) for gap in gaps) < 0.1 and float(torch.cat(gaps).mean()) < 0.01
