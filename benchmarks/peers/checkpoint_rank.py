@@ -278,8 +278,10 @@ def _emptied(path: Path) -> str:
 
 
 def forget_cached(path: Path) -> None:
-    """Push the files of a checkpoint out of the page cache, so that all sides read from the disk."""
+    """Push the files of a checkpoint out of the page cache, so that all sides read from the disk, and what another side left
+    unwritten to the disk, so that it is not written while they do."""
     if dist.get_rank() == 0:
+        os.sync()
         for file in path.rglob("*"):
             if file.is_file():
                 descriptor = os.open(file, os.O_RDONLY)

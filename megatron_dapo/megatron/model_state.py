@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
-from math import prod
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,7 +162,7 @@ class ModelState:
         found = {}
         for key, name, start, shape in self._views:
             if name in local:
-                found[key] = local[name].view(-1)[start : start + prod(shape)].view(shape)
+                found[key] = _view(local[name], start, shape)
             else:
                 assert key.startswith((*MOMENTS, STEP)), (
                     f"{name}: only moments and steps may be missing, before the first step"
@@ -275,6 +276,13 @@ class ModelState:
         # A buffer of padding alone belongs to no tensor; one count too low would set back its whole group of the optimizer.
         rest = float(steps.max())
         return {local: found.get(local, rest) for local in model.tensors.local_specs(self.rank)}
+
+
+def _view(tensor: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return elements [start, start + size) of a contiguous tensor, in `shape`. One view: there are hundreds in each save."""
+    assert tensor.is_contiguous()
+    strides = accumulate(reversed(shape[1:]), mul, initial=1) if shape else ()
+    return tensor.as_strided(shape, tuple(strides)[::-1], tensor.storage_offset() + start)
 
 
 def _layer_order(parameters: Mapping[str, object]) -> list[str]:

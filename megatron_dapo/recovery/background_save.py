@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,33 +73,53 @@ class _Region:
 
 
 class CopyingWriter(CheckpointWriter):
-    """Notes what one rank saves; `copy` takes it into shared memory."""
+    """Notes what one rank saves; `arrange` gives each file its place in shared memory, and `copy` takes it there."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, rank)
-        self.regions: list[_Region] = []
-        self.num_bytes = 0
+        self._noted: dict[str, bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]] = {}
+        self._regions: list[_Region] = []
+        self.num_bytes = 0  # of everything, once it is arranged
 
     def save_tensors(
         self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Note tensors for a safetensors file; they must not change before they are copied."""
-        header, order = safetensors_header(tensors, metadata)
-        ordered = [tensors[each].detach() for each in order]
-        self._add(name, header, ordered, piece_sizes(header, ordered))
+        self._note(name, (tensors, metadata))
 
     def save_json(self, name: str, document: Any) -> None:
         """Take a document for a JSON file."""
-        self._add(name, json_bytes(document))
+        self._note(name, json_bytes(document))
 
-    def _add(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
+    def _note(self, name: str, content: bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]) -> None:
         with self._new_path(name):
-            if any(region.name == name for region in self.regions):
+            if name in self._noted:
                 raise FileExistsError(name)
+        self._noted[name] = content
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what is to be copied."""
+        for content in self._noted.values():
+            if not isinstance(content, bytes):
+                yield from content[0].values()
+
+    def arrange(self) -> None:
+        """Place the files one after another. ValueError for a type of tensor that the format does not have."""
+        for name, content in self._noted.items():
+            if isinstance(content, bytes):
+                self._place(name, content)
+                continue
+            tensors, metadata = content
+            header, order = safetensors_header(tensors, metadata)
+            ordered = [tensors[each].detach() for each in order]
+            self._place(name, header, ordered, piece_sizes(header, ordered))
+        self._noted.clear()
+
+    def _place(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
         # A page each: the file process writes them past the page cache.
         start = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
         end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.regions.append(_Region(name, start, end, head, tensors, sizes))
+        self._regions.append(_Region(name, start, end, head, tensors, sizes))
         self.num_bytes = end
 
     def copy(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -112,7 +132,7 @@ class CopyingWriter(CheckpointWriter):
             stream.synchronize()
 
     def _copy(self, memory: torch.Tensor) -> None:
-        for region in self.regions:
+        for region in self._regions:
             memory[region.start : region.start + len(region.head)] = _bytes_tensor(region.head)
             place = region.start + len(region.head)
             for tensor in region.tensors:
@@ -123,7 +143,12 @@ class CopyingWriter(CheckpointWriter):
 
     def places(self) -> list[tuple[str, int, int, Sequence[int]]]:
         """Return name, begin and end in the shared memory of each file, and the sizes of its pieces if it has any."""
-        return [(each.name, each.start, each.end, each.sizes) for each in self.regions]
+        return [(each.name, each.start, each.end, each.sizes) for each in self._regions]
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._noted.clear()
+        self._regions.clear()
 
 
 class _CopyMemory:
@@ -162,6 +187,7 @@ class _Save:
 
     step: int
     begun: float  # on the monotonic clock, which processes of one machine share
+    is_noted: threading.Event = field(default_factory=threading.Event)  # what is saved; it may be copied
     problem: Exception | None = None  # of noting, copying or starting to write
     copying: threading.Thread | None = None
     part: BackgroundJob | None = None  # this rank's files; None until they are copied
@@ -204,17 +230,21 @@ class BackgroundSaves:
                 save.commit = store.files.start(commit_when_written, *store.identity, step, dict(metadata or {}))
         except Exception as error:  # the other ranks continue: they learn of it when all meet
             save.problem = error
+        finally:
+            save.is_noted.set()
 
     def _copy(self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory) -> None:
         """Note what is saved, and begin to copy it."""
         writer = CopyingWriter(self._store.partial_path(save.step), self._store.rank)
         write(writer)
-        devices = {tensor.device for region in writer.regions for tensor in region.tensors}
+        devices = {tensor.device for tensor in writer.tensors()}
         cuda = next((device for device in devices if device.type == "cuda"), None)
         stream = _stream_behind_current(cuda) if cuda is not None else None
 
         def copy() -> None:
+            save.is_noted.wait()  # the run goes on first
             try:
+                writer.arrange()  # hundreds of names and sizes
                 writer.copy(memory.tensor(writer.num_bytes, is_locked=stream is not None), stream)
                 arguments = self._store.partial_path(save.step), self._store.rank, writer.places()
                 copies = self._store.copies
@@ -222,7 +252,7 @@ class BackgroundSaves:
                 save.part = self._store.files.start(write_part, *arguments, save.step, targets)
             except Exception as error:
                 save.problem = error
-            writer.regions.clear()  # the tensors are the run's alone again
+            writer.forget()  # the tensors are the run's alone again
 
         save.copying = threading.Thread(target=copy, name="checkpoint copy", daemon=True)
         save.copying.start()

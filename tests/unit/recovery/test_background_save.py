@@ -164,6 +164,7 @@ def test_an_error_of_what_is_saved_is_one_of_the_save(tmp_path: Path, files: Fil
         (lambda writer: writer.save_tensors("a", {"x": torch.zeros(2, dtype=torch.complex64)}), "has no complex64"),
     ):
         saves.start(1, write)
+        saves.wait_for_copy()
         assert saves.status == FAILED
         with pytest.raises(CheckpointError, match=reason):
             saves.finish()
