@@ -12,8 +12,8 @@
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
-# make test-two-nodes                                          the shortest of these, where the machine can; else it says why not
-# make chaos-tiny                                              eight faults into a run on them, where the machine can; .ci/run does both
+# make test-two-nodes                                          the shortest of these, where the machine can; else it says why not; .ci/run does
+# make chaos-tiny                                              eight faults into a run on them, where the machine can; make test-all does
 # make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
 # make docs                                                   the documentation's site, strictly, in build/site
 # make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
@@ -171,7 +171,7 @@ test: .venv
 	@$(MAKE) --no-print-directory --keep-going test-unit test-more
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
-test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers test test-cluster
+test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers test test-cluster chaos-tiny
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.
