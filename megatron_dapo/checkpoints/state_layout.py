@@ -76,6 +76,7 @@ class StateLayout:
         weights: the layout of the parameters.
         distributed: the optimizer's state is cut over data- and context-parallel ranks.
         order: names of a layer's parameters in the order in which the modules register them. Ranges depend on it.
+        grouped: a layer has a matrix of all its experts before the next one (`moe_grouped_gemm`), not expert after expert.
         ranges: of every rank, where they are known and not those of one buffer a model chunk.
     """
 
@@ -85,11 +86,12 @@ class StateLayout:
         distributed: bool,
         order: Sequence[str] = LAYER_ORDER,
         ranges: Sequence[Mapping[str, Range]] | None = None,
+        grouped: bool = False,
     ) -> None:
         self.weights = weights
         self.distributed = distributed
         self._place = {name: index for index, name in enumerate(order)}
-        self._known = ranges
+        self._known, self._grouped = ranges, grouped
         self._ranges: dict[tuple[int, ...], list[dict[str, Range]]] = {}
         self._shards_of: dict[int, dict[str, list[Shard]]] = {}
         self._updated: dict[int, tuple[Shard, ...]] = {}
@@ -98,6 +100,11 @@ class StateLayout:
     def num_ranks(self) -> int:
         """World size."""
         return self.weights.num_ranks
+
+    @property
+    def is_computed(self) -> bool:
+        """True where ranges are computed, not known from the ranks."""
+        return self._known is None
 
     def updated(self, rank: int) -> tuple[Shard, ...]:
         """Return what a rank's optimizer updates: shards that lie contiguous in the flattened local parameter."""
@@ -219,7 +226,7 @@ class StateLayout:
         return found
 
     def _order(self, local: str) -> tuple[int, ...]:
-        """Return the place of a parameter among those of a rank: chunk, layer, expert, and place in the layer."""
+        """Return the place of a parameter among those of a rank: chunk, layer, expert and place in the layer."""
         stage, _, path = local.partition(".")
         if path.startswith("decoder.layers."):
             layer, _, name = path.removeprefix("decoder.layers.").partition(".")
@@ -227,7 +234,8 @@ class StateLayout:
             if EXPERTS in local:
                 number, _, name = name.partition("local_experts.")[2].partition(".")
                 expert = int(number)
-            return int(stage), 1, int(layer), expert, self._place.get(name, len(self._place))
+            place = self._place.get(name, len(self._place))
+            return int(stage), 1, int(layer), *((place, expert) if self._grouped else (expert, place))
         kind = 0 if path.startswith("embedding.") else 2 if path.startswith("decoder.") else 3
         return int(stage), kind, 0, 0, int(path.endswith("bias"))
 

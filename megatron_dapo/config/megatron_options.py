@@ -95,8 +95,8 @@ DENIED: Mapping[str, str] = {
     "moe_enable_routing_replay|moe_pad_experts_for_cuda_graph_inference|use_inference_optimized_layers": _INFERENCE,
     "moe_extended_tp|moe_use_legacy_grouped_gemm|moe_enable_deepep": "later versions of megatron-core have dropped it",
     "async_tensor_model_parallel_allreduce|enable_cuda_graph|external_cuda_graph": "later versions of megatron-core have dropped it",
-    "moe_grouped_gemm|moe_single_grouped_.*|use_grouped_gemm_.*": (
-        "converters, weight sync and checkpoints name one linear layer an expert, not a grouped one"
+    "moe_single_grouped_.*|use_grouped_gemm_.*": (
+        "converters, weight sync and checkpoints have one matrix an expert; set moe_grouped_gemm, which keeps it"
     ),
     "moe_apply_probs_on_input": _LOSS,
     "defer_embedding_wgrad_compute|wgrad_deferral_limit": "the output layer is the log-prob head, which computes its own gradient",

@@ -92,10 +92,11 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
         return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
         return dense
-    # One linear layer an expert, not one grouped layer for all: parameters then have the names of SequentialMLP. It appends
-    # zeros to an expert's tokens under FP8, up to a multiple of 16, and its layers accept an expert without tokens.
+    # Either form appends zeros to an expert's tokens under FP8, up to a multiple of 16, and accepts an expert without tokens.
     sparse = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
     )
     sparse = _choose_attention(config, route_softmax_first(sparse))
     specs = [sparse if has_experts(config, layer) else dense for layer in layers]
@@ -149,7 +150,7 @@ def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MO
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
-        mlp=experts_spec(linear.expert_column, linear.expert_row) if experts else dense,
+        mlp=experts_spec(linear.expert_column, linear.expert_row, config.moe_grouped_gemm) if experts else dense,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
 from megatron_dapo.config.memory import padded_vocabulary
-from megatron_dapo.megatron.experts import normalize_probabilities
+from megatron_dapo.megatron.experts import normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
 from megatron_dapo.ops.value import token_values
@@ -204,9 +204,10 @@ def output_weight(chunk: GPTModel) -> torch.Tensor:
 
 
 def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return this rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", wrapped or not."""
+    """Return this rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", wrapped or not, experts grouped
+    or not, in the order of the modules."""
     return {
-        f"{stage}.{name}": parameter
+        f"{stage}.{one_name_an_expert(name)}": parameter
         for stage, chunk in enumerate(chunks)
         for name, parameter in unwrap(chunk).named_parameters()
     }

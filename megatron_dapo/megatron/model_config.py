@@ -236,7 +236,6 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
     }
 
 

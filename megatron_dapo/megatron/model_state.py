@@ -119,7 +119,8 @@ class ModelState:
         model = self._model
         parameters = named_local_parameters(model.chunks)  # not the model's: it would bring them back to the device
         distributed = model.settings.use_distributed_optimizer
-        layout = StateLayout(model.tensors, distributed, _layer_order(parameters))
+        grouped = bool(model.config.moe_grouped_gemm)
+        layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped)
         live = {
             part.name: (part.start, part.end)
             for part in owned_shards(parameters, model.optimizer)

@@ -13,6 +13,7 @@ from actor_checks import (
     Batch,
     largest_over_ranks,
     loss_fn,
+    model_settings,
     parity_of_layouts,
     sequences,
 )
@@ -51,10 +52,12 @@ def relative(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return max(float((ours[name] - right[name]).norm() / right[name].norm()) for name in right)
 
 
-def train_and_export(model: str, fields: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load the directory `model`, export it as it is, train, export again. Returns the differences, and (loss, norm) of each step."""
+def train_and_export(model: str, case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Load the directory `model`, export it as it is, train, export again. Returns the differences, and (loss, norm) of each step.
+    `case`: fields of the layout, and "megatron"."""
+    fields = {name: value for name, value in case.items() if name != "megatron"}
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
-    settings = ActorSettings(use_distributed_optimizer=fields.get("expert", 1) != 4)
+    settings = ActorSettings(model=model_settings(case), use_distributed_optimizer=fields.get("expert", 1) != 4)
     actor = MegatronActor.build(model, layout, settings)
     if dist.get_rank() == 0:
         directory.mkdir()

@@ -9,6 +9,7 @@ import pytest
 from launcher import run_distributed
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+GROUPED = {"moe_grouped_gemm": True}  # the names and order of Transformer Engine's grouped layers
 CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe", "layout": {"expert": 4}},
     {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": False},  # two replicas of each expert
@@ -19,6 +20,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe-mixed", "layout": {"context": 2, "expert": 2}, "recompute": "selective"},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "expert": 4, "expert_tensor": 1}, "recompute": "full"},
     {"model": "qwen3-moe-mixed", "layout": {"expert": 2, "pipeline": 2}},
+    {"model": "qwen3-moe", "layout": {"expert": 2}, "megatron": GROUPED},
+    {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "pipeline": 2}, "megatron": GROUPED, "recompute": "full"},
 ]
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -27,6 +30,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"expert": 2, "pipeline": 2},
     {**SEQUENCE, "expert": 2},
     {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
+    {"expert": 2, "pipeline": 2, "megatron": GROUPED},
+    {**SEQUENCE, "expert": 2, "megatron": GROUPED},
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from launcher import run_distributed
 
+GROUPED = {"moe_grouped_gemm": True}
 CASES: list[dict[str, Any]] = [
     {  # ZeRO ranges of many small buckets
         "model": "qwen2",
@@ -22,7 +23,7 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "model": "qwen3-moe-mixed",
-        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}},
+        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}, "megatron": GROUPED},
         "target": {"layout": {"pipeline": 2, "expert": 2}},
         "dtype": "bfloat16",
     },
@@ -35,7 +36,11 @@ CASES: list[dict[str, Any]] = [
     {
         "model": "qwen3-moe",
         "source": {"layout": {"pipeline": 2}},
-        "target": {"layout": {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}, "distributed": False},
+        "target": {
+            "layout": {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence_parallel": True},
+            "distributed": False,
+            "megatron": GROUPED,
+        },
     },
     {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}, "steps": 0},
     {"model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
@@ -71,7 +76,7 @@ def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
     [found] = run_distributed("state_checks:there_and_back", 4, arguments, timeout_s=180)
     assert found["difference"] == [] and found["back"] == [], found
     assert found["steps"] == [float(case.get("steps", 2))] and 0 < found["norm"] < 1e3, found
-    assert found["read"] == 1.0, found
+    assert found["read"] == 1.0 and found["computed"], found
 
 
 @pytest.mark.timeout(200)

@@ -60,6 +60,7 @@ def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) ->
     whole_heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = save_quickstart_model(tmp_path / "model", "qwen3_moe", **whole_heads)
     settings = ('precision.recipe="fp8_blockwise"', "run.total_steps=1", "optimizer.warmup_steps=0")
+    settings = (*settings, "megatron.moe_grouped_gemm=true")
     finished = train(tmp_path, model, engine_python, *settings, layout="tp2ep2etp1sp")
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-3000:]
