@@ -122,6 +122,7 @@ class PrecisionConfig(Section):
 
 
 Schedule = Literal["constant", "cosine", "linear"]
+OptimizerImplementation = Literal["auto", "apex"]
 WarmupUnit = Literal["train_step", "optimizer_step"]
 
 
@@ -156,6 +157,10 @@ class OptimizerConfig(Section):
 
     clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient. 0: off."""
+
+    implementation: OptimizerImplementation = "auto"
+    """Kernels of AdamW, of the gradient's norm and of its scaling. auto: Transformer Engine's, else NVIDIA apex's, else
+    torch's, the first that can be imported. apex: apex's."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):

@@ -241,7 +241,7 @@ def apex_finding(facts: ApexFacts, has_gpu: bool) -> Finding:
     """Check that a package named apex is NVIDIA's, not the web toolkit of that name on the package index."""
     version = f" {facts.version}" if facts.version else ""
     if not facts.found:
-        return ok("apex", "not installed (never needed)")
+        return ok("apex", "not installed (optional: Transformer Engine has the same kernels)")
     if not facts.is_nvidia:
         detail = f"apex{version} is the package index's toolkit for web applications, not NVIDIA's"
         return warning("apex", detail, "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex")

@@ -53,7 +53,7 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
     final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
     attention = layer.submodules.self_attention.submodules
     why = _reason_of_layers()
-    fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported"
+    fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported, or apex's on request"
     return (
         Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
         *_precision(config),

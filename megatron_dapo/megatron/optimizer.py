@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.megatron.apex import use_apex
 from megatron_dapo.megatron.model_config import data_parallel_fields, optimizer_fields
 from megatron_dapo.megatron.parallel_state import world_is
 from megatron_dapo.parallel.rank_set import RankSet
@@ -56,8 +57,10 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's AdamW over the wrapped chunks, with fp32 main params copied from their current weights.
 
-    Collective among the ranks of `part`.
+    Collective among the ranks of `part`. ValueError for an implementation that is not installed.
     """
+    if settings.implementation == "apex":
+        use_apex()
     core_config = CoreOptimizerConfig(
         optimizer="adam",
         lr=0.0,  # set at every step by the caller

@@ -110,7 +110,7 @@ def test_transformer_engine(facts: TransformerEngineFacts, has_gpu: bool, verdic
 @pytest.mark.parametrize(
     "facts, verdict, words",
     [
-        (ApexFacts(), "ok", "never needed"),
+        (ApexFacts(), "ok", "optional"),
         (ApexFacts(True, False, False, "0.9.10.dev0"), "warning", "web applications"),
         (ApexFacts(True, True, False, "0.1"), "warning", "amp_C"),
         (ApexFacts(True, True, True, "0.1"), "ok", "with CUDA extensions"),
