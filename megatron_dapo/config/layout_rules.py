@@ -94,8 +94,17 @@ ARCHITECTURE_RULES = (
     ),
     Rule(
         "num_layers % (parallel.pp_size * parallel.vpp_size) == 0",
-        "choose pp_size * vpp_size = {nearest_divisor(num_layers, parallel.pp_size * parallel.vpp_size)}",
+        "choose pp_size * vpp_size = {nearest_divisor(num_layers, parallel.pp_size * parallel.vpp_size)}, or set "
+        "parallel.first_stage_layers and parallel.last_stage_layers",
         path="parallel.pp_size",
+        where="not parallel.first_stage_layers and not parallel.last_stage_layers",
+    ),
+    Rule(
+        "stages_fit(num_layers, parallel.pp_size, parallel.vpp_size, parallel.first_stage_layers, parallel.last_stage_layers)",
+        "choose them so that the stages between share num_layers - first_stage_layers - last_stage_layers evenly, each a "
+        "multiple of vpp_size; pp_size is {parallel.pp_size}, vpp_size {parallel.vpp_size}, num_layers {num_layers}",
+        path="parallel.first_stage_layers",
+        where="parallel.first_stage_layers or parallel.last_stage_layers",
     ),
     # Strictly below: a response needs a position, too.
     Rule(

@@ -43,8 +43,10 @@ DENIED: Mapping[str, str] = {
     "hierarchical_context_parallel_sizes|(expert_)?gtp_.*|(expert_)?tensor_parallel_num_weight_shards": (
         "plans of weight sync and checkpoints know no such layout"
     ),
-    "pipeline_model_parallel_layout|num_layers_in_(first|last)_pipeline_stage|account_for_.*_in_pipeline_split": (
-        "plans of weight sync and checkpoints cut layers evenly over stages; choose parallel.pp_size that divides them"
+    "num_layers_in_first_pipeline_stage": "set parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "set parallel.last_stage_layers",
+    "pipeline_model_parallel_layout|account_for_.*_in_pipeline_split": (
+        "plans of weight sync and checkpoints know no such split; set parallel.first_stage_layers and last_stage_layers"
     ),
     "num_layers|hidden_size|num_attention_heads|num_query_groups|kv_channels|ffn_hidden_size": _ARCHITECTURE,
     "layernorm_epsilon|normalization|layernorm_zero_centered_gamma|gated_linear_unit|activation_func": _ARCHITECTURE,

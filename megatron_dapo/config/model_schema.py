@@ -79,6 +79,13 @@ class ParallelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline
     bubble."""
 
+    first_stage_layers: NonNegativeInt = 0
+    """Layers of the first pipeline stage; the other stages share the rest evenly. 0: an even share. For models whose number
+    of layers pp_size does not divide, and where the embedding makes the first stage slower."""
+
+    last_stage_layers: NonNegativeInt = 0
+    """Layers of the last pipeline stage, which also has the log-prob head. 0: an even share."""
+
     cp_size: PositiveInt = 1
     """Ranks every sequence is cut over. Raise it when one sequence's activations do not fit."""
 

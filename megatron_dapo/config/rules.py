@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config, leaf_fields
+from megatron_dapo.config.stages import layers_of_stages
 from megatron_dapo.untrusted import one_line
 
 
@@ -72,6 +73,15 @@ def nearest_divisor(number: int, wanted: int) -> int:
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
+def stages_fit(num_layers: int, stages: int, chunks: int, first: int, last: int) -> bool:
+    """Return True if the layers split over pipeline stages, see `layers_of_stages`."""
+    try:
+        layers_of_stages(num_layers, stages, chunks, first, last)
+    except ValueError:
+        return False
+    return True
+
+
 def padded(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `number`."""
     return math.ceil(number / multiple) * multiple
@@ -96,7 +106,7 @@ def is_loopback(address: str) -> bool:
 
 _FUNCTIONS = {
     **{one.__name__: one for one in (any, len, range, set, min, max, math.gcd, math.ceil)},
-    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path, is_loopback)},
+    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path, is_loopback, stages_fit)},
 }
 
 

@@ -266,10 +266,14 @@ def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
+    # Of two stages the first one says all: given both, megatron-core divides by the stages between them.
+    last = layout.last_stage_layers if layout.pipeline > 2 or not layout.first_stage_layers else 0
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": last or None,
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "sequence_parallel": layout.sequence_parallel,

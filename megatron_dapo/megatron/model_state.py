@@ -36,6 +36,7 @@ from megatron_dapo.checkpoints.state_layout import EXPERTS, LAYER_ORDER, Range, 
 from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.state import owned_shards
 from megatron_dapo.parallel.collectives import broadcast_json, max_over
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_transfers
 from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
 from megatron_dapo.reshard.planner import Transfer
@@ -209,7 +210,9 @@ class ModelState:
             buffers = model.loading_state()
             self._fill(saved, buffers)
             model.finish_loading(buffers, self._steps(saved))
-            if saved.layout == asdict(model.layout) and saved.distributed == self.layout.distributed:
+            # A checkpoint of before a field was there has its default.
+            there = {**asdict(ParallelLayout(1)), **saved.layout}
+            if there == asdict(model.layout) and saved.distributed == self.layout.distributed:
                 with _failing_together(group):
                     model.load_rank_state(saved.read_local(self.rank))
             elif self.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dapo.config.stages import layers_of_stages
 from megatron_dapo.precision import micro_batch_multiple, sequence_multiple
 
 
@@ -33,6 +34,7 @@ class ParallelLayout:
 
     Experts are laid out over the same ranks of a pipeline stage in another way: each is cut over `expert_tensor` ranks
     (None: as many as `tensor`), and they are dealt out over `expert` ranks; what is left holds replicas.
+    `first_stage_layers`, `last_stage_layers`: of the first and last pipeline stage, 0 for an even share.
     `token_multiple`: what a rank's own tokens of a micro-batch are a multiple of, which products in FP8 ask for. Raises
     ValueError where the sizes do not fit the world.
     """
@@ -46,6 +48,8 @@ class ParallelLayout:
     sequence_parallel: bool = False
     expert_tensor: int | None = None
     token_multiple: int = 1
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert", "token_multiple"):
@@ -127,18 +131,17 @@ class ParallelLayout:
         return ExpertCoordinates(tensor=tensor, expert=expert, data=data)
 
     def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
-        """Global indices of the layers of one model chunk: an even split, interleaved over stages under virtual
-        pipelining."""
-        num_chunks = self.pipeline * self.virtual_pipeline
-        if num_layers % num_chunks:
-            raise ValueError(
-                f"parallel layout: {num_layers} layers do not split over pipeline {self.pipeline} x virtual_pipeline "
-                f"{self.virtual_pipeline} = {num_chunks} chunks; choose sizes whose product divides {num_layers}"
-            )
-        per_chunk = num_layers // num_chunks
-        # Interleaved as in Megatron-core: a stage's chunks are `pipeline` chunks apart.
-        start = (vp_stage * self.pipeline + pipeline_rank) * per_chunk
-        return range(start, start + per_chunk)
+        """Return the global indices of the layers of one model chunk, interleaved over stages under virtual pipelining.
+        ValueError where the layers do not split."""
+        ends = self.first_stage_layers, self.last_stage_layers
+        try:
+            sizes = layers_of_stages(num_layers, self.pipeline, self.virtual_pipeline, *ends)
+        except ValueError as error:
+            raise ValueError(f"parallel layout: {error}") from None
+        chunks = [size // self.virtual_pipeline for size in sizes]
+        # Interleaved as in megatron-core: the first chunks of all stages, then their second ones.
+        start = vp_stage * sum(chunks) + sum(chunks[:pipeline_rank])
+        return range(start, start + chunks[pipeline_rank])
 
     @property
     def sequence_alignment(self) -> int:
@@ -155,6 +158,8 @@ class ParallelLayout:
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
         if self.virtual_pipeline > 1:
             parts.append(f"VPP{self.virtual_pipeline}")
+        if self.first_stage_layers or self.last_stage_layers:
+            parts.append(f"({self.first_stage_layers or 'even'} layers first, {self.last_stage_layers or 'even'} last)")
         parts += [f"CP{self.context}", f"DP{self.data}"]
         if self.expert > 1:
             parts.append(f"EP{self.expert}")

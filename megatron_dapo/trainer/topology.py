@@ -87,4 +87,6 @@ def _layout(config: Config, p: ParallelConfig, world_size: int) -> ParallelLayou
         sequence_parallel=p.sequence_parallel,
         expert_tensor=p.etp_size or None,
         token_multiple=token_multiple(config.precision.recipe),
+        first_stage_layers=p.first_stage_layers,
+        last_stage_layers=p.last_stage_layers,
     )

@@ -17,6 +17,8 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
     {"model": "qwen2", "layout": {"context": 4}, "recompute": "selective"},
     {"model": "llama3", "layout": {}},
     {"model": "qwen3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "recompute": "full"},
+    {"model": "qwen3", "layout": {"pipeline": 2, "first_stage_layers": 1}},
+    {"model": "qwen2-tied", "layout": {"pipeline": 2, "tensor": 2, "first_stage_layers": 3, "last_stage_layers": 1}},
     # Micro-batches of equal length, whose stages do not exchange lengths.
     {"model": "qwen2", "layout": {"pipeline": 2}, "padded": True},
     {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "padded": True},

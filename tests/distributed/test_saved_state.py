@@ -24,7 +24,7 @@ CASES: list[dict[str, Any]] = [
     {
         "model": "qwen3-moe-mixed",
         "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}, "megatron": GROUPED},
-        "target": {"layout": {"pipeline": 2, "expert": 2}},
+        "target": {"layout": {"pipeline": 2, "expert": 2, "first_stage_layers": 3}},
         "dtype": "bfloat16",
     },
     {

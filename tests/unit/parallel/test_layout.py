@@ -88,3 +88,41 @@ def test_describe_names_every_axis_in_use() -> None:
     layout = ParallelLayout(8, tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=True)
     assert layout.describe() == "TP2 PP2 VPP2 CP1 DP2 SP"
     assert layout.coordinates(7) == RankCoordinates(tensor=1, context=0, data=1, pipeline=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_layers", "chunks"),
+    [
+        ({"pipeline": 2, "first_stage_layers": 3}, 8, [[3], [5]]),
+        ({"pipeline": 4, "first_stage_layers": 23, "last_stage_layers": 23}, 94, [[23], [24], [24], [23]]),
+        ({"pipeline": 3, "last_stage_layers": 2}, 8, [[3], [3], [2]]),
+        ({"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 6}, 8, [[1, 1], [3, 3]]),
+    ],
+)
+def test_the_first_and_last_stage_may_have_other_numbers_of_layers(sizes, num_layers, chunks) -> None:
+    layout = ParallelLayout(sizes["pipeline"], **sizes)
+    found = [
+        [layout.layers_of(stage, chunk, num_layers) for chunk in range(layout.virtual_pipeline)]
+        for stage in range(layout.pipeline)
+    ]
+    assert [[len(chunk) for chunk in stage] for stage in found] == chunks
+    in_order = [layer for chunk in range(layout.virtual_pipeline) for stage in found for layer in stage[chunk]]
+    assert in_order == list(range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pipeline": 1, "first_stage_layers": 2}, r"\(2, 0\) need several stages"),
+        (
+            {"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+            "8 layers do not split .* with 2 in the first and 2",
+        ),
+        ({"pipeline": 3, "first_stage_layers": 3}, "with 3 in the first and an even share in the last"),
+        ({"pipeline": 2, "first_stage_layers": 8}, "8 layers do not split"),
+        ({"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 3}, "8 layers do not split"),
+    ],
+)
+def test_numbers_of_layers_that_leave_a_rest_are_errors(sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(sizes["pipeline"], **sizes).layers_of(0, 0, 8)
