@@ -251,6 +251,13 @@ RULES = (
         reason="each of several sources has epochs of its own",
     ),
     Rule(
+        "len(data.sources) < 2",
+        'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
+        path="rollout.prompt_order",
+        where='rollout.prompt_order == "priority"',
+        reason="an order by priority does not keep the weights of several sources",
+    ),
+    Rule(
         'algorithm.name == "dapo"',
         'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
         path="algorithm.advantage.name",

@@ -333,6 +333,16 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str, tuple[str, ..
         "data.sources",
         ("b.jsonl, line 1",),
     ),
+    "several sources by priority": (
+        lambda own: shutil.copy(own / "train.jsonl", own / "b.jsonl") and None,
+        (
+            "data.train_paths=[]",
+            "data.sources=[{path='OWN/train.jsonl'}, {path='OWN/b.jsonl'}]",
+            "rollout.prompt_order=priority",
+        ),
+        "rollout.prompt_order",
+        ("weights of several sources", 'rollout.prompt_order = "shuffled"'),
+    ),
     # ---- Hub
     "a Hub model without a network": (nothing, ("model.path=Qwen/Qwen2.5-0.5B",), "model.path", ("hf download Qwen/",)),
     "Hub data without a network": (
