@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -538,6 +539,15 @@ def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
         ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"
     ):
         make_plan(own / "quickstart.toml", given, "tp2", None, Machines(gpus_here=1))
+
+
+def test_a_rendezvous_port_in_use_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        [line] = [line for line in refusal(own) if "MASTER_PORT" in line]
+    assert "Address already in use" in line and "export another number" in line
+    assert not any("MASTER_PORT" in line for line in refusal(own))
 
 
 def test_a_recipe_that_runs_has_no_problem(own: Path) -> None:
