@@ -291,6 +291,21 @@ RULES = (
     ),
     *(
         Rule(
+            "not any(source.makes_fresh_problems for source in data.sources)",
+            f"set fresh = false in the tables of data.sources that name a task, or {instead}",
+            path="data.sources",
+            where=where,
+            reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
+        )
+        for where, instead in (
+            ("data.injection.templates", "data.injection.templates = []"),
+            ("rollout.budget.enabled", "rollout.budget.enabled = false"),
+            ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
+            ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
+        )
+    ),
+    *(
+        Rule(
             "not data.injection.templates",
             f"set data.injection.templates = [], or {instead}",
             path="data.injection.templates",

@@ -344,6 +344,12 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str, tuple[str, ..
         "rollout.prompt_order",
         ("weights of several sources", 'rollout.prompt_order = "shuffled"'),
     ),
+    "fresh problems in an order by history": (
+        nothing,
+        ("data.train_paths=[]", "data.sources=[{path='reasoning_gym:chain_sum'}]", "rollout.budget.enabled=true"),
+        "data.sources",
+        ("set fresh = false", "rollout.budget.enabled = false"),
+    ),
     # ---- Hub
     "a Hub model without a network": (nothing, ("model.path=Qwen/Qwen2.5-0.5B",), "model.path", ("hf download Qwen/",)),
     "Hub data without a network": (
