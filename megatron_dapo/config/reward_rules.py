@@ -7,6 +7,12 @@ from megatron_dapo.config.rules import Rule
 # Those of rewards.verifier, which this layer may not import.
 VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
 GOLD_PRESETS = ("dapo", "lenient")  # that compare an answer with a gold answer
+BUILT_IN_PARTS = (
+    "verifier",
+    "overlong",
+    "perplexity",
+    "format",
+)  # of a reward, beside those of a mixture or a user's function
 _SERVICES = ("judge", "remote")
 
 REWARD_RULES = (
@@ -36,6 +42,12 @@ REWARD_RULES = (
         "len(set(reward.part_names)) == len(reward.mix)",
         "give the tables of reward.mix different names: name = ...",
         reason="each is a part of the reward in the metrics",
+    ),
+    # The preset `format` is refused where the recipe rewards the form as well.
+    Rule(
+        'not [name for name in reward.part_names if name in built_in_parts and (name != "format" or "format" not in reward.verifiers)]',
+        f"give the tables of reward.mix other names than {', '.join(BUILT_IN_PARTS)}: name = ...",
+        reason="those are parts of every reward",
     ),
     Rule(
         "not [one for one in reward.mix if one.weight == 0]",

@@ -26,7 +26,7 @@ from megatron_dapo.config.layout_rules import (
     unfit_shapes,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.reward_rules import GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
+from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
 from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
@@ -121,6 +121,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "critic_scheduled_steps": critic_schedule_steps(config),
         "verifier_presets": VERIFIER_PRESETS,
         "gold_presets": GOLD_PRESETS,
+        "built_in_parts": BUILT_IN_PARTS,
         "evaluation_metrics": EVALUATION_METRICS,
     }
 

@@ -438,6 +438,18 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str, tuple[str, ..
         "reward.verifier",
         ("not str",),
     ),
+    "a component named like a part of every reward": (
+        nothing,
+        ("reward.verifier=mix", "reward.mix=[{verifier='dapo'}, {verifier='lenient', name='overlong'}]"),
+        "reward.mix",
+        ("other names than verifier, overlong", "parts of every reward"),
+    ),
+    "a reward that fails at its import": (
+        module("limit = undefined\n"),
+        ("reward.verifier=OWN/own_reward.py:reward",),
+        "reward.verifier",
+        ("cannot import module", "NameError"),
+    ),
     # ---- directories, critic, references
     "a run directory below a file": (
         written("file", "x"),
