@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dapo.config.section import (
     NonNegativeFloat,
@@ -168,6 +168,10 @@ class JudgeRewardConfig(ServiceConfig):
 
     max_tokens: PositiveInt = 512
     """Length limit of the judge's reply, in tokens."""
+
+    extra_body: dict[str, Any] = {}
+    """Further fields of a request, as the endpoint names them, e.g. { regex = "Score: [0-9]" } of SGLang, so that every reply has a
+    score."""
 
     cache_dir: str = ""
     """Directory of the judge's replies by request; runs may share it, and it grows without a limit. "": none."""
