@@ -13,7 +13,7 @@ BUILT_IN_PARTS = (
     "perplexity",
     "format",
 )  # of a reward, beside those of a mixture or a user's function
-_SERVICES = ("judge", "remote")
+_SERVICES = ("judge", "remote", "reward_model")
 
 REWARD_RULES = (
     Rule(
@@ -100,10 +100,15 @@ REWARD_RULES = (
         Rule(
             f"reward.{name}.request_seconds <= reward.timeout_seconds",
             f"set reward.timeout_seconds = {{reward.{name}.request_seconds * (1 + reward.{name}.retries)}}",
-            where=f'"{name}" in reward.verifiers',
+            where=f'"{name}" in reward.verifiers and reward.{name}.url',
             reason="all attempts of a request together have that long",
         )
         for name in _SERVICES
+    ),
+    Rule(
+        'reward.reward_model.url.startswith("http")',
+        'set reward.reward_model.url to an SGLang server of the classifier, e.g. "http://127.0.0.1:30000", or to ""',
+        where='"reward_model" in reward.verifiers and reward.reward_model.url',
     ),
     Rule(
         'reward.judge.score_key == "" or reward.judge.score_pattern == ""',
