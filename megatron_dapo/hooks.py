@@ -59,7 +59,7 @@ def load_hook(path: str, field: str) -> Any:
     """Return the object that `path` names. ValueError in one line for one that cannot be imported or called as `field` needs."""
     module_name, _, name = path.rpartition(":")
     try:
-        module = _file_module(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
+        module = import_place(module_name)
     except Exception as error:  # an import runs whatever the module has
         raise ValueError(
             one_line(f"{field} = {path!r}: cannot import {module_name!r} ({type(error).__name__}: {error})")
@@ -99,6 +99,11 @@ def _check_callback(hook: Any, what: str) -> None:
     for name in methods:
         wanted = tuple(inspect.signature(getattr(Callback, name)).parameters)
         check_parameters(getattr(hook, name), wanted, f"{what}, method {name}")
+
+
+def import_place(place: str) -> ModuleType:
+    """Import the module before the colon of a user's path: "package.module" or "path/to/file.py". Raises what the import raises."""
+    return _file_module(Path(place)) if place.endswith(".py") else _module(place)
 
 
 def _module(name: str) -> ModuleType:

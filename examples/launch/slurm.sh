@@ -32,16 +32,16 @@ shift 4
 command=${COMMAND:-train}
 inputs=--inputs
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then inputs=--no-inputs; fi # they were read when the job began
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*}                                   # the first; a pipe into head would end the script when scontrol writes on
+export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))} # one for each job: two jobs may share a node
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-MASTER_ADDR=${hosts%%$'\n'*} # the first; a pipe into head would end the script when scontrol writes on
-MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000)) # one for each job: two jobs may share a node
 # When the job ends: the time left after a signal decides whether a checkpoint is begun.
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
-export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
+export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.

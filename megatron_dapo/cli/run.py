@@ -427,10 +427,10 @@ def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = (
 
 
 def _start_workers(recipe: Path, plan: Plan, arguments: tuple[str, ...], restarts: int = 0) -> int:
-    """Start the workers and wait; the first root cause of a failure is the last line."""
+    """Start the workers and wait; the first root cause of a failure is the last line, and of one process the only such line."""
     from megatron_dapo.launch.whole_run import run_workers
 
     end = run_workers(recipe, plan.loaded.config, plan.overrides, plan.num_processes, arguments, restarts)
-    if end.reason:
+    if end.reason and not end.is_printed:
         typer.echo(end.reason, err=True)
     return end.exit_code

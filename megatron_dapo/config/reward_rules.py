@@ -7,7 +7,13 @@ from megatron_dapo.config.rules import Rule
 # Those of rewards.verifier, which this layer may not import.
 VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
 GOLD_PRESETS = ("dapo", "lenient")  # that compare an answer with a gold answer
-_SERVICES = ("judge", "remote")
+BUILT_IN_PARTS = (
+    "verifier",
+    "overlong",
+    "perplexity",
+    "format",
+)  # of a reward, beside those of a mixture or a user's function
+_SERVICES = ("judge", "remote", "reward_model")
 
 REWARD_RULES = (
     Rule(
@@ -36,6 +42,12 @@ REWARD_RULES = (
         "len(set(reward.part_names)) == len(reward.mix)",
         "give the tables of reward.mix different names: name = ...",
         reason="each is a part of the reward in the metrics",
+    ),
+    # The preset `format` is refused where the recipe rewards the form as well.
+    Rule(
+        'not [name for name in reward.part_names if name in built_in_parts and (name != "format" or "format" not in reward.verifiers)]',
+        f"give the tables of reward.mix other names than {', '.join(BUILT_IN_PARTS)}: name = ...",
+        reason="those are parts of every reward",
     ),
     Rule(
         "not [one for one in reward.mix if one.weight == 0]",
@@ -88,10 +100,15 @@ REWARD_RULES = (
         Rule(
             f"reward.{name}.request_seconds <= reward.timeout_seconds",
             f"set reward.timeout_seconds = {{reward.{name}.request_seconds * (1 + reward.{name}.retries)}}",
-            where=f'"{name}" in reward.verifiers',
+            where=f'"{name}" in reward.verifiers and reward.{name}.url',
             reason="all attempts of a request together have that long",
         )
         for name in _SERVICES
+    ),
+    Rule(
+        'reward.reward_model.url.startswith("http")',
+        'set reward.reward_model.url to an SGLang server of the classifier, e.g. "http://127.0.0.1:30000", or to ""',
+        where='"reward_model" in reward.verifiers and reward.reward_model.url',
     ),
     Rule(
         'reward.judge.score_key == "" or reward.judge.score_pattern == ""',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dapo.config.section import (
     NonNegativeFloat,
@@ -169,6 +169,10 @@ class JudgeRewardConfig(ServiceConfig):
     max_tokens: PositiveInt = 512
     """Length limit of the judge's reply, in tokens."""
 
+    extra_body: dict[str, Any] = {}
+    """Further fields of a request, as the endpoint names them, e.g. { regex = "Score: [0-9]" } of SGLang, so that every reply has a
+    score."""
+
     cache_dir: str = ""
     """Directory of the judge's replies by request; runs may share it, and it grows without a limit. "": none."""
 
@@ -177,11 +181,15 @@ class RemoteRewardConfig(ServiceConfig):
     """A service of your own that scores batches of responses over HTTP (docs/rewards.md has the JSON)."""
 
 
-class RewardModelConfig(Section):
-    """A Hugging Face sequence classifier, which each verifier process loads."""
+class RewardModelConfig(ServiceConfig):
+    """A Hugging Face sequence classifier, which each verifier process loads, or which an SGLang server at url has loaded."""
+
+    url: str = ""
+    """Server that holds the classifier, e.g. "http://127.0.0.1:30000", started with --is-embedding. "": each verifier process
+    loads it."""
 
     path: str = ""
-    """Its directory, relative to the one that the run is started in."""
+    """Its directory, relative to the one that the run is started in. With url its tokenizer and configuration alone are read."""
 
     device: str = ""
     """cpu, cuda or cuda:1. "": cuda where there is one. It shares a GPU with whatever else is there."""

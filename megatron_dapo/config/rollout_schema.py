@@ -85,13 +85,21 @@ class SourceConfig(Section):
     """Text of a prompt's last turn."""
 
     size: int = 10_000
-    """Problems that are made, of a reasoning_gym task; above 0."""
+    """Problems that are made for an epoch, of a reasoning_gym task; above 0."""
+
+    fresh: bool = True
+    """Make other problems for each epoch, of a reasoning_gym task. Off: every epoch has the first one's."""
 
     seed: int = 0
     """Seed of the made problems; another one gives others."""
 
     settings: dict[str, Any] = {}
     """Settings of the task, e.g. { min_terms = 2, max_terms = 3 }."""
+
+    @property
+    def makes_fresh_problems(self) -> bool:
+        """True for a task whose problems come once."""
+        return self.fresh and self.path.startswith(TASK_PREFIX)
 
 
 class DataConfig(Section):

@@ -26,7 +26,7 @@ from megatron_dapo.config.layout_rules import (
     unfit_shapes,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.reward_rules import GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
+from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
 from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
@@ -121,6 +121,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "critic_scheduled_steps": critic_schedule_steps(config),
         "verifier_presets": VERIFIER_PRESETS,
         "gold_presets": GOLD_PRESETS,
+        "built_in_parts": BUILT_IN_PARTS,
         "evaluation_metrics": EVALUATION_METRICS,
     }
 
@@ -251,6 +252,13 @@ RULES = (
         reason="each of several sources has epochs of its own",
     ),
     Rule(
+        "len(data.sources) < 2",
+        'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
+        path="rollout.prompt_order",
+        where='rollout.prompt_order == "priority"',
+        reason="an order by priority does not keep the weights of several sources",
+    ),
+    Rule(
         'algorithm.name == "dapo"',
         'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
         path="algorithm.advantage.name",
@@ -281,6 +289,21 @@ RULES = (
         'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
         where='data.injection.when == "visit"',
         reason="it is for prompts that were not solved",
+    ),
+    *(
+        Rule(
+            "not any(source.makes_fresh_problems for source in data.sources)",
+            f"set fresh = false in the tables of data.sources that name a task, or {instead}",
+            path="data.sources",
+            where=where,
+            reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
+        )
+        for where, instead in (
+            ("data.injection.templates", "data.injection.templates = []"),
+            ("rollout.budget.enabled", "rollout.budget.enabled = false"),
+            ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
+            ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
+        )
     ),
     *(
         Rule(

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dapo.config.rollout_schema import DataConfig
 from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256
-from megatron_dapo.data.prompt_stream import SourceShare
+from megatron_dapo.data.prompt_stream import FreshIds, SourceShare
 from megatron_dapo.data.sources import Source, train_sources
 from megatron_dapo.data.template import Messages, PromptTemplate, Tokenizer
 from megatron_dapo.types import Prompt
@@ -188,8 +188,13 @@ def prompt_template(data: DataConfig, tokenizer: Tokenizer) -> PromptTemplate:
     return PromptTemplate(tokenizer, data.template, data.chat_template_options)
 
 
-def shares_of(data: DataConfig, prompts: Sequence[Prompt]) -> list[SourceShare] | None:
-    """Return each source's prompts and weight; None without data.sources. ValueError where a source has no prompt left."""
+def shares_of(
+    data: DataConfig, prompts: Sequence[Prompt], fresh: Mapping[str, FreshIds] | None = None
+) -> list[SourceShare] | None:
+    """Return each source's prompts and weight; None without data.sources. ValueError where a source has no prompt left.
+
+    `fresh`: prompts of later epochs by the source's name.
+    """
     if not data.sources:
         return None
     found = []
@@ -200,7 +205,7 @@ def shares_of(data: DataConfig, prompts: Sequence[Prompt]) -> list[SourceShare] 
                 f"data.sources: no prompt of {source.name!r} is left: all are longer than data.max_prompt_tokens = "
                 f"{data.max_prompt_tokens}, or an earlier source has them; remove it"
             )
-        found.append(SourceShare(source.name, source.weight, ids))
+        found.append(SourceShare(source.name, source.weight, ids, (fresh or {}).get(source.name)))
     return found
 
 

@@ -6,6 +6,7 @@ Its own verifier scores them: reward.verifier = "megatron_dapo.rewards.reasoning
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -22,12 +23,13 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class MadeProblems:
-    """A task of reasoning-gym, and the problems of it that are made. Equal values make equal problems."""
+    """A task of reasoning-gym, and the problems of it that are made for an epoch. Equal values make equal problems."""
 
     task: str
     size: int
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = 0
 
     def __str__(self) -> str:
         return f"reasoning_gym:{self.task}"
@@ -36,7 +38,7 @@ class MadeProblems:
         """Yield question, answer and entry of the first `count` problems, by default all. ValueError with the reason where the
         package, the task or a setting is unknown."""
         wanted = self.size if count is None else min(count, self.size)
-        spec = json.dumps({**asdict(self), "size": wanted})
+        spec = json.dumps({**asdict(self), "size": wanted, "seed": self._seed()})
         command = [sys.executable, "-m", __name__, spec]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -49,6 +51,11 @@ class MadeProblems:
                 raise ValueError(f"{self}: reasoning-gym is not installed: {INSTALL}")
             raise ValueError(f"{self} with settings {dict(self.settings)}: {one_line(reason)[:300]}")
         yield from map(json.loads, done.stdout.splitlines())
+
+    def _seed(self) -> int:
+        # reasoning-gym makes problem i by the seed + i: neighbouring seeds would make nearly the same problems.
+        digest = hashlib.sha256(f"{self.seed}/{self.epoch}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 2  # some tasks take 32 bits
 
 
 def main(spec: str) -> None:

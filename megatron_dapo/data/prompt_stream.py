@@ -1,8 +1,8 @@
 """The order of prompts: endless shuffled epochs with an exact state.
 
-Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. A prompt that was
-drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts, as does the rewrite of a prompt
-whose group was filtered.
+Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. The prompts of an epoch are
+always the same ones, or are made for it by its number (`FreshIds`). A prompt that was drawn and not trained (an abort, a crash) is
+returned with `requeue` and precedes fresh prompts, as does the rewrite of a prompt whose group was filtered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dapo.data.injection import SEPARATOR, Injection
 from megatron_dapo.hooks import HookError, load_hook, named
@@ -21,13 +21,28 @@ from megatron_dapo.types import FilterDecision, Prompt
 STATE_VERSION = 1
 
 
+class FreshIds(Protocol):
+    """Ids of prompts that are made anew for each epoch."""
+
+    def ids(self, epoch: int) -> Sequence[str]:
+        """Return the ids of an epoch's prompts."""
+
+    def has(self, prompt_id: str) -> bool:
+        """Return True if an id is of a later epoch than the first one."""
+
+
 @dataclass(frozen=True)
 class SourceShare:
     """The prompts of one source, and its share of the draws relative to the other sources'."""
 
     name: str
     weight: float
-    prompt_ids: tuple[str, ...]
+    prompt_ids: tuple[str, ...]  # of the first epoch
+    fresh: FreshIds | None = None  # ids of the later epochs; None: the same ones
+
+    def ids(self, epoch: int) -> Sequence[str]:
+        """Return the ids of an epoch, in their order before the shuffle."""
+        return self.fresh.ids(epoch) if self.fresh and epoch else self.prompt_ids
 
 
 class FunctionOrder:
@@ -69,16 +84,23 @@ class _Passes:
         self._own_order = own_order
         self.move(0, 0)
 
-    def move(self, epoch: int, position: int) -> None:
-        """Go to the place where `position` prompts of `epoch` were drawn."""
+    def move(self, epoch: int, position: int, num_before: int | None = None) -> None:
+        """Go to the place where `position` prompts of `epoch` were drawn; `num_before`: of earlier epochs, by default all equally long."""
         self.epoch, self.position = epoch, position
+        self._num_before = epoch * len(self.share.prompt_ids) if num_before is None else num_before
+        self._ids = self.share.ids(epoch)
         self._order = self._ordered(epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return the place, as the arguments of `move`."""
+        place = {"epoch": self.epoch, "position": self.position}
+        return {**place, "num_before": self._num_before} if self.share.fresh else place
 
     def _ordered(self, epoch: int) -> list[int]:
         if self._own_order is not None:
             return self._own_order.indices(epoch)
         # A string seed is hashed by SHA-512: unlike hash(), the same in every process and Python version.
-        order = list(range(len(self.share.prompt_ids)))
+        order = list(range(len(self.share.ids(epoch))))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
@@ -90,7 +112,7 @@ class _Passes:
 
     @property
     def num_drawn(self) -> int:
-        return self.epoch * len(self.share.prompt_ids) + self.position
+        return self._num_before + self.position
 
     def is_exhausted(self, max_epochs: int | None) -> bool:
         return self.position == len(self._order) and self.epoch + 1 == max_epochs
@@ -101,9 +123,9 @@ class _Passes:
 
     def next(self) -> str:
         if self.position == len(self._order):
-            self.move(self.epoch + 1, 0)
+            self.move(self.epoch + 1, 0, self.num_drawn)
         self.position += 1
-        return self.share.prompt_ids[self._order[self.position - 1]]
+        return self._ids[self._order[self.position - 1]]
 
 
 class PromptStream:
@@ -119,6 +141,7 @@ class PromptStream:
 
     With several sources each has epochs of its own, and every draw takes the source that is furthest behind its share: no random
     number decides it, and the state is the position in each. A source that has made `max_epochs` leaves its share to the others.
+    Of a source with `fresh` prompts each epoch has ids of its own.
     """
 
     def __init__(
@@ -182,9 +205,13 @@ class PromptStream:
 
     def requeue(self, prompt_id: str) -> None:
         """Return a prompt that was drawn and not trained."""
-        if prompt_id not in self._known:
+        if not self._knows(prompt_id):
             raise ValueError(f"prompt {prompt_id!r} is not of this data set ({len(self._prompt_ids)} prompts)")
         self._requeued.append(prompt_id)
+
+    def _knows(self, prompt_id: str) -> bool:
+        fresh = (source.share.fresh for source in self._passes)
+        return prompt_id in self._known or any(one is not None and one.has(prompt_id) for one in fresh)
 
     def judged(self, prompt_id: str, decision: FilterDecision, num_held: int) -> None:
         """Learn how the filter decided on a prompt's group; its rewrite comes next where the injection has one.
@@ -214,22 +241,19 @@ class PromptStream:
         """Continue where `state` was taken. ValueError, and no change, if it is of other data or another seed."""
         self._check_state(state)
         self._requeued = deque(state["requeued"])
-        for source, (epoch, position) in zip(self._passes, _positions_of(state)):
-            source.move(epoch, position)
+        for source, place in zip(self._passes, _places_of(state)):
+            source.move(**place)
         if self._injection is not None and "injection" in state:
             self._injection.load_state_dict(state["injection"])
 
     def _positions(self) -> dict[str, Any]:
         """Return the state of the sources: of one as ever, of several a list with names and weights."""
         if not self._passes[0].share.name:
-            place = {"epoch": self._passes[0].epoch, "position": self._passes[0].position}
+            place = self._passes[0].state()
             order = self._passes[0].hash_of_order(place["epoch"])
             return place if order is None else {**place, "order": order}
         return {
-            "sources": [
-                {"name": s.share.name, "weight": s.share.weight, "epoch": s.epoch, "position": s.position}
-                for s in self._passes
-            ]
+            "sources": [{"name": one.share.name, "weight": one.share.weight, **one.state()} for one in self._passes]
         }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -257,21 +281,27 @@ class PromptStream:
                 f"the checkpoint's prompt stream had another order of epoch {state['epoch']} than data.order gives now: resume with "
                 "the function that wrote it; it must depend on prompts and epoch alone"
             )
-        unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
+        for one, source in zip(state.get("sources", ()), self._passes):
+            if one["epoch"] and ("num_before" in one) != bool(source.share.fresh):
+                raise ValueError(
+                    f"the checkpoint's prompt stream {'has other' if 'num_before' in one else 'repeats its'} problems of source "
+                    f"{one['name']!r} in each epoch: resume with the key fresh of data.sources that it was written with"
+                )
+        unknown = [prompt_id for prompt_id in state["requeued"] if not self._knows(prompt_id)]
         if unknown and all(name.partition(SEPARATOR)[0] in self._known for name in unknown):
             raise ValueError(
                 f"the checkpoint's prompt stream holds {len(unknown)} rewrites of prompts, such as {unknown[0]!r}, that this run "
                 "does not have: resume with the data.injection.templates of the checkpoint"
             )
-        places = list(zip(_positions_of(state), self._passes))
-        wrong = [p for p, s in places if not (0 <= p[1] <= len(s.share.prompt_ids) and p[0] >= 0)]
-        if unknown or wrong:
-            found = ", ".join(f"epoch {p[0]}, position {p[1]} of {len(s.share.prompt_ids)}" for p, s in places)
+        places = [(p["epoch"], p["position"], s.share) for p, s in zip(_places_of(state), self._passes)]
+        if unknown or any(e < 0 or not 0 <= p <= len(share.ids(e)) for e, p, share in places):
+            found = ", ".join(f"epoch {e}, position {p} of {len(share.ids(max(e, 0)))}" for e, p, share in places)
             raise ValueError(f"damaged prompt stream state: {found}, unknown requeued prompts {unknown[:3]}")
 
 
-def _positions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    return [(one["epoch"], one["position"]) for one in state.get("sources", (state,))]
+def _places_of(state: Mapping[str, Any]) -> list[dict[str, int]]:
+    keys = ("epoch", "position", "num_before")
+    return [{key: one[key] for key in keys if key in one} for one in state.get("sources", (state,))]
 
 
 def fingerprint(prompt_ids: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ class Source:
     name: str = ""  # "": the rows' own data_source
     weight: float = 1.0
     made: MadeProblems | None = None  # in place of files
+    is_fresh: bool = False  # other problems are made for each epoch
 
     def rows(self) -> Iterator[Row]:
         """Yield every row, in order. ValueError with the place and what was expected."""
@@ -75,7 +76,7 @@ def _source(source: SourceConfig, name: str, data: DataConfig) -> Source:
     if not source.path.startswith(TASK_PREFIX):
         return Source((Path(source.path),), _format_of(source, data), name, source.weight)
     made = MadeProblems(source.path.removeprefix(TASK_PREFIX), source.size, source.seed, source.settings)
-    return Source((), _format_of(source, data), name, source.weight, made)
+    return Source((), _format_of(source, data), name, source.weight, made, source.fresh)
 
 
 def _format_of(source: SourceConfig, data: DataConfig) -> RowFormat:

@@ -20,6 +20,7 @@ from megatron_dapo.data.files import Row
 from megatron_dapo.data.sources import Source, eval_sources, train_sources
 from megatron_dapo.doctor import gather, recipe
 from megatron_dapo.doctor.engine_import import import_problem
+from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.untrusted import one_line, read_json
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def input_problems(config: Config, is_here: bool = True) -> list[Violation]:
     """
     with ThreadPoolExecutor(1) as beside:
         engine = beside.submit(lambda: list(_engine_problems(config, tries_import=True)))
-        problems = [*_machine_problems(config, is_here), *_model_problems(config)]
+        problems = [*_rendezvous_problems(), *_machine_problems(config, is_here), *_model_problems(config)]
         has_tokenizer = config.model.path.is_dir() and not any(problem.path == "model.path" for problem in problems)
         rows = _rows_of(config, problems)
         if has_tokenizer:
@@ -82,6 +83,12 @@ def _machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
         yield UnusableInput("sglang.api_key_file", problem, "")
     if not config.sglang.urls and (problem := gather.ports_problem(config.sglang.host, config.sglang.servers_per_node)):
         yield UnusableInput("sglang.host", problem, 'set sglang.host = "auto"')
+
+
+def _rendezvous_problems() -> Iterator[Violation]:
+    """Yield the problem of the port that a launcher's variables name; without a launcher `train` finds a port itself."""
+    if problem := rendezvous_problem():
+        yield UnusableInput("MASTER_PORT", problem, "unset it where `megatron-dapo train` starts the processes itself")
 
 
 def _unreachable(url: str) -> str:

@@ -115,6 +115,32 @@ def prepare_rendezvous(process: ProcessEnvironment) -> None:
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
 
 
+def rendezvous_problem(environment: Mapping[str, str] | None = None) -> str:
+    """Return the reason why rank 0 cannot open its store at MASTER_ADDR and MASTER_PORT, "" for none.
+
+    Nothing is said where one of them is not set, where MASTER_ADDR is another machine, and where torchrun has opened the store.
+    """
+    environment = os.environ if environment is None else environment
+    host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if not host or not port or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return ""
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        return f"MASTER_PORT is {port!r}: export it as a number from 1 to 65535"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        socket.create_server((address[0], 0), family=family).close()
+    except OSError:  # the address of another machine
+        return ""
+    try:
+        socket.create_server((address[0], int(port)), family=family).close()
+    except OSError as error:
+        return (
+            f"MASTER_PORT is {port}, which rank 0 cannot open on {host} ({os.strerror(error.errno or 0)}): end the process that listens there, "
+            "or export another number"
+        )
+    return ""
+
+
 def leave_compiler_out() -> None:
     """Keep torch.compile from loading its compiler where there is no GPU; to be called before torch is imported.
 

@@ -22,6 +22,7 @@ class RunEnd:
 
     exit_code: int  # 0: finished
     reason: str = ""  # one line; "" where it finished
+    is_printed: bool = False  # the reason is the last line that the processes have printed
 
 
 def is_done(config: Config) -> bool:
@@ -48,7 +49,8 @@ def run_workers(
     start = time.time()
     code = launch_workers(WORKER, [str(recipe), *given, *arguments], num_processes, directory, restarts)
     if (failure := read_failure(directory)) is not None:
-        return RunEnd(failure.exit_code, first_line(failure))
+        # The watcher prints the line when it decides. Other ranks may print behind it what followed for them.
+        return RunEnd(failure.exit_code, first_line(failure), is_printed=num_processes == 1)
     if code == 0:
         return RunEnd(0)
     # torchrun's own code says only that a worker ended otherwise than with 0.

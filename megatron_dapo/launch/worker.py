@@ -27,6 +27,7 @@ from megatron_dapo.launch.environment import (
     process_environment,
     raise_open_files_limit,
     rendezvous_host,
+    rendezvous_problem,
     supervision,
 )
 from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, restrict_files
@@ -208,6 +209,8 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     restrict_stores(process.num_nodes)
     if not loaded.config.sglang.urls:
         keep_nccl_on_loopback(process)
+    if process.rank == 0 and (problem := rendezvous_problem()):
+        raise RuntimeError(problem)  # another attempt may find the port free
     store, _, _ = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
     # Held until the process ends: a second run must not write into the same directory, not even why it failed.
     lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)

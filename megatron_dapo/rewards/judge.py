@@ -75,6 +75,7 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
         return found[0] if isinstance(found, list) else found
 
     facts = [own.get("model", ""), template, pattern.pattern, own.get("score_key", ""), max_score, threshold]
+    facts += [own["extra_body"]] if own.get("extra_body") else []
     version = f"judge-{REVISION}:{own.get('model', '')}@{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
     return Verifier("judge", version, lambda sample: None, lambda answer: None, True, score_later)
 
@@ -95,6 +96,7 @@ def request_of(sample: RewardSample, own: Mapping[str, Any], template: str) -> d
         "messages": [*system, {"role": "user", "content": content}],
         "temperature": own.get("temperature", 0.0),
         "max_tokens": own.get("max_tokens", 512),
+        **own.get("extra_body", {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Preset `reward_model`: the score of a Hugging Face sequence classifier that each verifier process loads.
+"""Preset `reward_model`: the score of a Hugging Face sequence classifier that each verifier process loads, or that a server holds.
 
 The conversation (prompt and response) goes through the classifier's own chat template. A classifier with one output gives that
 number; of several, `label` chooses one by its index or name, as a probability.
@@ -10,49 +10,87 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
+from megatron_dapo.rewards.service import Service, ServiceError
 from megatron_dapo.rewards.verifier import Verifier
 
 REVISION = "1"
 
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
-    """Load tokenizer and model and return the verifier. ValueError for a directory without a usable classifier."""
+    """Return the verifier, of a model that is loaded here, or of the server at `url`.
+
+    ValueError for a directory without a usable classifier.
+    """
     path = own.get("path", "")
     if not path:
         raise ValueError("verifier 'reward_model': set reward.reward_model.path to a Hugging Face sequence classifier")
-    device = own.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=getattr(torch, own.get("dtype", "bfloat16")), output_loading_info=True
-        )
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        model = None if own.get("url") else _model(path, own)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"verifier 'reward_model': {path}: {error}") from error
-    if found["missing_keys"]:  # a language model without a head: its scores would be random
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise ValueError(f"verifier 'reward_model': {path} is no sequence classifier: its weights have no {missing}")
-    model.to(device).eval()
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = (
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        )
-    tokenizer.pad_token_id, tokenizer.padding_side = model.config.pad_token_id, "right"
-    column = label_index(model.config, own.get("label", ""))
-    threshold, max_tokens = own.get("threshold", 0.0), own.get("max_tokens", 8192)
+    column, max_tokens = label_index(config, own.get("label", "")), own.get("max_tokens", 8192)
+    threshold = own.get("threshold", 0.0)
 
-    def score(samples: Sequence[RewardSample]) -> list[VerifierResult]:
-        encoded = [tokens_of(tokenizer, sample, max_tokens) for sample in samples]
-        batch = tokenizer.pad({"input_ids": encoded}, return_tensors="pt").to(device)
-        with torch.inference_mode():
-            logits = model(**batch).logits.float()
+    def results(logits: torch.Tensor) -> list[VerifierResult]:
         values = logits[:, 0] if column is None else torch.softmax(logits, -1)[:, column]
         return [VerifierResult("correct" if value >= threshold else "wrong", reward=value) for value in values.tolist()]
 
+    def tokens(samples: Sequence[RewardSample]) -> list[list[int]]:
+        return [tokens_of(tokenizer, sample, max_tokens) for sample in samples]
+
+    def score(samples: Sequence[RewardSample]) -> list[VerifierResult]:
+        return results(_logits(model, tokenizer, tokens(samples)))
+
+    score_later = None
+    if model is None:
+        service = Service(own, pool.get("timeout_s", 10.0), "/classify")
+
+        async def ask(samples: Sequence[RewardSample]) -> list[VerifierResult]:
+            encoded = tokens(samples)
+            return results(logits_of(await service.post({"input_ids": encoded}), len(samples), config.num_labels))
+
+        async def score_later(samples: Sequence[RewardSample]) -> list[VerifierResult]:
+            return await service.within_deadline(ask(samples), len(samples))
+
     version = f"reward_model-{REVISION}:{path}"
-    return Verifier("reward_model", version, score, lambda answer: None, takes_sample=True, is_batched=True)
+    return Verifier("reward_model", version, score, lambda answer: None, True, score_later, is_batched=True)
+
+
+def _model(path: str, own: Mapping[str, Any]) -> Any:
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=getattr(torch, own.get("dtype", "bfloat16")), output_loading_info=True
+    )
+    if found["missing_keys"]:  # a language model without a head: its scores would be random
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ValueError(f"no sequence classifier: its weights have no {missing}")
+    return model.to(own.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _logits(model: Any, tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the outputs of a model that is loaded here. # [samples, labels]"""
+    if model.config.pad_token_id is None:
+        has_padding = tokenizer.pad_token_id is not None
+        model.config.pad_token_id = tokenizer.pad_token_id if has_padding else tokenizer.eos_token_id
+    tokenizer.pad_token_id, tokenizer.padding_side = model.config.pad_token_id, "right"
+    batch = tokenizer.pad({"input_ids": token_ids}, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        return model(**batch).logits.float()
+
+
+def logits_of(reply: Any, num_samples: int, num_labels: int) -> torch.Tensor:
+    """Return the outputs in a server's reply. Raises ServiceError for a reply of another form."""
+    try:
+        rows = [list(map(float, one["embedding"])) for one in reply]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ServiceError(f"the reply is no list of a classifier's outputs: {str(reply)[:200]!r}") from error
+    if len(rows) != num_samples or any(len(row) != num_labels for row in rows):
+        found = f"{len(rows)} of {sorted({len(row) for row in rows})}"
+        raise ServiceError(f"{num_samples} responses have {num_labels} outputs each; the reply has {found}")
+    return torch.tensor(rows)
 
 
 def tokens_of(tokenizer: Any, sample: RewardSample, max_tokens: int) -> list[int]:

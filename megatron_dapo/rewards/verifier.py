@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import math
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron_dapo.hooks import import_place
 from megatron_dapo.rewards.result import RewardResult, VerifierResult
 
 USER_CORRECT_THRESHOLD = 0.5
@@ -85,11 +83,10 @@ def _load_preset(name: str) -> Verifier:
 def _load_user_function(path: str) -> Verifier:
     module_name, _, function_name = path.rpartition(":")
     try:
-        module = (
-            _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        )
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ValueError(f"verifier {path!r}: cannot import module {module_name!r} ({error})") from error
+        module = import_place(module_name)
+    except Exception as error:  # an import runs whatever the module has
+        words = f"cannot import module {module_name!r} ({type(error).__name__}: {error})"
+        raise ValueError(f"verifier {path!r}: {words}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
@@ -110,17 +107,6 @@ def _load_user_function(path: str) -> Verifier:
 
     version, is_async = f"{path}@{_source_hash(module)}", inspect.iscoroutinefunction(function)
     return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None, is_batched)
-
-
-def _file_module(path: Path) -> Any:
-    """Import a file by its path; what lies beside it can be imported by it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _number_of_arguments(path: str, function: Any) -> int:

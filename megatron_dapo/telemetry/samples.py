@@ -47,13 +47,19 @@ def sample_record(
         "outcome": sample.score.outcome,
         "accuracy": sample.score.accuracy,
         "reward": sample.reward,
-        "reward_parts": {**sample.reward_parts, **sample.score.detail.get("parts", {})},
+        "reward_parts": _parts(sample),
         "advantage": advantage,
         "versions": [asdict(part) for part in sample.completion.versions],
         "generation_step": group.generation_step,
         "window": asdict(sample.window),
         **(tokens or {}),
     }
+
+
+def _parts(sample: ScoredSample) -> dict[str, float]:
+    """Return the parts of a reward; one that a user's function names like a built-in one is verifier/NAME."""
+    built_in, own = sample.reward_parts, sample.score.detail.get("parts", {})
+    return {**built_in, **{f"verifier/{name}" if name in built_in else name: value for name, value in own.items()}}
 
 
 def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:

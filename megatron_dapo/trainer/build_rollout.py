@@ -26,6 +26,7 @@ from megatron_dapo.data.dataset import (
     shares_of,
 )
 from megatron_dapo.data.examples import Example, load_examples
+from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.data.sources import eval_sources, train_sources
@@ -98,7 +99,8 @@ def build_rollout_context(
     # Its own seed: two runs with different run.seed can see the prompts in one order.
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
-    shares = shares_of(config.data, prompts)
+    fresh = _fresh_prompts(config, inputs)
+    shares = shares_of(config.data, prompts, fresh)
     order = FunctionOrder(config.data.order, prompts) if config.data.order else None
     epochs = config.data.max_epochs or None
     stream = PromptStream(prompt_ids, config.data.shuffle_seed, epochs, injection, shares, order)
@@ -111,8 +113,8 @@ def build_rollout_context(
         inputs.stop_tokens.token_ids,
     )
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer)
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    collector_inputs = CollectorInputs(stream, {**by_id, **injected}, engine, sample_scorer, on_progress)
+    book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
+    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress)
     collector: Collector
     if config.rollout.responses == "given":
         collector = ExampleCollector(collector_inputs, examples)
@@ -133,6 +135,13 @@ def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prom
     limits = data.max_prompt_tokens, config.rollout.max_response_tokens
     dataset = load_examples(data.train_paths, template, inputs.stop_tokens, *limits)
     return tuple(example.prompt for example in dataset.examples), dataset.by_id
+
+
+def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
+    """Return the prompts that are made anew for each epoch, by the names of their sources."""
+    template = prompt_template(config.data, inputs.tokenizer)
+    limit = config.data.max_prompt_tokens
+    return {one.name: FreshPrompts(one, template, limit) for one in train_sources(config.data) if one.is_fresh}
 
 
 def prompt_injection(

@@ -36,11 +36,18 @@ class Outcome:
 
 
 def run_command(
-    *arguments: str, limit: Callable[[], None] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
+    *arguments: str,
+    limit: Callable[[], None] | None = None,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    packages: Sequence[Path] = (),
 ) -> Outcome:
-    """`megatron-dapo ARGUMENTS` to its end, both outputs in one. `limit` is called in the new process at first."""
+    """`megatron-dapo ARGUMENTS` to its end, both outputs in one.
+
+    `limit` is called in the new process at first. `packages`: directories of optional ones, behind the checkout on its path.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    python_path = os.pathsep.join(map(str, (ROOT, *packages)))
+    environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, preexec_fn=limit
     )

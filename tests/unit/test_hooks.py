@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from megatron_dapo.config.inputs import FAMILIES, read_architecture
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
 from megatron_dapo.recovery.failure import failure_of
+from megatron_dapo.rewards.result import RewardSample
+from megatron_dapo.rewards.verifier import load_verifier
 from megatron_dapo.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
@@ -285,3 +288,30 @@ def test_a_model_family_of_the_users_own(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "config.json").write_text(MISTRAL.replace("mistral", "llama"))
     with pytest.raises(ValueError, match="model.family: .*'llama' is supported without it"):
         configuration(tmp_path, {"model": {"family": family}})
+
+
+# ---- reward
+
+
+@pytest.mark.parametrize(
+    ("response", "parts", "is_right"),
+    [
+        ("It is 4", {"right": 1.0, "short": 0.1}, True),
+        ("5" + " of many words" * 9, {"right": 0.0, "short": 0.0}, False),
+    ],
+)
+def test_the_example_reward_has_parts(response: str, parts: dict[str, float], is_right: bool) -> None:
+    verifier = load_verifier(f"{EXAMPLES}/reward.py:reward")
+    assert verifier.takes_sample and not verifier.is_batched
+    result = verifier.score(RewardSample((), response, "4", "", {}, "stop", 0))
+    assert result.detail["parts"] == parts and result.reward == sum(parts.values())
+    assert result.outcome == ("correct" if is_right else "wrong")
+
+
+def test_a_reward_and_a_hook_of_one_file_share_its_module(own: str) -> None:
+    """Its top level runs once in a process, and no file hides a package of its name."""
+    before = set(sys.modules)
+    load_hook(f"{own}:loss", "algorithm.loss.function")
+    load_verifier(f"{own}:two")
+    assert len({name for name in set(sys.modules) - before if name.startswith("own")}) == 1
+    assert "own" not in sys.modules

@@ -16,12 +16,14 @@ from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import algorithm_schema, model_schema
-from megatron_dapo.config.reward_rules import GOLD_PRESETS, VERIFIER_PRESETS
+from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import EVALUATION_METRICS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
+from megatron_dapo.trainer.build_rollout import reward_addends
 from megatron_dapo.trainer.metrics import evaluation_metrics
 
 PAIRS = [
@@ -56,6 +58,12 @@ def test_names_of_the_log_prob_head_agree() -> None:
 
 def test_verifier_presets_agree() -> None:
     assert set(VERIFIER_PRESETS) == {*PRESETS, *SET_PRESETS} and set(GOLD_PRESETS) == set(PRESETS)
+
+
+def test_parts_of_a_reward_agree() -> None:
+    on = {"enabled": True}
+    reward = RewardConfig(overlong_punishment=on, perplexity_penalty=on, format={"reward": 0.1})
+    assert set(BUILT_IN_PARTS) == {"verifier", *reward_addends(reward)}
 
 
 def test_metrics_of_an_evaluation_agree() -> None:

@@ -17,9 +17,11 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data import made_problems
 from megatron_dapo.data.dataset import collect_rows, load_sources, prompt_template, shares_of
 from megatron_dapo.data.files import RowFormat, count_rows, file_sha256, read_rows, sampled_rows
+from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.made_problems import MadeProblems
 from megatron_dapo.data.prompt_stream import PromptStream, SourceShare
 from megatron_dapo.data.sources import eval_sources, train_sources
+from megatron_dapo.data.template import PromptTemplate
 
 ROOT = Path(__file__).resolve().parents[3]
 FORMAT = RowFormat("question", "answer")
@@ -112,6 +114,53 @@ def test_a_state_of_other_sources_is_refused() -> None:
         plain.load_state_dict(state)
 
 
+class NumberedEpochs:
+    """Ids of epochs, which are not equally long."""
+
+    def ids(self, epoch: int) -> list[str]:
+        return [f"made@{epoch}/{number}" for number in range(2 + epoch % 3)]
+
+    def has(self, prompt_id: str) -> bool:
+        return prompt_id.startswith("made@")
+
+
+def fresh_stream(seed: int, is_fresh: bool = True) -> PromptStream:
+    shares = [
+        SourceShare("files", 1.0, ("a", "b")),
+        SourceShare("made", 2.0, ("c", "d"), NumberedEpochs() if is_fresh else None),
+    ]
+    return PromptStream(["a", "b", "c", "d"], seed, sources=shares)
+
+
+@given(st.integers(0, 100), st.integers(0, 40), st.integers(1, 40))
+def test_prompts_made_for_each_epoch_come_once_and_after_a_resume_too(seed: int, before: int, after: int) -> None:
+    whole, resumed = fresh_stream(seed), fresh_stream(seed)
+    drawn = [whole.next() for _ in range(before)]
+    if before:
+        whole.requeue(drawn[-1])
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    rest = [whole.next() for _ in range(after)]
+    assert [resumed.next() for _ in range(after)] == rest
+    assert resumed.num_drawn == whole.num_drawn
+    made = Counter(name for name in [*drawn[:-1], *rest] if name not in ("a", "b"))
+    assert max(made.values(), default=1) == 1
+    if before + after > 10:
+        assert abs(sum(made.values()) - 2 * (before + after) / 3) <= 3, (
+            "its share is kept where epochs differ in length"
+        )
+
+
+def test_a_state_of_problems_that_repeat_is_not_one_of_fresh_ones() -> None:
+    stream = fresh_stream(0, is_fresh=False)
+    fresh_stream(0).load_state_dict(stream.state_dict())  # the first epoch is the same
+    for _ in range(12):
+        stream.next()
+    with pytest.raises(
+        ValueError, match=r"repeats its problems of source 'made' in each epoch: resume with the key fresh"
+    ):
+        fresh_stream(0).load_state_dict(stream.state_dict())
+
+
 def test_tables_become_sources_with_formats_of_their_own(tmp_path: Path, tokenizer) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("a", 3)))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "b?", "gold": 7}) + "\n")
@@ -163,12 +212,17 @@ def test_made_problems_need_their_package(tmp_path: Path, monkeypatch: pytest.Mo
         list(MadeProblems("chain_sum", 3).rows())
 
 
-def test_made_problems_repeat_and_their_verifier_scores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ROOT / ".venv-tasks"
     if not tasks.exists():
         pytest.skip("reasoning-gym is not installed; make .venv-tasks installs it")
     monkeypatch.syspath_prepend(tasks)
     monkeypatch.setenv("PYTHONPATH", f"{tasks}:{ROOT}")  # of the process that makes the problems
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+def test_made_problems_repeat_and_their_verifier_scores_them() -> None:
     from megatron_dapo.rewards.reasoning_gym import reward
     from megatron_dapo.rewards.result import RewardSample
 
@@ -184,3 +238,30 @@ def test_made_problems_repeat_and_their_verifier_scores_them(monkeypatch: pytest
         [source] = train_sources(config_of(Path("/"), sources=[{**data, **wrong}]).data)
         with pytest.raises(ValueError, match="reasoning_gym:chain_sum"):
             list(source.rows())
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+def test_other_seeds_and_epochs_make_other_problems() -> None:
+    """reasoning-gym makes problem i by its seed + i: problem 1 of seed 0 would be problem 0 of seed 1."""
+    series = [MadeProblems("chain_sum", 20, seed, {"min_digits": 6, "max_digits": 9}, epoch) for seed, epoch in SERIES]
+    questions = [row["question"] for one in series for row in one.rows()]
+    assert len(set(questions)) == len(questions) == 60
+
+
+SERIES = ((0, 0), (1, 0), (0, 1))
+
+
+@pytest.mark.usefixtures("reasoning_gym")
+def test_a_prompt_of_a_later_epoch_is_made_again_from_its_id(make_tokenizer) -> None:
+    data = {"path": "reasoning_gym:chain_sum", "size": 5, "settings": {"min_digits": 6, "max_digits": 9}}
+    [source] = train_sources(config_of(Path("/"), sources=[data]).data)
+    template = PromptTemplate(make_tokenizer(None), "plain")
+    fresh = FreshPrompts(source, template, 256)
+    [first, second] = ([PromptBook({}, [fresh])[name] for name in fresh.ids(epoch)] for epoch in (1, 2))
+    assert len({prompt.messages[0]["content"] for prompt in (*first, *second)}) == 10
+    assert first[0].prompt_id.startswith("chain_sum@1/") and first[0].source == "chain_sum"
+    book = PromptBook({}, [FreshPrompts(source, template, 256)])
+    assert [book[prompt.prompt_id] for prompt in reversed(second)] == second[::-1]
+    with pytest.raises(ValueError, match="not among those that reasoning_gym:chain_sum makes for epoch 1"):
+        book["chain_sum@1/0"]
+    assert "other@1/0" not in book and not fresh.has("0123456789abcdef")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -333,6 +334,22 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str, tuple[str, ..
         "data.sources",
         ("b.jsonl, line 1",),
     ),
+    "several sources by priority": (
+        lambda own: shutil.copy(own / "train.jsonl", own / "b.jsonl") and None,
+        (
+            "data.train_paths=[]",
+            "data.sources=[{path='OWN/train.jsonl'}, {path='OWN/b.jsonl'}]",
+            "rollout.prompt_order=priority",
+        ),
+        "rollout.prompt_order",
+        ("weights of several sources", 'rollout.prompt_order = "shuffled"'),
+    ),
+    "fresh problems in an order by history": (
+        nothing,
+        ("data.train_paths=[]", "data.sources=[{path='reasoning_gym:chain_sum'}]", "rollout.budget.enabled=true"),
+        "data.sources",
+        ("set fresh = false", "rollout.budget.enabled = false"),
+    ),
     # ---- Hub
     "a Hub model without a network": (nothing, ("model.path=Qwen/Qwen2.5-0.5B",), "model.path", ("hf download Qwen/",)),
     "Hub data without a network": (
@@ -420,6 +437,18 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str, tuple[str, ..
         ("reward.verifier=OWN/own_reward.py:reward",),
         "reward.verifier",
         ("not str",),
+    ),
+    "a component named like a part of every reward": (
+        nothing,
+        ("reward.verifier=mix", "reward.mix=[{verifier='dapo'}, {verifier='lenient', name='overlong'}]"),
+        "reward.mix",
+        ("other names than verifier, overlong", "parts of every reward"),
+    ),
+    "a reward that fails at its import": (
+        module("limit = undefined\n"),
+        ("reward.verifier=OWN/own_reward.py:reward",),
+        "reward.verifier",
+        ("cannot import module", "NameError"),
     ),
     # ---- directories, critic, references
     "a run directory below a file": (
@@ -528,6 +557,15 @@ def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
         ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"
     ):
         make_plan(own / "quickstart.toml", given, "tp2", None, Machines(gpus_here=1))
+
+
+def test_a_rendezvous_port_in_use_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        [line] = [line for line in refusal(own) if "MASTER_PORT" in line]
+    assert "Address already in use" in line and "export another number" in line
+    assert not any("MASTER_PORT" in line for line in refusal(own))
 
 
 def test_a_recipe_that_runs_has_no_problem(own: Path) -> None:

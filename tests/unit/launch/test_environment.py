@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_dapo.launch.environment import (
     place_in_run,
     prepare_rendezvous,
     process_environment,
+    rendezvous_problem,
     slurm_allocation,
     supervision,
 )
@@ -104,6 +106,20 @@ def test_nodes_that_would_each_meet_themselves_are_refused(port_of) -> None:
         port_of(several)
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 127\.0\.1\.1, but the run has 2 nodes"):
         port_of(several, MASTER_ADDR="127.0.1.1")
+
+
+def test_a_port_that_another_process_has_is_found_before_rank_0_opens_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        assert f"MASTER_PORT is {port}, which rank 0 cannot open on localhost (Address already in use)" in (
+            rendezvous_problem(taken)
+        )
+        assert rendezvous_problem({**taken, "TORCHELASTIC_USE_AGENT_STORE": "True"}) == "", "the store is torchrun's"
+        assert rendezvous_problem({**taken, "MASTER_ADDR": "192.0.2.7"}) == "", "another machine"
+        assert rendezvous_problem({"MASTER_PORT": str(port)}) == "", "no launcher"
+    assert rendezvous_problem(taken) == ""
+    assert "from 1 to 65535" in rendezvous_problem({**taken, "MASTER_PORT": "29500x"})
 
 
 def test_watchers_of_one_start_share_a_name_and_those_of_the_next_have_another(monkeypatch: pytest.MonkeyPatch) -> None:

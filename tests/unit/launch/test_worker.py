@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +20,12 @@ output_dir = "{directory}/run"
 """
 
 
-def run_worker(directory: Path) -> subprocess.CompletedProcess[str]:
+def run_worker(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(directory=directory))
     command = [sys.executable, "-m", "megatron_dapo.launch.worker", str(recipe)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_failure_is_one_line_and_its_traceback_is_on_record(tmp_path: Path) -> None:
@@ -33,6 +35,15 @@ def test_a_failure_is_one_line_and_its_traceback_is_on_record(tmp_path: Path) ->
     assert "attempt 1, rank 0 (" in first and "no_model" in first
     [entry] = json.loads((tmp_path / "run" / "failure.json").read_text())["entries"]
     assert entry["cause"] == "exception" and "no_model" in entry["message"] and "Traceback" in entry["detail"]
+
+
+def test_a_rendezvous_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = run_worker(tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    [first] = [line for line in done.stderr.splitlines() if line.startswith("first failure")]
+    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+    assert f"MASTER_PORT is {port}, which rank 0 cannot open on 127.0.0.1 (Address already in use)" in first
 
 
 def test_a_failure_whose_record_cannot_be_written_ends_the_process(tmp_path: Path) -> None:

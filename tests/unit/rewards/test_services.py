@@ -232,6 +232,12 @@ def test_a_request_without_a_prompt() -> None:
     assert request_of(sample, {}, "{prompt}-{response}")["messages"] == [{"role": "user", "content": "-r"}]
 
 
+def test_fields_of_the_endpoint_are_added_to_a_request() -> None:
+    sample = RewardSample((), "r", "", "", {}, "stop", 0)
+    own = {"extra_body": {"regex": "YES|NO", "max_tokens": 3}}
+    assert request_of(sample, own, "{response}") == {**request_of(sample, {}, "{response}"), **own["extra_body"]}
+
+
 def test_a_service_scores_batches(server: Misbehaving) -> None:
     presets = {"remote": {"url": f"{server.url}/score"}}
     with VerifierPool("remote", 1, 30.0, presets=presets, batch_size=4, token_ids=True) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
         "generation_step": 9,
         "window": {"start": 0, "is_finished": True},
     }
+
+
+def test_a_part_named_like_a_built_in_one_does_not_hide_it(groups: list[Group]) -> None:
+    sample = groups[1].samples[2]
+    own = replace(sample, score=replace(sample.score, detail={"parts": {"overlong": 0.5, "style": 0.5}}))
+    record = sample_record(12, replace(groups[1], samples=(own,)), 0, advantage=None)
+    assert record["reward_parts"] == {"verifier": 1.0, "overlong": -0.25, "verifier/overlong": 0.5, "style": 0.5}
 
 
 def test_nothing_of_a_response_acts_on_the_readers_terminal(tmp_path: Path) -> None:
