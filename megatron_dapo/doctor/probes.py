@@ -130,8 +130,7 @@ def attention_results(
     """
     import torch
 
-    from megatron_dapo.megatron.model_config import uses_transformer_engine
-    from megatron_dapo.megatron.model_config import DTYPES
+    from megatron_dapo.megatron.model_config import DTYPES, uses_transformer_engine
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (head_dim, num_heads, num_groups)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules

@@ -56,7 +56,10 @@ def test_tensor_ranks_differ_by_the_order_of_sums_alone(family: str) -> None:
     results = run_distributed("fp8_checks:against_exact_sums", 2, {"family": family, "layouts": layouts})
     for layout, errors in zip(layouts, results, strict=True):
         assert errors["fp64"]["logprob"] < 1e-12 and errors["fp64"]["loss"] < 1e-12, (layout, errors)
-        assert errors["fp64"]["gradient"] < (TIES if experts else 1e-6), (layout, errors)  # gradients themselves are fp32
+        assert errors["fp64"]["gradient"] < (TIES if experts else 1e-6), (
+            layout,
+            errors,
+        )  # gradients themselves are fp32
         assert errors["fp32"]["logprob"] < (1e-2 if experts else 1e-3), (layout, errors)
         assert errors["fp32"]["gradient"] < (FEW_TOKENS if experts else TIES), (layout, errors)
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
-CPU_TILE_ELEMENTS = 1 << 20
-DEVICE_TILE_ELEMENTS = 1 << 25
+from megatron_dapo.config.memory import CPU_TILE_ELEMENTS, DEVICE_TILE_ELEMENTS
+
 # On an accelerator a tile takes all tokens up to this many, so that a tile of the weight has its gradient after one product.
 DEVICE_TILE_TOKENS = 8192
 # Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
