@@ -37,6 +37,7 @@ from peers.packages import with_packages
 
 from megatron_dapo.config import config_from_dict, read_architecture
 from megatron_dapo.config.memory import stage_memory
+from megatron_dapo.config.model_schema import ModelConfig
 
 PEER = Path(__file__).resolve().parent / "peers" / "memory_rank.py"
 TIMEOUT_S = 1200.0
@@ -143,7 +144,8 @@ def measure(cases: Sequence[Mapping[str, Any]], processes: int, directory: Path)
     jobs = []
     for case in cases:
         granularity, options = RECOMPUTE[case["mode"]]
-        jobs.append({**case, "recompute": granularity, "megatron": options})
+        head = {"chunk_tokens": ModelConfig.model_fields["logprob_chunk_tokens"].default}
+        jobs.append({**case, **head, "recompute": granularity, "megatron": options})
     path.write_text(json.dumps({"cases": jobs, "report": str(report)}), encoding="utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

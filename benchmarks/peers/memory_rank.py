@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.megatron import state
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron import state
 from megatron_dapo.ops import logprob
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
@@ -193,6 +193,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     settings = ActorSettings(
         model=ModelSettings(dtype=case["dtype"], recompute=case["recompute"], megatron=case["megatron"]),
         use_distributed_optimizer=case["distributed"],
+        chunk_tokens=case["chunk_tokens"],
     )
     actor = MegatronActor(architecture, layout, settings, fill)
     micro_batches = micro_batches_of(case, layout, architecture.vocab_size)

@@ -1,7 +1,8 @@
 """Memory of a run on a device and on a node, as arithmetic over a configuration and the sizes of its model.
 
     parameters    elements that a trainer rank holds, exactly those of `checkpoints.megatron_layout`
-    activations   bytes kept for the backward pass, by kernels and recomputation, and the log-prob head's
+    activations   bytes kept for the backward pass, by kernels and recomputation
+    head          buffers of the log-prob head, and the tiles that it computes in
     model         weights, gradients, optimizer and activations of a trained model on its fullest rank
     engine        weights of a server's rank and the tokens its KV cache holds
     run           every GPU by phase and component, and the host memory of a node, for all models and servers of a run
@@ -10,11 +11,10 @@ The only home of these rules: the validator, the dry run and `megatron-dapo plan
 """
 
 from megatron_dapo.config.memory.activations import (
-    CPU_TILE_ELEMENTS,
-    DEVICE_TILE_ELEMENTS,
     Kernels,
     layer_activation_bytes,
     layers_in_flight,
+    recompute_of,
 )
 from megatron_dapo.config.memory.engine import (
     ENGINE_CONTEXT,
@@ -25,6 +25,7 @@ from megatron_dapo.config.memory.engine import (
     engine_weight_bytes,
     kv_bytes_per_token,
 )
+from megatron_dapo.config.memory.head import Tiles, head_tiles
 from megatron_dapo.config.memory.model import TRAINER_CONTEXT, ModelMemory, model_memory, stage_memory
 from megatron_dapo.config.memory.parameters import (
     ITEM_SIZES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes, padded_vocabulary
+from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
@@ -20,13 +20,6 @@ from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
 Kernels = Literal["transformer_engine", "torch"]
 
 INDEX = 8  # bytes of an index of torch
-# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
-CPU_TILE_ELEMENTS = 1 << 20
-DEVICE_TILE_ELEMENTS = 1 << 25
-# Tiles of fp32 logits that the head holds at a time, measured on H100 and rounded up: logits, exponentials, their gradient and
-# its copy in the model's type.
-DEVICE_HEAD_TILES = 4
-CPU_HEAD_TILES = 2  # logits and exponentials
 
 
 @dataclass(frozen=True)
@@ -34,11 +27,12 @@ class LayerBytes:
     """Bytes of a token that one layer keeps for its backward pass, by what can be recomputed."""
 
     attention: int  # norm, queries, keys, values and the output of core attention
-    core: int  # inside core attention
+    core: int  # inside core attention, beyond what its recomputation starts from
     norm: int  # before the MLP or the experts
     mlp: int  # the MLP, or router and experts
     residual: int  # of a layer's input, which recomputation starts from
     input: int  # of the input in the norm that reads it, where that keeps the tensor itself and no copy
+    core_again: int  # that one recomputation of core attention holds
 
     @property
     def whole(self) -> int:
@@ -71,6 +65,11 @@ class _Shape:
     def heads(self) -> int:
         """Query heads, each of which has a sum and a maximum in fp32."""
         return self.architecture.num_attention_heads // self.parallel.tp_size
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.architecture.num_key_value_heads // self.parallel.tp_size
 
     @property
     def inner(self) -> int:
@@ -119,14 +118,15 @@ def _of_transformer_engine(shape: _Shape, factor: int) -> LayerBytes:
     if factor < item:  # the output is kept for attention, and its copy for the projection
         heads += factor * shape.query
     if a.qk_norm:
-        heads += item * (shape.query + shape.group) + FP32 * (shape.query + shape.group) // a.head_size
+        heads += item * (shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
     if a.num_experts:
         # Each copy of a token: what its expert reads and writes, and the three products inside.
         mlp = int(shape.copies * ((2 * a.hidden_size + 3 * shape.expert_inner) * item + FP32))
     else:
         mlp = (2 * item + factor) * shape.inner
-    residual = item * shape.residual
-    return LayerBytes(norm + heads + after, FP32 * shape.heads, norm, mlp + after, residual, residual)
+    residual, core = item * shape.residual, FP32 * shape.heads
+    core_again = core + item * shape.query
+    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, residual, core_again)
 
 
 def _of_torch(shape: _Shape, sequence_tokens: int) -> LayerBytes:
@@ -134,33 +134,39 @@ def _of_torch(shape: _Shape, sequence_tokens: int) -> LayerBytes:
     # Input and normalized input in fp32, a number that scales it, and the output.
     norm = _torch_norm(shape.residual) + item * shape.residual
     after = _torch_norm(shape.residual) if a.is_gemma3 else 0
-    heads, core = _torch_heads(shape, sequence_tokens)
+    heads, core, core_again = _torch_heads(shape, sequence_tokens)
     mlp = _torch_experts(shape) if a.num_experts else 5 * shape.inner * item
     residual = item * shape.residual
     # A 16-bit input is kept as an fp32 copy.
-    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, residual if item == FP32 else 0)
+    kept = residual if item == FP32 else 0
+    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, kept, core_again)
 
 
 def _torch_norm(width: int) -> int:
     return 2 * FP32 * width + FP32
 
 
-def _torch_heads(shape: _Shape, sequence_tokens: int) -> tuple[int, int]:
-    """Return the bytes of queries, keys, values and output, and those inside core attention."""
+def _torch_heads(shape: _Shape, sequence_tokens: int) -> tuple[int, int, int]:
+    """Return the bytes from the norm to the output of core attention, what core attention keeps instead of its inputs, and what
+    its recomputation holds."""
     context, item = shape.parallel.cp_size, shape.item
     projected = item * (shape.query + 2 * shape.group)  # kept whole, because values are a part of it
-    num_bytes, core = 2 * item * shape.query, FP32 * shape.heads
+    inputs = item * (shape.query + shape.group) + projected
+    core = FP32 * shape.heads
+    core_again, freed = core + item * shape.query, 0
+    is_fp32_norm = shape.architecture.qk_norm and item == FP32
     if context > 1:
-        num_bytes += 2 * item * shape.group * context
-        core += item * sequence_tokens  # the mask in the model's type
-    else:
-        num_bytes += item * shape.group + projected
+        # Keys and values of all ranks, and the mask in the model's type, in the place of the rank's own.
+        gathered = 2 * item * shape.group * context + item * sequence_tokens
+        core, core_again = core + gathered, core_again + gathered
+        freed = item * shape.group + (0 if is_fp32_norm else projected)
+    num_bytes = inputs + item * shape.query
     if shape.architecture.qk_norm:
-        scales = FP32 * (shape.query + shape.group) // shape.architecture.head_size
-        num_bytes += FP32 * (2 * shape.query + shape.group) + scales
-        # In fp32 a key is a part of the projection, else an fp32 copy.
-        num_bytes += (projected if context > 1 else 0) if item == FP32 else FP32 * shape.group
-    return num_bytes, core
+        num_bytes += FP32 * (2 * shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
+        # In fp32 a key is a part of the projection, else an fp32 copy; and so are the queries of a single group.
+        num_bytes += 0 if is_fp32_norm else FP32 * shape.group
+        num_bytes -= FP32 * shape.query if is_fp32_norm and shape.groups == 1 else 0
+    return num_bytes, core - freed, core_again
 
 
 def _torch_experts(shape: _Shape) -> int:
@@ -209,13 +215,14 @@ def kept_bytes(layer: LayerBytes, recompute: Recompute, num_layers: int) -> tupl
         kept = first * layer.residual / recompute.block + (num_layers - first) * layer.whole
         # Layers behind the first ones are free again before those are recomputed.
         return kept, recompute.block * layer.whole - layer.input if first == num_layers else 0
-    kept, again = float(layer.whole), 0
+    kept, again, behind = float(layer.whole), 0, layer.mlp + layer.norm
+    if recompute.modules & {"mlp", "moe"}:
+        kept += layer.residual - behind
+        again, behind = behind - layer.input, layer.residual
     if "core_attn" in recompute.modules:
         kept -= layer.core
-        again += layer.core
-    if recompute.modules & {"mlp", "moe"}:
-        kept += layer.residual - layer.mlp - layer.norm
-        again += layer.mlp + layer.norm - layer.input
+        # What is behind attention in the layer is free again before attention is recomputed.
+        again = max(again, layer.core_again - behind)
     return num_layers * kept, again
 
 
@@ -288,33 +295,3 @@ def working_bytes(config: Config, architecture: ArchitectureFacts) -> int:
     if architecture.num_experts:
         mlp = int(shape.copies * (2 * architecture.hidden_size + 3 * shape.expert_inner))
     return tokens_of_rank(config) * shape.item * (mlp + 2 * architecture.hidden_size)
-
-
-def head_bytes(
-    config: Config, architecture: ArchitectureFacts, kernels: Kernels = "transformer_engine", trains: bool = True
-) -> int:
-    """Return the bytes of the log-prob head: hidden states of all tokens and tiles of logits; where it `trains` also the hidden
-    states' gradient, in fp32 and in the model's type, and the output weight's."""
-    item, tokens = ITEM_SIZES[config.model.dtype], tokens_of_rank(config)
-    tensor, width = config.parallel.tp_size, architecture.hidden_size
-    rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
-    if config.model.logprob_implementation == "reference":
-        tiles = 3 * FP32 * tokens * rows  # of all tokens: logits, probabilities and their gradient
-    elif kernels == "torch":
-        return _torch_head_bytes(item, tokens, min(rows, architecture.vocab_size), width, trains)
-    else:
-        tiles = DEVICE_HEAD_TILES * FP32 * min(DEVICE_TILE_ELEMENTS, tokens * rows)
-    gradients = tokens * width * (item + FP32) + (item + FP32) * rows * width
-    return tokens * width * item + tiles + gradients * trains
-
-
-def _torch_head_bytes(item: int, tokens: int, rows: int, width: int, trains: bool) -> int:
-    """Return the larger of what the forward and the backward pass of the head in tiles hold on a CPU."""
-    elements = min(CPU_TILE_ELEMENTS, tokens * rows)
-    # Rows of a 16-bit weight are widened for its products, and in the backward pass tokens.
-    widened = FP32 * width * rows if item < FP32 else 0
-    forward = CPU_HEAD_TILES * FP32 * elements + widened
-    backward = FP32 * elements + tokens * width * (FP32 + item) + item * rows * width
-    if widened:  # and the weight's gradient is rounded from fp32
-        backward += 2 * widened + FP32 * width * tokens
-    return item * tokens * width + (max(forward, backward) if trains else forward)

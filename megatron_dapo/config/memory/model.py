@@ -9,10 +9,10 @@ from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory.activations import (
     Kernels,
     activation_bytes,
-    head_bytes,
     is_fp8,
     working_bytes,
 )
+from megatron_dapo.config.memory.head import head_bytes
 from megatron_dapo.config.memory.parameters import (
     FP32,
     ITEM_SIZES,
