@@ -1,6 +1,6 @@
 """Bytes that `megatron_dapo.config.memory` plans for a training step, against those of real models on 1 to 4 CPU processes.
 
-    python benchmarks/plan_memory.py [--json] [--tiny] [--cases 24] [--seed 0]
+    python benchmarks/plan_memory.py [--json] [--tiny] [--cases 40] [--seed 2]
 
 Models of a few million parameters, layouts (TP, sequence parallelism, PP, VPP, CP, EP, DP), types and kinds of recomputation are
 drawn by the seed. Each makes two train steps; in the second, storages are counted, each once:
@@ -12,6 +12,9 @@ drawn by the seed. Each makes two train steps; in the second, storages are count
 
 `max_relative_error` is the largest |measured - planned| / measured over cases, pipeline stages and components that are more
 than 5 % of their stage's total; of the ranks of a stage the one with most bytes counts.
+
+Seeds 0 and 1 were drawn while the formulas were still wrong in three places (0.058 and 0.083: tiles of the head, recomputed
+attention under context parallelism, heads of one group); seed 2 was drawn after that.
 
 It measures this project's own layers and attention on a CPU, not Transformer Engine's on a GPU, whose inventory of saved
 tensors is another one (`config/memory/activations.py`). Two things are as the plan assumes: sequences of a micro-batch are
@@ -226,7 +229,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--tiny", action="store_true", help="two runs: checks the program")
     parser.add_argument("--cases", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=2)
     arguments = parser.parse_args()
     cases = draw_cases(arguments.seed, arguments.cases)
     if arguments.tiny:

@@ -44,7 +44,7 @@ class Shares:
 
     # Measured: a step of 1.5 B in bf16, 65,536 tokens in micro-batches of 8,192, MFU 0.456; executed FLOPs count the head's
     # recomputation, so their share is a little more.
-    training: float = 0.475
+    training: float = 0.5
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
     experts: float = 0.2  # assumed: one product an expert, not a grouped one
     packing: float = 0.9  # measured: tokens of micro-batches that are real
@@ -60,7 +60,7 @@ class Shares:
 SHARES = Shares()
 TICK_SECONDS = 2.5e-3  # of a decoding step beside reading and products: launches, sums over ranks, scheduling (published, as above)
 # Measured: 256 requests of 512 tokens on 1.5 B at 33,526 tokens/s, by Triton's attention and torch's sampling.
-REQUEST_SECONDS = 1.0e-5  # of a decoding step for each request: sampling and log-probs
+REQUEST_SECONDS = 1.2e-5  # of a decoding step for each request: sampling and log-probs
 SYNC_BYTES_S = 26e9  # measured: weights into a server on the same GPU through slots in host memory
 DEVICE_SYNC_BYTES_S = 59e9  # measured: through slots in GPU memory
 

@@ -6,7 +6,7 @@ import heapq
 import math
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 from megatron_dapo.config.inputs import ArchitectureFacts
@@ -29,16 +29,16 @@ class Lengths:
     responses: tuple[int, ...]
     prompt: float
 
-    @property
+    @cached_property
     def mean(self) -> float:
         return sum(self.responses) / len(self.responses)
 
-    @property
+    @cached_property
     def mean_square(self) -> float:
         """Mean of the square of whole sequences."""
         return sum((self.prompt + length) ** 2 for length in self.responses) / len(self.responses)
 
-    @property
+    @cached_property
     def held(self) -> float:
         """Tokens that a running response holds on average over its time."""
         return self.prompt + sum(length * length for length in self.responses) / (2 * sum(self.responses))

@@ -78,7 +78,8 @@ def model_memory(
     kernels: Kernels = "transformer_engine",
 ) -> ModelMemory:
     """Return the memory of the policy, or of the critic given `as_policy`, on the rank of `processes` that needs most."""
-    stages = range(config.parallel.pp_size)
+    # Between them stages have fewer micro-batches in flight than the first, and neither an embedding nor a head.
+    stages = {0, config.parallel.pp_size - 1}
     return max(
         (stage_memory(config, architecture, processes, stage, has_value_head, kernels) for stage in stages),
         key=lambda memory: memory.training,
