@@ -16,7 +16,7 @@ PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
     **dict.fromkeys(("types", "precision", "untrusted", "hooks", "config"), 0),
-    **dict.fromkeys(("algorithms", "rewards", "data", "nodes"), 1),
+    **dict.fromkeys(("algorithms", "rewards", "data", "nodes", "plan"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
-CPU_TILE_ELEMENTS = 1 << 20
-DEVICE_TILE_ELEMENTS = 1 << 25
-# On an accelerator a tile takes all tokens up to this many, so that a tile of the weight has its gradient after one product.
-DEVICE_TILE_TOKENS = 8192
-# Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
-# slower); below as many columns, by the accumulation of the gradients.
-MIN_TILE_TOKENS = 128
-MIN_TILE_COLUMNS = 512
+from megatron_dapo.config.memory import Tiles, head_tiles
 
 
 @dataclass(frozen=True)
@@ -28,14 +20,6 @@ class VocabShard:
     vocab_size: int
     temperature: float
     group: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Number of tokens and of vocabulary columns whose logits are in memory at a time."""
-
-    tokens: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -87,20 +71,11 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 def choose_tiles(
     num_tokens: int, num_columns: int, device: torch.device, chunk_tokens: int | None, chunk_columns: int | None
 ) -> Tiles:
-    """Return the requested tiles, or tiles of about as many elements as the device wants: on a CPU the whole vocabulary
-    where enough tokens fit beside it, else square; on a device all tokens. ValueError for a request below 1."""
+    """Return the requested tiles, or those that suit the device. ValueError for a request below 1."""
     for name, requested in (("chunk_tokens", chunk_tokens), ("chunk_columns", chunk_columns)):
         if requested is not None and requested < 1:
             raise ValueError(f"logprobs: {name} {requested} must be at least 1")
-    width = max(num_columns, 1)
-    if device.type == "cpu":
-        elements = CPU_TILE_ELEMENTS
-        fitting = elements // min(width, chunk_columns or width)
-        tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
-    else:
-        elements, tokens = DEVICE_TILE_ELEMENTS, chunk_tokens or DEVICE_TILE_TOKENS
-    columns = chunk_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
-    return Tiles(tokens, min(columns, width))
+    return head_tiles(num_tokens, num_columns, device.type == "cpu", chunk_tokens, chunk_columns)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,41 @@
+"""Memory of a run on a device and on a node, as arithmetic over a configuration and the sizes of its model.
+
+    parameters    elements that a trainer rank holds, exactly those of `checkpoints.megatron_layout`
+    activations   bytes kept for the backward pass, by kernels and recomputation
+    head          buffers of the log-prob head, and the tiles that it computes in
+    model         weights, gradients, optimizer and activations of a trained model on its fullest rank
+    engine        weights of a server's rank and the tokens its KV cache holds
+    run           every GPU by phase and component, and the host memory of a node, for all models and servers of a run
+
+The only home of these rules: the validator, the dry run and `megatron-dapo plan` read the same numbers. Imports no torch.
+"""
+
+from megatron_dapo.config.memory.activations import (
+    Kernels,
+    layer_activation_bytes,
+    layers_in_flight,
+    recompute_of,
+)
+from megatron_dapo.config.memory.engine import (
+    ENGINE_CONTEXT,
+    SGLANG_VOCABULARY_MULTIPLE,
+    SPARE_POSITIONS,
+    EngineMemory,
+    engine_memory,
+    engine_weight_bytes,
+    kv_bytes_per_token,
+)
+from megatron_dapo.config.memory.head import Tiles, head_tiles
+from megatron_dapo.config.memory.model import TRAINER_CONTEXT, ModelMemory, model_memory, stage_memory
+from megatron_dapo.config.memory.parameters import (
+    ITEM_SIZES,
+    VOCABULARY_MULTIPLE,
+    RankParameters,
+    checkpoint_bytes,
+    num_parameters,
+    optimizer_ranks,
+    optimizer_share,
+    padded_vocabulary,
+    rank_parameters,
+)
+from megatron_dapo.config.memory.run import PhaseMemory, RunMemory, run_memory

@@ -1,0 +1,297 @@
+"""Bytes that a training step keeps for its backward pass, by what computes the layers and by what is recomputed.
+
+Two inventories of the tensors that one layer saves: Transformer Engine's kernels on a GPU (arXiv 2205.05198, table 2, without
+dropout, with grouped heads and gated MLPs), and the layers of `megatron_dapo.megatron.layers` on a CPU, whose norms, rotary
+embedding and activation function keep intermediates that fused kernels compute again. `benchmarks/plan_memory.py` compares the
+second with real runs tensor by tensor; the first has the figures of `benchmarks/results/gpu_step_*.json` against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes
+from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
+
+Kernels = Literal["transformer_engine", "torch"]
+
+INDEX = 8  # bytes of an index of torch
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a token that one layer keeps for its backward pass, by what can be recomputed."""
+
+    attention: int  # norm, queries, keys, values and the output of core attention
+    core: int  # inside core attention, beyond what its recomputation starts from
+    norm: int  # before the MLP or the experts
+    mlp: int  # the MLP, or router and experts
+    residual: int  # of a layer's input, which recomputation starts from
+    input: int  # of the input in the norm that reads it, where that keeps the tensor itself and no copy
+    core_again: int  # that one recomputation of core attention holds
+
+    @property
+    def whole(self) -> int:
+        return self.attention + self.core + self.norm + self.mlp
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of a layer on a rank. Widths count numbers of a token, with the whole batch of a tensor rank's tokens."""
+
+    architecture: ArchitectureFacts
+    parallel: ParallelConfig
+    item: int  # bytes of a number
+
+    @property
+    def residual(self) -> int:
+        """Width of the residual stream, per token of the whole sequence."""
+        cut = self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        return self.architecture.hidden_size // cut
+
+    @property
+    def query(self) -> int:
+        return attention_sizes(self.architecture)[0] // self.parallel.tp_size
+
+    @property
+    def group(self) -> int:
+        return attention_sizes(self.architecture)[1] // self.parallel.tp_size
+
+    @property
+    def heads(self) -> int:
+        """Query heads, each of which has a sum and a maximum in fp32."""
+        return self.architecture.num_attention_heads // self.parallel.tp_size
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.architecture.num_key_value_heads // self.parallel.tp_size
+
+    @property
+    def inner(self) -> int:
+        return self.architecture.intermediate_size // self.parallel.tp_size
+
+    @property
+    def local(self) -> float:
+        """Share of the tokens that a rank routes itself."""
+        return 1 / self.parallel.tp_size if self.parallel.sequence_parallel else 1.0
+
+    @property
+    def copies(self) -> float:
+        """Rows of a token that a rank's experts compute, with balanced routing."""
+        expert_tensor = self.parallel.etp_size or self.parallel.tp_size
+        return self.local * self.architecture.num_experts_per_token * expert_tensor
+
+    @property
+    def expert_inner(self) -> int:
+        return self.architecture.moe_intermediate_size // (self.parallel.etp_size or self.parallel.tp_size)
+
+
+def layer_bytes(
+    architecture: ArchitectureFacts,
+    parallel: ParallelConfig,
+    item: int,
+    kernels: Kernels = "transformer_engine",
+    is_fp8: bool = False,
+    sequence_tokens: int = 0,
+) -> LayerBytes:
+    """Return the bytes of a token that one layer keeps, `item` bytes a number, by an attention that keeps no scores.
+
+    `sequence_tokens`: length of the sequences, which torch's attention under context parallelism has a mask of.
+    """
+    shape = _Shape(architecture, parallel, item)
+    if kernels == "torch":
+        return _of_torch(shape, sequence_tokens)
+    return _of_transformer_engine(shape, 1 if is_fp8 else item)
+
+
+def _of_transformer_engine(shape: _Shape, factor: int) -> LayerBytes:
+    """`factor`: bytes of a factor of a linear layer's product that is kept."""
+    a, item = shape.architecture, shape.item
+    norm = (item + factor) * shape.residual + FP32  # the input, the output, and a number that scales it
+    after = (item * shape.residual + FP32) if a.is_gemma3 else 0
+    heads = item * (2 * shape.query + 2 * shape.group)
+    if factor < item:  # the output is kept for attention, and its copy for the projection
+        heads += factor * shape.query
+    if a.qk_norm:
+        heads += item * (shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
+    if a.num_experts:
+        # Each copy of a token: what its expert reads and writes, and the three products inside.
+        mlp = int(shape.copies * ((2 * a.hidden_size + 3 * shape.expert_inner) * item + FP32))
+    else:
+        mlp = (2 * item + factor) * shape.inner
+    residual, core = item * shape.residual, FP32 * shape.heads
+    core_again = core + item * shape.query
+    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, residual, core_again)
+
+
+def _of_torch(shape: _Shape, sequence_tokens: int) -> LayerBytes:
+    a, item = shape.architecture, shape.item
+    # Input and normalized input in fp32, a number that scales it, and the output.
+    norm = _torch_norm(shape.residual) + item * shape.residual
+    after = _torch_norm(shape.residual) if a.is_gemma3 else 0
+    heads, core, core_again = _torch_heads(shape, sequence_tokens)
+    mlp = _torch_experts(shape) if a.num_experts else 5 * shape.inner * item
+    residual = item * shape.residual
+    # A 16-bit input is kept as an fp32 copy.
+    kept = residual if item == FP32 else 0
+    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, kept, core_again)
+
+
+def _torch_norm(width: int) -> int:
+    return 2 * FP32 * width + FP32
+
+
+def _torch_heads(shape: _Shape, sequence_tokens: int) -> tuple[int, int, int]:
+    """Return the bytes from the norm to the output of core attention, what core attention keeps instead of its inputs, and what
+    its recomputation holds."""
+    context, item = shape.parallel.cp_size, shape.item
+    projected = item * (shape.query + 2 * shape.group)  # kept whole, because values are a part of it
+    inputs = item * (shape.query + shape.group) + projected
+    core = FP32 * shape.heads
+    core_again, freed = core + item * shape.query, 0
+    is_fp32_norm = shape.architecture.qk_norm and item == FP32
+    if context > 1:
+        # Keys and values of all ranks, and the mask in the model's type, in the place of the rank's own.
+        gathered = 2 * item * shape.group * context + item * sequence_tokens
+        core, core_again = core + gathered, core_again + gathered
+        freed = item * shape.group + (0 if is_fp32_norm else projected)
+    num_bytes = inputs + item * shape.query
+    if shape.architecture.qk_norm:
+        num_bytes += FP32 * (2 * shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
+        # In fp32 a key is a part of the projection, else an fp32 copy; and so are the queries of a single group.
+        num_bytes += 0 if is_fp32_norm else FP32 * shape.group
+        num_bytes -= FP32 * shape.query if is_fp32_norm and shape.groups == 1 else 0
+    return num_bytes, core - freed, core_again
+
+
+def _torch_experts(shape: _Shape) -> int:
+    a, item = shape.architecture, shape.item
+    # Probabilities and places of a token among all experts, and among the chosen ones.
+    router = shape.local * (2 * FP32 * a.num_experts + a.num_experts + FP32)
+    router += shape.local * a.num_experts_per_token * (FP32 + 2 * INDEX)
+    # Each copy: what its expert reads; [gate; up], the activation, up, their product, and that times its probability.
+    return int(router + shape.copies * (item * (a.hidden_size + 6 * shape.expert_inner) + FP32))
+
+
+def layer_activation_bytes(architecture: ArchitectureFacts, parallel: ParallelConfig, item: int) -> int:
+    """Return the bytes of a token that one layer of Transformer Engine keeps for its backward pass."""
+    return layer_bytes(architecture, parallel, item).whole
+
+
+# ---- what is kept, over layers and micro-batches
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Layers and parts of layers that are computed again."""
+
+    modules: frozenset[str] = frozenset()  # parts of every layer, by megatron-core's names
+    block: int = 0  # layers that are computed again together; 0: none as a whole
+    num_layers: int | None = None  # of a chunk that are; None: all
+
+
+def recompute_of(config: Config) -> Recompute:
+    """Return what model.recompute_granularity and megatron-core's own fields say."""
+    options, granularity = config.megatron, config.model.recompute_granularity
+    if granularity == "selective":
+        return Recompute(modules=frozenset(options.get("recompute_modules") or ("core_attn",)))
+    if granularity == "full":
+        count = int(options.get("recompute_num_layers") or 1)
+        is_block = options.get("recompute_method") == "block"
+        return Recompute(block=1, num_layers=count) if is_block else Recompute(block=count)
+    return Recompute()
+
+
+def kept_bytes(layer: LayerBytes, recompute: Recompute, num_layers: int) -> tuple[float, float]:
+    """Return the bytes of a token that a chunk of layers keeps, and those that the first recomputation of its backward pass
+    adds, with nothing freed before."""
+    if recompute.block:
+        first = num_layers if recompute.num_layers is None else min(recompute.num_layers, num_layers)
+        kept = first * layer.residual / recompute.block + (num_layers - first) * layer.whole
+        # Layers behind the first ones are free again before those are recomputed.
+        return kept, recompute.block * layer.whole - layer.input if first == num_layers else 0
+    kept, again, behind = float(layer.whole), 0, layer.mlp + layer.norm
+    if recompute.modules & {"mlp", "moe"}:
+        kept += layer.residual - behind
+        again, behind = behind - layer.input, layer.residual
+    if "core_attn" in recompute.modules:
+        kept -= layer.core
+        # What is behind attention in the layer is free again before attention is recomputed.
+        again = max(again, layer.core_again - behind)
+    return num_layers * kept, again
+
+
+def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
+    """Return how many chunks of layers, summed over micro-batches, have activations at a stage's peak."""
+    if parallel.vpp_size > 1:
+        return parallel.pp_size * parallel.vpp_size + parallel.pp_size - 2 * stage - 1
+    return parallel.pp_size - stage
+
+
+def layers_in_flight(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
+    """Return how many layers' activations, summed over micro-batches, a stage keeps at its peak."""
+    return chunks_in_flight(parallel, stage) * _layers_of_chunk(architecture, parallel)
+
+
+def _layers_of_chunk(architecture: ArchitectureFacts, parallel: ParallelConfig) -> int:
+    return architecture.num_layers // (parallel.pp_size * parallel.vpp_size)
+
+
+def tokens_of_rank(config: Config) -> int:
+    """Return the tokens of a full micro-batch that a context rank computes, with padding."""
+    parallel = config.parallel
+    sizes = (parallel.tp_size, parallel.cp_size, parallel.sequence_parallel)
+    return padded_tokens(config.training.micro_batch_tokens, *sizes, config.precision.recipe) // parallel.cp_size
+
+
+def is_fp8(config: Config) -> bool:
+    """Return True if linear layers multiply in FP8."""
+    return RECIPES.get(config.precision.recipe, PrecisionRecipe()).is_fp8
+
+
+def layer_of(config: Config, architecture: ArchitectureFacts, kernels: Kernels) -> LayerBytes:
+    """Return the bytes of a token that one layer of the configuration keeps."""
+    item = ITEM_SIZES[config.model.dtype]
+    longest = min(config.longest_sequence, config.training.micro_batch_tokens)
+    return layer_bytes(architecture, config.parallel, item, kernels, is_fp8(config), longest)
+
+
+def activation_bytes(
+    config: Config, architecture: ArchitectureFacts, stage: int, kernels: Kernels = "transformer_engine"
+) -> int:
+    """Return the bytes kept for the backward pass at their peak, without the log-prob head's."""
+    parallel, tokens = config.parallel, tokens_of_rank(config)
+    layer = layer_of(config, architecture, kernels)
+    recompute = recompute_of(config)
+    kept, again = kept_bytes(layer, recompute, _layers_of_chunk(architecture, parallel))
+    num_bytes = chunks_in_flight(parallel, stage) * kept
+    if kernels == "torch":
+        tables, last = _shared_bytes(config, architecture, stage, recompute)
+        # The last norm is free again before anything is recomputed.
+        num_bytes, again = num_bytes + tables, max(again, last)
+    return int(tokens * (num_bytes + again))
+
+
+def _shared_bytes(config: Config, architecture: ArchitectureFacts, stage: int, recompute: Recompute) -> tuple[int, int]:
+    """Return the bytes of a token outside a CPU's layers: cosines and sines of each micro-batch, and the last norm."""
+    item, parallel = ITEM_SIZES[config.model.dtype], config.parallel
+    tables = 2 * item * architecture.head_size
+    if not (recompute.block and recompute.num_layers is None):
+        # All chunks of a micro-batch share them.
+        tables *= -(-chunks_in_flight(parallel, stage) // parallel.vpp_size)
+    width = _Shape(architecture, parallel, item).residual
+    return tables, _torch_norm(width) if stage == parallel.pp_size - 1 else 0
+
+
+def working_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+    """Return the bytes of the gradients inside the layer that the backward pass is in."""
+    shape = _Shape(architecture, config.parallel, ITEM_SIZES[config.model.dtype])
+    mlp = 3 * shape.inner
+    if architecture.num_experts:
+        mlp = int(shape.copies * (2 * architecture.hidden_size + 3 * shape.expert_inner))
+    return tokens_of_rank(config) * shape.item * (mlp + 2 * architecture.hidden_size)

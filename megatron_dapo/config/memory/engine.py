@@ -1,0 +1,105 @@
+"""Bytes of a server's rank: its weights, and the tokens that its KV cache holds.
+
+After SGLang 0.5.17, `DefaultPoolConfigurator` and `KVCacheConfigurator._profile_available_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.model import TRAINER_CONTEXT
+from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, padded
+from megatron_dapo.config.schema import Config
+
+SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
+SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; short of them it cuts responses silently
+FP8_BLOCK = 128
+# Of what no formula gives: measured orders of magnitude on H100, rounded up.
+ENGINE_CONTEXT = 1 * GIB  # CUDA context and NCCL's buffers of a server's rank
+ENGINE_ASLEEP = 3 * GIB  # what a sleeping server keeps: its context, CUDA graphs and workspaces
+# SGLang 0.5.17 reserves at least as much beside mem_fraction_static on GPUs above 60 GB (server_args.py,
+# pre_capture_activation_reserve_mb): CUDA graphs, activations of a prefill, logits.
+ENGINE_WORKSPACE = 10 * GIB
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one engine, on each of its ranks."""
+
+    weights: int  # bytes
+    bytes_per_token: int  # of the KV cache
+    kv_tokens: int
+    budget: int  # bytes for weights and KV cache together
+
+    @property
+    def static(self) -> int:
+        """Bytes of weights and KV cache together."""
+        return self.weights + self.kv_tokens * self.bytes_per_token
+
+
+def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
+    """Return the bytes of a rank's parameters, exactly those of `checkpoints.sglang_layout` for a GPU; under FP8 those of
+    `checkpoints.fp8_layout`."""
+    hidden, head, item = architecture.hidden_size, architecture.head_size, ITEM_SIZES[dtype]
+    query, groups = architecture.num_attention_heads * head // tensor, _kv_heads(architecture, tensor) * head
+    matrices = [(query + 2 * groups, hidden), (hidden, query)]
+    router, copies = 0, 1
+    if architecture.num_experts:
+        router = architecture.num_experts * hidden
+        inner = architecture.moe_intermediate_size * expert // tensor
+        copies = architecture.num_experts // expert
+    else:
+        inner = architecture.intermediate_size // tensor
+    mlp = [(2 * inner, hidden), (hidden, inner)]
+    linear = _matrix_bytes(matrices, item, is_fp8) + copies * _matrix_bytes(mlp, item, is_fp8)
+    vectors = (
+        architecture.num_norms * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
+    )
+    # SGLang ties the output matrix to the embedding in its dense models alone.
+    num_matrices = 1 if architecture.tie_word_embeddings and not architecture.num_experts else 2
+    rows = padded(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
+    if architecture.is_gemma3:
+        rows = architecture.vocab_size
+    outside = num_matrices * rows * hidden + hidden
+    return architecture.num_layers * (linear + item * (vectors + router)) + item * outside
+
+
+def _matrix_bytes(shapes: list[tuple[int, int]], item: int, is_fp8: bool) -> int:
+    if not is_fp8:
+        return item * sum(rows * columns for rows, columns in shapes)
+    return sum(rows * columns + FP32 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) for rows, columns in shapes)
+
+
+def _kv_heads(architecture: ArchitectureFacts, tensor: int) -> int:
+    """Return the key-value heads of an engine's rank; with fewer heads than ranks, neighbors hold the same one."""
+    return max(1, architecture.num_key_value_heads // tensor)
+
+
+def kv_bytes_per_token(architecture: ArchitectureFacts, tensor: int, dtype: str) -> int:
+    """Return the bytes that a rank's KV cache holds for a token: keys and values of its heads in all layers."""
+    return 2 * _kv_heads(architecture, tensor) * architecture.head_size * architecture.num_layers * ITEM_SIZES[dtype]
+
+
+def engine_memory(config: Config, architecture: ArchitectureFacts, cluster: Cluster) -> EngineMemory:
+    """Return the memory of a rank of an SGLang server, or of an embedded engine with all its slots full."""
+    sglang, dtype = config.sglang, config.model.dtype
+    if config.rollout.engine == "embedded":
+        weights, cell = (
+            engine_weight_bytes(architecture, 1, 1, dtype, False),
+            kv_bytes_per_token(architecture, 1, dtype),
+        )
+        tokens = config.rollout.slots_per_rank * config.longest_sequence
+        return EngineMemory(weights, cell, tokens, budget=weights + tokens * cell)
+    is_fp8 = sglang.quantization == "fp8"
+    weights = engine_weight_bytes(architecture, sglang.tp_size, sglang.ep_size, dtype, is_fp8)
+    weights += architecture.vision_parameters * ITEM_SIZES[dtype]
+    cell = kv_bytes_per_token(architecture, sglang.tp_size, dtype)
+    # SGLang sizes the cache by what is free when it starts, and a trainer's process is there before it.
+    shared = TRAINER_CONTEXT if sglang.placement == "colocated" else 0
+    budget = int((cluster.gpu_bytes - ENGINE_CONTEXT - shared) * sglang.mem_fraction_static)
+    tokens = max(0, budget - weights) // cell
+    if sglang.max_total_tokens:
+        tokens = min(tokens, sglang.max_total_tokens)
+    return EngineMemory(weights, cell, tokens, budget)

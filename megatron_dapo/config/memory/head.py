@@ -1,0 +1,79 @@
+"""Bytes of the log-prob head: tiles of logits, hidden states and gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.activations import Kernels, tokens_of_rank
+from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, padded_vocabulary
+from megatron_dapo.config.schema import Config
+
+# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
+CPU_TILE_ELEMENTS = 1 << 20
+DEVICE_TILE_ELEMENTS = 1 << 25
+# On an accelerator a tile takes all tokens up to this many, so that a tile of the weight has its gradient after one product.
+DEVICE_TILE_TOKENS = 8192
+# Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
+# slower); below as many columns, by the accumulation of the gradients.
+MIN_TILE_TOKENS = 128
+MIN_TILE_COLUMNS = 512
+# Tiles of fp32 logits that the head holds at a time, measured on H100 and rounded up: logits, exponentials, their gradient and
+# its copy in the model's type.
+DEVICE_HEAD_TILES = 4
+CPU_HEAD_TILES = 2  # logits and exponentials
+
+
+class Tiles(NamedTuple):
+    """Number of tokens and of vocabulary columns whose logits are in memory at a time."""
+
+    tokens: int
+    columns: int
+
+
+def head_tiles(
+    num_tokens: int, num_columns: int, on_cpu: bool, chunk_tokens: int | None = None, chunk_columns: int | None = None
+) -> Tiles:
+    """Return the requested tiles, or tiles of about as many elements as the device wants: on a CPU the whole vocabulary
+    where enough tokens fit beside it, else square; on a device all tokens."""
+    width = max(num_columns, 1)
+    if on_cpu:
+        elements = CPU_TILE_ELEMENTS
+        fitting = elements // min(width, chunk_columns or width)
+        tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
+    else:
+        elements, tokens = DEVICE_TILE_ELEMENTS, chunk_tokens or DEVICE_TILE_TOKENS
+    columns = chunk_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
+    return Tiles(tokens, min(columns, width))
+
+
+def head_bytes(
+    config: Config, architecture: ArchitectureFacts, kernels: Kernels = "transformer_engine", trains: bool = True
+) -> int:
+    """Return the bytes of the log-prob head: hidden states of all tokens and tiles of logits; where it `trains` also the hidden
+    states' gradient, in fp32 and in the model's type, and the output weight's."""
+    item, tokens = ITEM_SIZES[config.model.dtype], tokens_of_rank(config)
+    tensor, width = config.parallel.tp_size, architecture.hidden_size
+    rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
+    if config.model.logprob_implementation == "reference":
+        tiles = 3 * FP32 * tokens * rows  # of all tokens: logits, probabilities and their gradient
+    elif kernels == "torch":
+        return _torch_head_bytes(config, tokens, min(rows, architecture.vocab_size), width, trains)
+    else:
+        tiles = DEVICE_HEAD_TILES * FP32 * min(DEVICE_TILE_ELEMENTS, tokens * rows)
+    gradients = tokens * width * (item + FP32) + (item + FP32) * rows * width
+    return tokens * width * item + tiles + gradients * trains
+
+
+def _torch_head_bytes(config: Config, tokens: int, columns: int, width: int, trains: bool) -> int:
+    """Return the larger of what the forward and the backward pass of the head in tiles hold on a CPU."""
+    item = ITEM_SIZES[config.model.dtype]
+    tile = head_tiles(tokens, columns, True, config.model.logprob_chunk_tokens)
+    logits = FP32 * min(tile.tokens, tokens) * tile.columns
+    # Rows of a 16-bit weight are widened for its products, and in the backward pass tokens.
+    widened = FP32 * width * tile.columns if item < FP32 else 0
+    forward = CPU_HEAD_TILES * logits + widened
+    backward = logits + tokens * width * (FP32 + item) + item * columns * width
+    if widened:  # and the weight's gradient is rounded from fp32
+        backward += 2 * widened + FP32 * width * min(tile.tokens, tokens)
+    return item * tokens * width + (max(forward, backward) if trains else forward)

@@ -1,0 +1,125 @@
+"""Bytes of a trained model on a rank: weights, gradients, optimizer, activations, the log-prob head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config.cluster import GIB
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.activations import (
+    Kernels,
+    activation_bytes,
+    is_fp8,
+    working_bytes,
+)
+from megatron_dapo.config.memory.head import head_bytes
+from megatron_dapo.config.memory.parameters import (
+    FP32,
+    ITEM_SIZES,
+    NUM_MOMENTS,
+    RankParameters,
+    optimizer_share,
+    own_share,
+    rank_parameters,
+)
+from megatron_dapo.config.schema import Config
+
+# A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
+FP8_COPIES = 2
+# Of what no formula gives: measured orders of magnitude on H100, rounded up.
+CUDA_CONTEXT = int(0.5 * GIB)
+COMMUNICATION = 1 * GIB  # NCCL's buffers, and Transformer Engine's workspaces
+TRAINER_CONTEXT = CUDA_CONTEXT + COMMUNICATION  # of a trainer rank
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of one model on a rank."""
+
+    weights: int
+    gradients: int = 0
+    main_params: int = 0
+    moments: int = 0
+    activations: int = 0  # kept for the backward pass, at their peak
+    working: int = 0  # gradients inside the layer that the backward pass is in
+    head: int = 0  # of the log-prob head
+    forward: int = 0  # of a pass without gradients, with the head's
+    saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run continues
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of fp32 main params and moments."""
+        return self.main_params + self.moments
+
+    @property
+    def state(self) -> int:
+        """Bytes between steps where nothing is offloaded."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def training(self) -> int:
+        """Bytes at the peak of a training step."""
+        return self.state + self.activations + self.working + self.head
+
+    def resident(self, offload: str) -> int:
+        """Return the bytes on the GPU while others use it."""
+        return {"none": self.state, "optimizer": self.weights, "all": 0}[offload]
+
+    def on_host(self, offload: str) -> int:
+        """Return the bytes of the host copies; gradients have none."""
+        return {"none": 0, "optimizer": self.optimizer, "all": self.weights + self.optimizer}[offload]
+
+
+def model_memory(
+    config: Config,
+    architecture: ArchitectureFacts,
+    processes: int,
+    has_value_head: bool = False,
+    kernels: Kernels = "transformer_engine",
+) -> ModelMemory:
+    """Return the memory of the policy, or of the critic given `as_policy`, on the rank of `processes` that needs most."""
+    # Between them stages have fewer micro-batches in flight than the first, and neither an embedding nor a head.
+    stages = {0, config.parallel.pp_size - 1}
+    return max(
+        (stage_memory(config, architecture, processes, stage, has_value_head, kernels) for stage in stages),
+        key=lambda memory: memory.training,
+    )
+
+
+def stage_memory(
+    config: Config,
+    architecture: ArchitectureFacts,
+    processes: int,
+    stage: int,
+    has_value_head: bool = False,
+    kernels: Kernels = "transformer_engine",
+) -> ModelMemory:
+    """Return the memory of a trained model on each rank of a pipeline stage."""
+    held = rank_parameters(architecture, config.parallel, stage, has_value_head)
+    main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
+    share = optimizer_share(config.parallel, held, processes)
+    has_head = stage == config.parallel.pp_size - 1 and not has_value_head
+    working = working_bytes(config, architecture)
+    head = head_bytes(config, architecture, kernels) if has_head else 0
+    return ModelMemory(
+        weights=_weight_bytes(config, held),
+        gradients=FP32 * held.total,
+        main_params=main_param * share,
+        moments=NUM_MOMENTS * FP32 * share,
+        activations=activation_bytes(config, architecture, stage, kernels),
+        working=working,
+        head=head,
+        # One layer after the other: what it reads and writes, and the products inside, are as large as their gradients.
+        forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
+        saved=(ITEM_SIZES[config.model.dtype] + main_param + NUM_MOMENTS * FP32)
+        * own_share(config.parallel, held, processes),
+    )
+
+
+def _weight_bytes(config: Config, held: RankParameters) -> int:
+    item, linear = ITEM_SIZES[config.model.dtype], held.dense + held.experts
+    if not is_fp8(config):
+        return item * held.total
+    if config.precision.fp8_param:
+        return FP8_COPIES * linear + item * held.vocabulary
+    return item * held.total + FP8_COPIES * linear

@@ -1,0 +1,100 @@
+"""Elements of the parameters on a rank, exactly those of `checkpoints.megatron_layout`, and who shares the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.model_schema import ParallelConfig
+
+VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
+ITEM_SIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+FP32 = 4  # bytes
+NUM_MOMENTS = 2
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Return the rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
+    return padded(vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements of the parameters on a rank; `experts` are replicated over other ranks than the rest."""
+
+    dense: int  # attention, dense MLPs, norms, routers, a value head
+    experts: int
+    vocabulary: int  # embedding and output matrix, with padding
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.vocabulary
+
+
+def rank_parameters(
+    architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int = 0, has_value_head: bool = False
+) -> RankParameters:
+    """Return the elements on each rank of a pipeline stage.
+
+    A model in which some layers have experts is taken as one in which all have.
+    """
+    tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
+    layers = architecture.num_layers // parallel.pp_size
+    query, groups = attention_sizes(architecture)
+    dense = hidden * (2 * query + 2 * groups) // tensor + architecture.num_norms * hidden
+    dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_size * architecture.qk_norm
+    experts = 0
+    if architecture.num_experts:
+        dense += architecture.num_experts * hidden  # the router, whole on every rank
+        num_local = architecture.num_experts // parallel.ep_size
+        experts = num_local * 3 * hidden * architecture.moe_intermediate_size // (parallel.etp_size or tensor)
+    else:
+        dense += 3 * hidden * architecture.intermediate_size // tensor
+    rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
+    # A tied model has a copy of the embedding on a last stage of its own; a value head replaces the output matrix.
+    has_output = is_last and not has_value_head and (stage > 0 or not architecture.tie_word_embeddings)
+    outside = hidden * is_last + (hidden + 1) * (is_last and has_value_head)
+    return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
+
+
+def num_parameters(architecture: ArchitectureFacts, has_value_head: bool = False) -> int:
+    """Return the elements of the whole model, without padding and each counted once."""
+    held = rank_parameters(architecture, ParallelConfig(), has_value_head=has_value_head)
+    padding = padded_vocabulary(architecture.vocab_size, 1) - architecture.vocab_size
+    matrices = 1 if architecture.tie_word_embeddings or has_value_head else 2
+    return held.total - matrices * padding * architecture.hidden_size
+
+
+def checkpoint_bytes(architecture: ArchitectureFacts, dtype: str, has_value_head: bool = False) -> int:
+    """Return the unique bytes of a model in a checkpoint: weights, fp32 main params (an fp32 weight is its own) and moments."""
+    main_param = FP32 if dtype != "float32" else 0
+    return num_parameters(architecture, has_value_head) * (ITEM_SIZES[dtype] + main_param + NUM_MOMENTS * FP32)
+
+
+def optimizer_share(parallel: ParallelConfig, held: RankParameters, processes: int) -> int:
+    """Return the elements whose main params and moments a rank keeps."""
+    return own_share(parallel, held, processes) if parallel.use_distributed_optimizer else held.total
+
+
+def own_share(parallel: ParallelConfig, held: RankParameters, processes: int) -> int:
+    """Return the elements of a rank where replicas share what they hold alike, as they do the writing of checkpoints."""
+    replicas, of_experts = optimizer_ranks(parallel, processes)
+    return -(-(held.dense + held.vocabulary) // replicas) + -(-held.experts // of_experts)
+
+
+def optimizer_ranks(parallel: ParallelConfig, processes: int) -> tuple[int, int]:
+    """Return the ranks that share the optimizer's state of dense layers, and of experts."""
+    stage_size = processes // parallel.pp_size
+    return stage_size // parallel.tp_size, stage_size // ((parallel.etp_size or parallel.tp_size) * parallel.ep_size)
+
+
+def attention_sizes(architecture: ArchitectureFacts) -> tuple[int, int]:
+    """Return the widths of all queries and of all keys."""
+    head = architecture.head_size
+    return architecture.num_attention_heads * head, architecture.num_key_value_heads * head

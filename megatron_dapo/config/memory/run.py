@@ -1,0 +1,234 @@
+"""Memory of a run: every kind of GPU by phase and component, and the host memory of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.critic_rules import as_policy
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.activations import Kernels
+from megatron_dapo.config.memory.engine import (
+    ENGINE_ASLEEP,
+    ENGINE_CONTEXT,
+    ENGINE_WORKSPACE,
+    EngineMemory,
+    engine_memory,
+)
+from megatron_dapo.config.memory.model import COMMUNICATION, CUDA_CONTEXT, ModelMemory, model_memory
+from megatron_dapo.config.schema import CheckpointConfig, Config
+
+FRAGMENTATION = 0.05  # of the trainer's tensors, lost between the allocator's blocks
+TRAINER_PROCESS = 4 * GIB  # host memory of a trainer process without its tensors: libraries and CUDA's mappings
+SERVER_PROCESS = 5 * GIB  # host memory of a server's rank
+NUM_SLOTS = 2  # buckets of a weight sync in memory for each engine rank
+
+# Who uses the GPU: trainer and engine in turns, or one of them alone.
+Device = Literal["shared", "trainer", "engine"]
+GENERATING = ("generate", "weight_update", "evaluation")
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on a GPU in one phase of a step, by component."""
+
+    phase: str  # generate, log_probs, train, train_critic, weight_update, checkpoint, evaluation
+    device: Device
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Peaks of a run, in bytes; 0 where there is no such thing."""
+
+    trainer: int  # of a GPU while a model is trained
+    engine: int  # of a GPU while it generates or receives weights, the trainer's part included where they share it
+    host: int  # of a node
+    num_engines: int  # of the whole run
+    engine_memory: EngineMemory | None  # None: servers are not started by this run
+    policy: ModelMemory
+    critic: ModelMemory | None = None
+    phases: tuple[PhaseMemory, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """Models and servers of a run, and how they share GPUs."""
+
+    config: Config
+    policy: ModelMemory
+    critic: ModelMemory | None
+    reference: ModelMemory | None
+    engine: EngineMemory | None
+    critic_is_apart: bool  # on processes of its own
+    shares: bool  # an engine is on the trainer's GPUs
+
+    @property
+    def is_sglang(self) -> bool:
+        return self.config.rollout.engine == "sglang"
+
+    @property
+    def models(self) -> list[tuple[ModelMemory, str]]:
+        """Models on the policy's processes, with what leaves the GPU while others use it."""
+        offload, of_critic = self.config.model.offload, self.config.critic.offload
+        found = [(self.policy, offload)]
+        found += [(self.reference, offload)] if self.reference else []
+        return found + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
+
+    @property
+    def resident(self) -> int:
+        """Bytes of all these models while engines use the GPU."""
+        return sum(model.resident(how) for model, how in self.models)
+
+
+def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> RunMemory:
+    """Return the memory of a run of `processes` whose layouts fit the model."""
+    kernels: Kernels = "transformer_engine" if cluster.gpus_per_node else "torch"
+    roles = _roles(config, architecture, processes, cluster, kernels)
+    phases = tuple(_phases(roles))
+    trains = [phase.total for phase in phases if phase.phase not in GENERATING]
+    generates = [phase.total for phase in phases if phase.phase in GENERATING and phase.device != "trainer"]
+    engine, critic = roles.engine, roles.critic
+    return RunMemory(
+        trainer=max(trains),
+        engine=max(generates, default=0) if roles.is_sglang else 0,
+        host=_host_bytes(
+            config,
+            roles.models,
+            critic if roles.critic_is_apart else None,
+            engine if roles.is_sglang else None,
+            cluster.processes_per_node(processes),
+        ),
+        num_engines=cluster.num_engines(config, processes),
+        engine_memory=engine,
+        policy=roles.policy,
+        critic=critic,
+        phases=phases,
+    )
+
+
+def _roles(
+    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster, kernels: Kernels
+) -> _Roles:
+    own = config.num_critic_processes
+    policy = model_memory(config, architecture, processes - own, kernels=kernels)
+    critic = reference = None
+    if config.has_critic:
+        tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
+        training = config.training.model_copy(update={"micro_batch_tokens": tokens})
+        changes = {"training": training, "megatron": config.critic_megatron}
+        as_critic = as_policy(config).model_copy(update=changes)
+        critic = model_memory(as_critic, architecture, own or processes, has_value_head=True, kernels=kernels)
+    if config.algorithm.needs_reference:
+        # It makes no step, so Adam has no moments for it; gradient buffers and main params are there.
+        reference = replace(policy, moments=0, activations=0, working=0, head=0, saved=0)
+    starts = not config.sglang.urls or config.rollout.engine != "sglang"
+    engine = engine_memory(config, architecture, cluster) if starts else None
+    shares = engine is not None and (config.rollout.engine != "sglang" or config.sglang.placement == "colocated")
+    return _Roles(config, policy, critic, reference, engine, bool(own), shares)
+
+
+def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
+    """Yield the phases of a step in their order, on every kind of GPU that works in them."""
+    device: Device = "shared" if roles.shares else "trainer"
+    if roles.engine and roles.is_sglang:
+        generating = _engine_parts(roles, trainer_bytes=roles.resident)
+        yield PhaseMemory("generate", "shared" if roles.shares else "engine", generating)
+    policy, offload = roles.policy, roles.config.model.offload
+    others = roles.resident - policy.resident(offload)
+    if roles.reference:  # its weights are there while log-probs are computed or the policy is trained
+        others += max(0, roles.reference.weights - roles.reference.resident(offload))
+    held = policy.weights if offload != "none" else policy.state
+    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {"weights": held, "forward": policy.forward}, others))
+    yield PhaseMemory("train", device, _trainer_parts(roles, _training_parts(policy), others))
+    if roles.critic:
+        beside = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
+        where: Device = "trainer" if roles.critic_is_apart else device
+        yield PhaseMemory("train_critic", where, _trainer_parts(roles, _training_parts(roles.critic), beside))
+    if roles.engine and roles.is_sglang:
+        # The policy's weights are on the GPU until the servers have theirs and their caches.
+        trainer = others + max(policy.weights, policy.resident(offload))
+        yield PhaseMemory(
+            "weight_update", "shared" if roles.shares else "engine", _engine_parts(roles, trainer_bytes=trainer)
+        )
+    yield PhaseMemory("checkpoint", device, _trainer_parts(roles, {"weights": held}, others))
+    if roles.engine and roles.is_sglang:
+        yield PhaseMemory("evaluation", "shared" if roles.shares else "engine", generating)
+
+
+def _training_parts(model: ModelMemory) -> dict[str, int]:
+    return {
+        "weights": model.weights,
+        "gradients": model.gradients,
+        "main_params": model.main_params,
+        "moments": model.moments,
+        "activations": model.activations,
+        "working": model.working,
+        "head": model.head,
+    }
+
+
+def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict[str, int]:
+    """Return `parts` with what other models, the allocator, the process and an engine on the same GPU hold."""
+    found = {**parts, "other_models": others}
+    found["slack"] = int(FRAGMENTATION * sum(found.values()))
+    found |= {"context": CUDA_CONTEXT, "communication": COMMUNICATION}
+    if roles.shares and roles.engine:
+        found["engine_asleep"] = ENGINE_ASLEEP if roles.is_sglang else roles.engine.static
+    return found
+
+
+def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
+    """Return the components of a server's rank that is awake, with what the trainer keeps beside it."""
+    assert roles.engine is not None, "servers are started by this run"
+    found = {
+        "engine_weights": roles.engine.weights,
+        "kv_tokens": roles.engine.kv_tokens * roles.engine.bytes_per_token,
+        "graphs_and_prefill": ENGINE_WORKSPACE,
+        "engine_context": ENGINE_CONTEXT,
+    }
+    if roles.shares:
+        found |= {"trainer": trainer_bytes, "context": CUDA_CONTEXT, "communication": COMMUNICATION}
+    return found
+
+
+def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
+    """Return the bytes of copies of checkpoints on a node whose ranks save `saved`, at most those that it may have."""
+    # During a save those of the one before are there too.
+    num_bytes = {"none": 0, "node": 2, "peer": 4}[checkpoint.memory_copies] * saved
+    limit = int(checkpoint.memory_copies_gib * GIB)
+    return min(num_bytes, limit) if limit else num_bytes
+
+
+def _host_bytes(
+    config: Config,
+    models: list[tuple[ModelMemory, str]],
+    separate: ModelMemory | None,
+    engine: EngineMemory | None,
+    processes: int,
+) -> int:
+    """Return the host memory of the fullest node, that of rank 0, which has the verifiers."""
+    sglang = config.sglang
+    # The copy for a checkpoint stays for the next one, once the first was saved.
+    after_save = sum(model.on_host(how) + model.saved for model, how in models)
+    # While a 16-bit model is loaded an fp32 copy of it is there, beside the models that were built before.
+    loading = max((model.gradients for model, _ in models), default=0) if config.model.dtype != "float32" else 0
+    of_rank = TRAINER_PROCESS + max(after_save, loading)
+    if separate:
+        after_save = separate.on_host(config.critic.offload) + separate.saved
+        of_rank = max(of_rank, TRAINER_PROCESS + max(after_save, separate.gradients))
+    num_bytes = processes * of_rank + config.reward.num_processes * config.reward.memory_limit_mb * (1 << 20)
+    saved = max(sum(model.saved for model, _ in models), separate.saved if separate else 0)
+    num_bytes += _copied_bytes(config.checkpoint, processes * saved)
+    if engine:
+        ranks = sglang.servers_per_node * sglang.tp_size
+        num_bytes += ranks * SERVER_PROCESS
+        if sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "host":
+            num_bytes += ranks * NUM_SLOTS * min(sglang.weight_sync_bucket_mb << 20, engine.weights)
+    return num_bytes

@@ -1,0 +1,10 @@
+"""Memory and time of a run before a GPU is booked, and the layouts that fit a number of GPUs.
+
+    device     rates of GPUs and of the links between them, and the share of each that is reached
+    rollout    tokens of responses, the engine's curve, queues and the longest responses
+    training   seconds of log-probs and train steps
+    step       a step by phase: memory, seconds, bytes
+    search     layouts that fit, ranked
+
+Arithmetic alone, without torch; the memory is `config.memory`'s.
+"""

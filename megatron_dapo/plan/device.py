@@ -1,0 +1,77 @@
+"""Rates of GPUs by their data sheets, and the share of each that programs reach.
+
+The shares are measured on one H100 (`benchmarks/results/gpu_*.json`) where that is said, else published or assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_dapo.config.cluster import GPUS_PER_NODE
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU by its data sheet; links count one direction."""
+
+    name: str
+    memory_gib: float  # as CUDA counts it
+    flops: float  # bf16, dense
+    memory_bytes_s: float
+    nvlink_bytes_s: float  # to GPUs of its node
+    network_bytes_s: float  # its share of the node's network
+    host_bytes_s: float = 50e9  # to host memory, of PCIe 5
+
+
+# nvidia.com: H100 and H200 SXM, H800, A100 SXM 80 GB, H20, B200. Networks: 400 Gbit/s a GPU, 200 for A100.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "H100": Gpu("H100", 79.0, 989.4e12, 3.35e12, 450e9, 50e9),
+        "H200": Gpu("H200", 140.0, 989.4e12, 4.8e12, 450e9, 50e9),
+        "H800": Gpu("H800", 79.0, 989.4e12, 3.35e12, 200e9, 50e9),
+        "H20": Gpu("H20", 95.0, 148e12, 4.0e12, 450e9, 50e9),
+        "A100": Gpu("A100", 79.0, 312e12, 2.04e12, 300e9, 25e9, 25e9),
+        "B200": Gpu("B200", 179.0, 2250e12, 8.0e12, 900e9, 50e9),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of a GPU's rates that are reached."""
+
+    # Measured: a step of 1.5 B in bf16, 65,536 tokens in micro-batches of 8,192, MFU 0.456; executed FLOPs count the head's
+    # recomputation, so their share is a little more.
+    training: float = 0.5
+    fp8_speedup: float = 1.078  # measured, blockwise, the same step
+    experts: float = 0.2  # assumed: one product an expert, not a grouped one
+    packing: float = 0.9  # measured: tokens of micro-batches that are real
+    decode_memory: float = 0.78  # of published ticks of a 32 B on two H100
+    decode_flops: float = 0.6  # as above
+    nvlink: float = 0.75  # assumed: a collective's bandwidth
+    network: float = 0.8  # assumed
+    hidden: float = (
+        0.5  # assumed: of what overlaps with products (gradients of data ranks, keys and values of context ranks)
+    )
+
+
+SHARES = Shares()
+TICK_SECONDS = 2.5e-3  # of a decoding step beside reading and products: launches, sums over ranks, scheduling (published, as above)
+# Measured: 256 requests of 512 tokens on 1.5 B at 33,526 tokens/s, by Triton's attention and torch's sampling.
+REQUEST_SECONDS = 1.2e-5  # of a decoding step for each request: sampling and log-probs
+SYNC_BYTES_S = 26e9  # measured: weights into a server on the same GPU through slots in host memory
+DEVICE_SYNC_BYTES_S = 59e9  # measured: through slots in GPU memory
+
+
+def collective_seconds(
+    num_bytes: float, ranks: int, gpu: Gpu, gpus_per_node: int = GPUS_PER_NODE, stride: int = 1
+) -> float:
+    """Return the seconds in which each of `ranks` gathers or scatters `num_bytes` in all. `stride`: distance of neighbors in the
+    numbering of ranks, in which a node is a range."""
+    if ranks < 2:
+        return 0.0
+    inside = ranks * stride <= gpus_per_node
+    rate = gpu.nvlink_bytes_s * SHARES.nvlink if inside else gpu.network_bytes_s * SHARES.network
+    return num_bytes * (ranks - 1) / ranks / rate

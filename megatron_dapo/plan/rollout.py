@@ -1,0 +1,223 @@
+"""Seconds of generation: tokens of responses, how long a decoding step lasts, who waits, and the longest responses."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory import EngineMemory, num_parameters
+from megatron_dapo.config.schema import Config
+from megatron_dapo.plan.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
+
+NUM_QUANTILES = 256
+SIGMA = 1.0  # of the logarithm of lengths: most responses are short and a few reach the limit
+MEAN_SHARE = 0.25  # of the longest response, the mean of reasoning rollouts where nothing else is said
+MEAN_PROMPT_SHARE = 0.125  # of the longest prompt
+KEPT_SHARE = 0.6  # of groups that a filter of all-right and all-wrong ones keeps
+MOST_SIMULATED = 4096  # responses of an engine that are followed one by one
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Quantiles of the responses' lengths, and the prompt's mean."""
+
+    responses: tuple[int, ...]
+    prompt: float
+
+    @cached_property
+    def mean(self) -> float:
+        return sum(self.responses) / len(self.responses)
+
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean of the square of whole sequences."""
+        return sum((self.prompt + length) ** 2 for length in self.responses) / len(self.responses)
+
+    @cached_property
+    def held(self) -> float:
+        """Tokens that a running response holds on average over its time."""
+        return self.prompt + sum(length * length for length in self.responses) / (2 * sum(self.responses))
+
+    def in_windows(self, window: int) -> Lengths:
+        """Return the lengths of what one step generates of responses that are cut into windows."""
+        pieces: list[int] = []
+        for length in self.responses:
+            pieces += [window] * (length // window) + ([length % window] if length % window else [])
+        return Lengths(tuple(pieces), self.prompt)
+
+
+def lengths_of(config: Config, mean_response: float | None = None) -> Lengths:
+    """Return lengths that are log-normal up to the longest response, with this mean (None: a quarter of it)."""
+    longest = config.rollout.max_response_tokens
+    mean = min(mean_response or MEAN_SHARE * longest, 0.9 * longest)
+    return Lengths(_quantiles(longest, mean), MEAN_PROMPT_SHARE * config.data.max_prompt_tokens)
+
+
+@lru_cache(maxsize=64)
+def _quantiles(longest: int, mean: float) -> tuple[int, ...]:
+    scores = [NormalDist().inv_cdf((index + 0.5) / NUM_QUANTILES) for index in range(NUM_QUANTILES)]
+
+    def cut(median: float) -> list[int]:
+        return [max(1, min(longest, round(median * math.exp(SIGMA * score)))) for score in scores]
+
+    low, high = 1e-3, 100.0 * longest
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if sum(cut(middle)) < mean * NUM_QUANTILES else (low, middle)
+    return tuple(cut(high))
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """One engine: what a decoding step reads and multiplies."""
+
+    weight_bytes: float  # of a rank
+    bytes_per_token: float  # of a rank's cache
+    active_parameters: float  # of the whole model, for each token
+    ranks: int
+    gpu: Gpu
+    expert_share: float = 0.0  # of the weights that are experts'
+    chosen_share: float = 1.0  # of experts that a token chooses
+    fp8: bool = False
+
+    def tick(self, running: float, context: float) -> tuple[float, float, float]:
+        """Return the seconds of one decoding step for reading, for products, and beside them, of so many running responses with
+        `context` tokens in all."""
+        # Of the experts, those that no token chooses are not read.
+        experts = 1 - (1 - self.chosen_share) ** running
+        weights = self.weight_bytes * (1 - self.expert_share + self.expert_share * experts)
+        read = (weights + context * self.bytes_per_token) / (self.gpu.memory_bytes_s * SHARES.decode_memory)
+        rate = self.ranks * self.gpu.flops * SHARES.decode_flops * (2 if self.fp8 else 1)
+        products = 2 * self.active_parameters * running / rate
+        return read, products, TICK_SECONDS + REQUEST_SECONDS * running
+
+    def seconds(self, running: float, context: float) -> float:
+        read, products, beside = self.tick(running, context)
+        return max(read, products) + beside
+
+
+def engine_rates(config: Config, architecture: ArchitectureFacts, engine: EngineMemory, gpu: Gpu) -> EngineRates:
+    """Return the rates of one SGLang server."""
+    experts = expert_parameters(architecture)
+    whole = num_parameters(architecture)
+    active = active_parameters(architecture)
+    is_fp8 = config.sglang.quantization == "fp8"
+    return EngineRates(
+        weight_bytes=engine.weights,
+        bytes_per_token=engine.bytes_per_token,
+        active_parameters=active,
+        ranks=config.sglang.tp_size,
+        gpu=gpu,
+        expert_share=experts / whole,
+        chosen_share=architecture.num_experts_per_token / architecture.num_experts if architecture.num_experts else 1.0,
+        fp8=is_fp8,
+    )
+
+
+def expert_parameters(architecture: ArchitectureFacts) -> int:
+    """Return the elements of all experts."""
+    per_layer = architecture.num_experts * 3 * architecture.hidden_size * architecture.moe_intermediate_size
+    return architecture.num_layers * per_layer
+
+
+def active_parameters(architecture: ArchitectureFacts) -> float:
+    """Return the elements that multiply one token: without the embedding, and of the experts the chosen ones."""
+    embedding = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size
+    experts = expert_parameters(architecture)
+    chosen = experts * architecture.num_experts_per_token / architecture.num_experts if experts else 0.0
+    return num_parameters(architecture) - embedding - experts + chosen
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Responses of one engine in a step: who runs at once, and who waits."""
+
+    responses: int
+    running: int  # at once, at most
+    waiting: int  # at the beginning
+    last_start: float  # seconds until the last response begins
+    longest_seconds: float  # of the longest response by itself, in the engine as it is filled then
+    seconds: float  # until all are there
+    idle_share: float  # of the places of `running` over the time
+    read: float  # share of the seconds, as of the two below
+    products: float
+    beside: float
+
+
+def running_at_once(config: Config, engine: EngineMemory, lengths: Lengths) -> int:
+    """Return how many responses a server decodes at a time: as it is told, and as its cache holds."""
+    return max(1, min(config.sglang.max_running_requests, int(engine.kv_tokens / lengths.held)))
+
+
+@lru_cache(maxsize=4096)
+def simulate(rates: EngineRates, lengths: Lengths, responses: int, running: int, has_tail: bool) -> Queue:
+    """Decode `responses` in one engine, `running` at a time, each followed by the next that waits.
+
+    `has_tail`: the phase ends with the last response; else it is cut when the responses' tokens are there, and what is unfinished
+    continues in the next step.
+    """
+    if not has_tail or responses > MOST_SIMULATED:
+        return _steady(rates, lengths, responses, min(running, responses), has_tail)
+    ordered = sorted(lengths.responses)
+    drawn = [ordered[int((index + 0.5) * len(ordered) / responses)] for index in range(responses)]
+    drawn[-1] = ordered[-1]  # one of them is as long as any
+    random.Random(0).shuffle(drawn)
+    return _follow(rates, lengths, drawn, running)
+
+
+def _follow(rates: EngineRates, lengths: Lengths, drawn: list[int], running: int) -> Queue:
+    waiting, most = drawn[::-1], max(drawn)
+    ends: list[tuple[int, int]] = []  # (decoding step in which a response ends, step in which it began)
+    step, context, seconds, places = 0, 0.0, 0.0, 0.0
+    last_start = began_longest = longest = 0.0
+    parts = [0.0, 0.0, 0.0]
+    while ends or waiting:
+        while waiting and len(ends) < running:
+            length = waiting.pop()
+            heapq.heappush(ends, (step + length, step))
+            context += lengths.prompt
+            last_start = seconds
+            if length == most:
+                began_longest = seconds
+        end, _ = ends[0]
+        steps, count = end - step, len(ends)
+        tick = rates.tick(count, context + count * steps / 2)
+        lasts = (max(tick[0], tick[1]) + tick[2]) * steps
+        parts[0 if tick[0] >= tick[1] else 1] += max(tick[0], tick[1]) * steps
+        parts[2] += tick[2] * steps
+        seconds, places, context, step = seconds + lasts, places + lasts * count, context + count * steps, end
+        while ends and ends[0][0] == step:
+            _, began = heapq.heappop(ends)
+            context -= step - began + lengths.prompt
+            if step - began == most:
+                longest = seconds - began_longest
+    used = min(running, len(drawn))
+    return Queue(
+        len(drawn),
+        used,
+        len(drawn) - used,
+        last_start,
+        longest,
+        seconds,
+        1 - places / (used * seconds),
+        *(part / seconds for part in parts),
+    )
+
+
+def _steady(rates: EngineRates, lengths: Lengths, responses: int, running: int, has_tail: bool) -> Queue:
+    """Compute with a full engine throughout; a tail is one longest response that begins halfway through the last ones."""
+    read, products, beside = rates.tick(running, running * lengths.held)
+    tick = max(read, products) + beside
+    full = responses * lengths.mean / running * tick
+    longest = max(lengths.responses) * rates.seconds(max(1, running / 4), running / 4 * lengths.held)
+    seconds = max(full, longest) + (longest / 2 if has_tail else 0.0)
+    shares = [read / tick if read >= products else 0.0, products / tick if products > read else 0.0, beside / tick]
+    if not has_tail:
+        seconds = full
+    waits = max(0.0, full - lengths.mean * tick)
+    return Queue(responses, running, responses - running, waits, longest, seconds, 1 - full / seconds, *shares)

@@ -1,0 +1,288 @@
+"""Layouts that fit a number of GPUs, ranked by the planned seconds of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.cluster_rules import FEWEST_SEQUENCES
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory import (
+    ENGINE_CONTEXT,
+    SPARE_POSITIONS,
+    TRAINER_CONTEXT,
+    RunMemory,
+    engine_memory,
+    run_memory,
+)
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.validator import validate
+from megatron_dapo.plan.device import Gpu
+from megatron_dapo.plan.rollout import Lengths
+from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
+
+TENSOR = (1, 2, 4, 8)
+CONTEXT = (1, 2, 4, 8)
+MOST_STAGES = 32
+MOST_EXPERT_RANKS = 64
+# A shorter list than all kinds: between them lie megatron-core's own fields, which a recipe may set for the layout it has.
+RECOMPUTE = ("none", "full")
+MOST_STATIC = 0.85  # of sglang.mem_fraction_static
+MARGIN = 2 * GIB  # that servers leave free
+MOST_LISTED = 10
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A layout that fits, and why it stands where it does."""
+
+    plan: StepPlan
+    settings: dict[str, Any]  # what the layout sets, by path
+    binding: str
+    flip: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search."""
+
+    layouts: tuple[Ranked, ...]
+    num_tried: int
+    num_fitting: int
+    reasons: dict[str, int]  # why the others do not fit, with how many
+    needs_fp8: bool = False  # nothing fits with 16-bit servers
+    refused: str = ""  # what the validator says of the fastest one, where it accepts none
+
+
+def search(
+    config: Config,
+    architecture: ArchitectureFacts,
+    num_gpus: int,
+    gpu: Gpu,
+    gpus_per_node: int,
+    host_gib: float,
+    mean_response: float | None = None,
+) -> Found:
+    """Return the layouts that fit `num_gpus`, the fastest first, and those of them alone that the validator accepts."""
+    cluster = Cluster(-(-num_gpus // gpus_per_node), min(gpus_per_node, num_gpus), gpu.memory_gib, host_gib)
+    found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
+    if not found.layouts and config.sglang.quantization == "none":
+        # Servers that hold FP8 weights need half the memory; what they sample then differs more from the trainer's log-probs.
+        quantized = apply(config, {"sglang.quantization": "fp8"})
+        return replace(_search(quantized, architecture, num_gpus, gpu, cluster, mean_response), needs_fp8=True)
+    return found
+
+
+def _search(
+    config: Config,
+    architecture: ArchitectureFacts,
+    num_gpus: int,
+    gpu: Gpu,
+    cluster: Cluster,
+    mean_response: float | None,
+) -> Found:
+    plans: list[tuple[dict[str, Any], StepPlan]] = []
+    reasons = Counter[str]()
+    lengths = step_lengths(config, mean_response)
+    for trainer in candidates(config, architecture, num_gpus, cluster):
+        probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
+        servers = [] if reason else list(_servers(probe, memory, architecture, cluster, lengths, gpu))
+        if not servers:
+            reasons[reason or "KV cache"] += 1
+            continue
+        _, server = min(servers, key=lambda one: one[0])
+        chosen = apply(probe, server)
+        plans.append((trainer | server, plan_step(chosen, architecture, num_gpus, cluster, gpu, mean_response)))
+    plans.sort(key=lambda one: one[1].total)
+    accepted, refused = list[Ranked](), ""
+    for settings, plan in plans:
+        if len(accepted) == MOST_LISTED:
+            break
+        if violations := validate(plan.config, plan.processes, architecture, plan.cluster):
+            refused = refused or str(violations[0])
+        else:
+            accepted.append(Ranked(plan, settings, _binding(plan)))
+    tried = reasons.total() + len(plans)
+    return Found(_with_flips(accepted), tried, len(plans), dict(reasons), refused="" if accepted else refused)
+
+
+def _trainer_fits(
+    config: Config, settings: dict[str, Any], architecture: ArchitectureFacts, cluster: Cluster
+) -> tuple[Config, RunMemory, str]:
+    """Return the configuration, its memory with a small server, and what is too small for the trainer, "" for nothing."""
+    changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
+    memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
+    if memory.trainer > cluster.gpu_bytes:
+        return changed, memory, "trainer memory"
+    return changed, memory, "host memory" if memory.host > cluster.host_gib * GIB else ""
+
+
+def _servers(
+    config: Config,
+    memory: RunMemory,
+    architecture: ArchitectureFacts,
+    cluster: Cluster,
+    lengths: Lengths,
+    gpu: Gpu,
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the settings of servers that fit beside the trainer, with the seconds of their generation."""
+    assert memory.engine_memory is not None, "servers are started by this run"
+    beside = memory.engine - memory.engine_memory.static
+    fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests) * (config.longest_sequence + SPARE_POSITIONS)
+    for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
+        count = cluster.gpus_per_node // ranks
+        settings = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
+        settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, cluster)
+        changed = apply(config, settings)
+        engine = engine_memory(changed, architecture, cluster)
+        if engine.kv_tokens >= fewest:
+            queue = generation_queue(changed, architecture, engine, count * cluster.num_nodes, lengths, gpu)
+            yield queue.seconds, settings
+
+
+def _fraction(num_bytes: int, cluster: Cluster) -> float:
+    """Return the largest sglang.mem_fraction_static, in hundredths, whose weights and cache take at most `num_bytes`."""
+    whole = cluster.gpu_bytes - ENGINE_CONTEXT - TRAINER_CONTEXT
+    return max(0.01, min(MOST_STATIC, int(100 * num_bytes / whole) / 100))
+
+
+def candidates(
+    config: Config, architecture: ArchitectureFacts, num_gpus: int, cluster: Cluster
+) -> Iterator[dict[str, Any]]:
+    """Yield settings of layouts whose sizes divide the model's and each other."""
+    per_node = cluster.gpus_per_node
+    for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
+        for pipeline in (size for size in range(1, MOST_STAGES + 1) if architecture.num_layers % size == 0):
+            for context in CONTEXT:
+                if num_gpus % (tensor * pipeline * context) or context > 1 and not _needs_context(config):
+                    continue
+                data = num_gpus // (tensor * pipeline * context)
+                if data > config.training.mini_batch_prompts * config.rollout.group_size:
+                    continue
+                yield from _with_the_rest(architecture, (tensor, pipeline, context, data), num_gpus)
+
+
+def _with_the_rest(
+    architecture: ArchitectureFacts, sizes: tuple[int, int, int, int], num_gpus: int
+) -> Iterator[dict[str, Any]]:
+    tensor, pipeline, context, data = sizes
+    experts = [1]
+    if architecture.num_experts:
+        experts = [
+            size
+            for size in (1, 2, 4, 8, 16, 32, 64)
+            if size <= MOST_EXPERT_RANKS
+            and architecture.num_experts % size == 0
+            and (data * context * tensor) % size == 0
+        ]
+    chunks = [1] + [2] * (pipeline > 1 and architecture.num_layers % (2 * pipeline) == 0)
+    for expert in experts:
+        for chunk in chunks:
+            for recompute in RECOMPUTE:
+                yield {
+                    "parallel.tp_size": tensor,
+                    "parallel.pp_size": pipeline,
+                    "parallel.vpp_size": chunk,
+                    "parallel.cp_size": context,
+                    "parallel.ep_size": expert,
+                    # Experts are cut over ranks of their own, not over tensor ranks as well.
+                    "parallel.etp_size": 1 if expert > 1 else 0,
+                    "parallel.sequence_parallel": tensor > 1,
+                    "parallel.num_processes": num_gpus,
+                    "model.recompute_granularity": recompute,
+                    "model.offload": "all",
+                    "critic.offload": "all",
+                    "critic.parallel.num_processes": 0,
+                    "sglang.placement": "colocated",
+                    "sglang.weight_sync_transport": "shared_memory",
+                }
+
+
+def _cuts(a: ArchitectureFacts, tensor: int) -> bool:
+    sizes = (a.num_attention_heads, a.num_key_value_heads, a.intermediate_size if a.has_dense_layers else tensor)
+    return all(size % tensor == 0 for size in sizes)
+
+
+def _serves(a: ArchitectureFacts, ranks: int) -> bool:
+    groups = a.num_key_value_heads
+    return a.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
+def _needs_context(config: Config) -> bool:
+    """Return True where sequences are so long that cutting them may pay."""
+    return config.longest_sequence >= 16384
+
+
+def apply(config: Config, settings: dict[str, Any]) -> Config:
+    """Return the configuration with these values, which are of their fields' types."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        section, _, name = path.rpartition(".")
+        by_section.setdefault(section, {})[name] = value
+    for section in sorted(by_section, key=lambda name: -name.count(".")):
+        outer, _, inner = section.partition(".")
+        changed = by_section[section]
+        if inner:
+            by_section.setdefault(outer, {})[inner] = getattr(getattr(config, outer), inner).model_copy(update=changed)
+    sections = {name: changed for name, changed in by_section.items() if "." not in name}
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=changed) for name, changed in sections.items()}
+    )
+
+
+def _binding(plan: StepPlan) -> str:
+    """Say what limits the layout: what takes most of its time, and its least headroom."""
+    phase, name, seconds = most_seconds(plan)
+    room = (plan.cluster.gpu_bytes - plan.peak) / GIB
+    fullest = max(plan.memory.phases, key=lambda one: one.total)
+    return (
+        f"{name} in {phase}, {100 * seconds / plan.total:.0f} % of the step; memory: {fullest.phase}, "
+        f"{room:.1f} GiB of {plan.cluster.gpu_gib:g} left"
+    )
+
+
+def _with_flips(layouts: list[Ranked]) -> tuple[Ranked, ...]:
+    """Say of each layout what would change its place: of the first what the next ones need, of the others what they lose."""
+    if not layouts:
+        return ()
+    best = layouts[0]
+    found = []
+    for rank, one in enumerate(layouts):
+        if rank:
+            found.append(replace(one, flip=_loss(one.plan, best.plan)))
+        else:
+            found.append(replace(one, flip=_threat(layouts)))
+    return tuple(found)
+
+
+def _loss(plan: StepPlan, best: StepPlan) -> str:
+    """Return what a layout would have to save to be the first."""
+    behind = plan.total - best.total
+    phases = sorted(plan.seconds, key=lambda phase: best.of_phase(phase) - plan.of_phase(phase))
+    phase = phases[0]
+    more = plan.of_phase(phase) - best.of_phase(phase)
+    names = set(plan.seconds[phase]) | set(best.seconds.get(phase, {}))
+    name = max(names, key=lambda n: plan.seconds[phase].get(n, 0.0) - best.seconds.get(phase, {}).get(n, 0.0))
+    if behind < 0.005 * best.total:
+        return f"as fast as the first, with {(best.peak - plan.peak) / GIB:+.1f} GiB of memory left"
+    return f"first if {phase} took {behind:.0f} s less: {more:+.0f} s there, most of it {name}"
+
+
+def _threat(layouts: list[Ranked]) -> str:
+    """Return what would put another layout first: memory of the GPUs, or a phase that is slower than planned."""
+    best = layouts[0].plan
+    smaller = next((one for one in layouts[1:] if one.plan.peak < best.peak - GIB), None)
+    text = f"needs {best.peak / GIB:.1f} GiB"
+    if smaller:
+        text += f"; on GPUs with less, number {layouts.index(smaller) + 1} ({smaller.plan.peak / GIB:.1f} GiB)"
+    for one in layouts[1:]:
+        saved = {phase: best.of_phase(phase) - one.plan.of_phase(phase) for phase in best.seconds}
+        phase = max(saved, key=lambda name: saved[name])
+        behind = one.plan.total - best.total
+        if saved[phase] > 0.05 * best.total and behind > 0:
+            factor = 1 + behind / saved[phase]
+            return f"{text}; number {layouts.index(one) + 1} would be first if {phase} took {factor:.2f} times as long everywhere"
+    return text

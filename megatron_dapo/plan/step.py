@@ -1,0 +1,200 @@
+"""One step of a run by phase: memory of each kind of GPU, seconds and what they are for, bytes that move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.config.cluster_rules import NODE_BYTES_A_SECOND
+from megatron_dapo.config.critic_rules import as_policy
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
+from megatron_dapo.config.schema import Config
+from megatron_dapo.plan.device import DEVICE_SYNC_BYTES_S, SHARES, SYNC_BYTES_S, Gpu
+from megatron_dapo.plan.rollout import (
+    KEPT_SHARE,
+    Lengths,
+    Queue,
+    engine_rates,
+    lengths_of,
+    running_at_once,
+    simulate,
+)
+from megatron_dapo.plan.training import LOG_PROBS, Batch, Model, Pass, add, pass_seconds, update_seconds
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A planned step of one layout."""
+
+    config: Config
+    processes: int  # of the trainer
+    cluster: Cluster
+    memory: RunMemory
+    queue: Queue | None  # None: engines of which nothing is known
+    seconds: Mapping[str, Mapping[str, float]]  # by phase, by what they are for
+    sync_bytes: int  # of a weight update, into all servers
+    checkpoint_bytes: int
+    generated_tokens: float
+    trained_tokens: float
+
+    @property
+    def overlaps(self) -> bool:
+        """True if engines generate the next batch while the trainer works."""
+        return self.config.sglang.placement == "disaggregated" and self.config.rollout.max_staleness > 0
+
+    def of_phase(self, phase: str) -> float:
+        """Return the seconds of a phase, 0 for one that the run does not have."""
+        return sum(self.seconds.get(phase, {}).values())
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        generate, update = self.of_phase("generate"), self.of_phase("weight_update")
+        rest = sum(sum(parts.values()) for parts in self.seconds.values()) - generate - update
+        return update + (max(generate, rest) if self.overlaps else generate + rest)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest GPU at its peak."""
+        return max(self.memory.trainer, self.memory.engine)
+
+
+def plan_step(
+    config: Config,
+    architecture: ArchitectureFacts,
+    processes: int,
+    cluster: Cluster,
+    gpu: Gpu,
+    mean_response: float | None = None,
+) -> StepPlan:
+    """Return the plan of a step of `processes` whose layouts fit the model."""
+    memory = run_memory(config, architecture, processes, cluster)
+    lengths = step_lengths(config, mean_response)
+    generated = generated_responses(config)
+    seconds, queue, sync = dict[str, Mapping[str, float]](), None, 0
+    if memory.engine_memory is not None and config.rollout.engine == "sglang":
+        engine, engines = memory.engine_memory, memory.num_engines
+        queue = generation_queue(config, architecture, engine, engines, lengths, gpu)
+        sync = engine.weights * engines * config.sglang.tp_size
+        seconds["generate"] = _generation(queue)
+    seconds |= trainer_seconds(config, architecture, processes, cluster, gpu, lengths, memory)
+    if queue:
+        seconds["weight_update"] = _sync_seconds(config, sync, cluster, processes)
+    saved = checkpoint_bytes(architecture, config.model.dtype)
+    saved += checkpoint_bytes(architecture, config.model.dtype, has_value_head=True) if config.has_critic else 0
+    trained = Batch.of(_responses(config), lengths).tokens
+    return StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
+
+
+def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:
+    """Return the lengths of what one step generates: of windows under T-PPO, else of whole responses."""
+    lengths = lengths_of(config, mean_response)
+    return lengths.in_windows(config.window.tokens) if config.algorithm.name == "tppo" else lengths
+
+
+def _responses(config: Config) -> int:
+    return config.rollout.prompts_per_step * config.rollout.group_size
+
+
+def generated_responses(config: Config) -> float:
+    """Return the responses that a step generates for those it trains."""
+    return _responses(config) / (KEPT_SHARE if config.rollout.filter_groups else 1.0)
+
+
+def trainer_seconds(
+    config: Config,
+    architecture: ArchitectureFacts,
+    processes: int,
+    cluster: Cluster,
+    gpu: Gpu,
+    lengths: Lengths,
+    memory: RunMemory,
+) -> dict[str, Mapping[str, float]]:
+    """Return the seconds of the phases in which the trainer works, by what they are for."""
+    seconds: dict[str, Mapping[str, float]] = {}
+    responses, per_node = _responses(config), cluster.gpus_per_node or 1
+    own, prompts, training = config.num_critic_processes, config.rollout.prompts_per_step, config.training
+    policy = Model(config, architecture, processes - own, gpu, per_node)
+    batch = Batch.of(responses, lengths)
+    times = 2 if config.algorithm.needs_reference else 1
+    seconds["log_probs"] = add(pass_seconds(policy, batch, LOG_PROBS), times=times)
+    mini = max(1, prompts // training.mini_batch_prompts)
+    seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)
+    if config.has_critic:
+        critic = Model(_as_critic(config), architecture, own or processes, gpu, per_node, has_value_head=True)
+        mini = max(1, prompts // (config.critic.mini_batch_prompts or training.mini_batch_prompts))
+        trained = _training(critic, responses, lengths, mini, config.critic.epochs)
+        seconds["train_critic"] = add(pass_seconds(critic, batch, LOG_PROBS), trained)
+    if moved := _offload_seconds(config, memory, gpu):
+        seconds["offload"] = moved
+    return seconds
+
+
+def _as_critic(config: Config) -> Config:
+    tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
+    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
+    return as_policy(config).model_copy(update={"training": training, "megatron": config.critic_megatron})
+
+
+def generation_queue(
+    config: Config,
+    architecture: ArchitectureFacts,
+    engine: EngineMemory,
+    num_engines: int,
+    lengths: Lengths,
+    gpu: Gpu,
+) -> Queue:
+    """Return how one of the servers generates its share of a step's responses."""
+    rates = engine_rates(config, architecture, engine, gpu)
+    # Windows end with the step, whole responses where unfinished ones are carried over.
+    has_tail = not config.rollout.partial_rollout
+    each = max(1, round(generated_responses(config) / max(1, num_engines)))
+    return simulate(rates, lengths, each, running_at_once(config, engine, lengths), has_tail)
+
+
+def _generation(queue: Queue) -> dict[str, float]:
+    return {
+        "reading": queue.read * queue.seconds,
+        "products": queue.products * queue.seconds,
+        "launches_and_sampling": queue.beside * queue.seconds,
+    }
+
+
+def _training(model: Model, responses: int, lengths: Lengths, mini_batches: int, epochs: int) -> dict[str, float]:
+    """Return the seconds of all optimizer steps of a train step."""
+    batch = Batch.of(max(1, responses // mini_batches), lengths)
+    one = add(pass_seconds(model, batch, Pass.of(model.config)), update_seconds(model))
+    return add(one, times=mini_batches * epochs)
+
+
+def _offload_seconds(config: Config, memory: RunMemory, gpu: Gpu) -> dict[str, float]:
+    """Return the seconds in which models leave the GPU and come back, once a step."""
+    found = {"policy": 2 * memory.policy.on_host(config.model.offload) / gpu.host_bytes_s}
+    if memory.critic:
+        found["critic"] = 2 * memory.critic.on_host(config.critic.offload) / gpu.host_bytes_s
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _sync_seconds(config: Config, num_bytes: int, cluster: Cluster, processes: int) -> dict[str, float]:
+    """Return the seconds of a weight update: through the memory of each node, and between nodes."""
+    sglang, nodes = config.sglang, max(1, cluster.num_nodes)
+    ranks = max(1, sglang.servers_per_node * sglang.tp_size)
+    per_rank = num_bytes / nodes / ranks
+    rate = DEVICE_SYNC_BYTES_S if sglang.shared_memory == "device" else SYNC_BYTES_S
+    p = config.parallel
+    # A node that holds the whole model gets nothing from others.
+    outside = 1 - min(1.0, cluster.processes_per_node(processes) / (p.tp_size * p.pp_size))
+    own = sglang.placement == "disaggregated" and p.tp_size * p.pp_size > cluster.gpus_per_node
+    from_others = num_bytes / nodes * (max(outside, 0.5) if own else outside)
+    found = {"node_memory": per_rank / rate}
+    if from_others and nodes > 1:
+        found["network"] = from_others / (NODE_BYTES_A_SECOND * SHARES.network)
+    return found
+
+
+def most_seconds(plan: StepPlan) -> tuple[str, str, float]:
+    """Return the phase and the purpose that take most of the step, and their seconds."""
+    parts = [(phase, name, seconds) for phase, found in plan.seconds.items() for name, seconds in found.items()]
+    return max(parts, key=lambda part: part[2])

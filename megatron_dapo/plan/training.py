@@ -1,0 +1,172 @@
+"""Seconds of log-probs and of train steps: products, what recomputation repeats, communication, the pipeline's bubble."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
+from megatron_dapo.config.memory.activations import is_fp8
+from megatron_dapo.config.memory.parameters import FP32, attention_sizes
+from megatron_dapo.config.schema import Config
+from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
+from megatron_dapo.plan.rollout import Lengths
+
+# What a forward pass costs counts once, its backward pass twice. The head computes its products of logits twice.
+FORWARD, TRAINING = 1.0, 3.0
+HEAD_TRAINING = 4.0
+UPDATE_BYTES = 30  # that an optimizer step reads and writes of a parameter: gradient, main param, two moments, weight
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that one pass computes."""
+
+    sequences: int
+    tokens: float
+    squares: float  # sum of the squared lengths
+    longest: int
+
+    @classmethod
+    def of(cls, sequences: int, lengths: Lengths) -> Batch:
+        """Return a batch of so many sequences of these lengths."""
+        tokens = sequences * (lengths.prompt + lengths.mean)
+        return cls(sequences, tokens, sequences * lengths.mean_square, int(lengths.prompt) + max(lengths.responses))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A kind of pass over a model."""
+
+    layers: float = TRAINING  # forward passes that layers cost
+    mlp_again: float = 0.0  # and their MLPs on top
+    attention_again: float = 0.0
+    head: float = HEAD_TRAINING
+    collectives: int = 10  # of a layer's input over tensor ranks, with what the backward pass gathers again
+    sends_back: bool = True
+
+    @classmethod
+    def of(cls, config: Config) -> Pass:
+        """Return the training pass with what the configuration recomputes."""
+        recompute = recompute_of(config)
+        if recompute.block:
+            return cls(layers=TRAINING + 1, collectives=14)
+        return cls(
+            mlp_again=1.0 if recompute.modules & {"mlp", "moe"} else 0.0,
+            attention_again=1.0 if "core_attn" in recompute.modules else 0.0,
+        )
+
+
+LOG_PROBS = Pass(layers=FORWARD, head=FORWARD, collectives=4, sends_back=False)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on its layout, as passes see it."""
+
+    config: Config
+    architecture: ArchitectureFacts
+    processes: int
+    gpu: Gpu
+    gpus_per_node: int
+    has_value_head: bool = False
+
+    @property
+    def data(self) -> int:
+        p = self.config.parallel
+        return max(1, self.processes // (p.tp_size * p.pp_size * p.cp_size))
+
+    @property
+    def tokens_a_rank(self) -> int:
+        """Tokens of a micro-batch that a context rank computes."""
+        return self.config.training.micro_batch_tokens // self.config.parallel.cp_size
+
+
+def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:
+    """Return the seconds of one pass over a batch, by what they are for."""
+    p = model.config.parallel
+    # A data rank has at least the longest sequence: balance cannot cut it.
+    share = max(batch.tokens / model.data, min(batch.longest, batch.tokens)) / SHARES.packing
+    micro_batches = max(1, math.ceil(share / model.config.training.micro_batch_tokens))
+    layers, head = _flops(model, batch, kind, share)
+    rate = model.gpu.flops * SHARES.training * (SHARES.fp8_speedup if is_fp8(model.config) else 1.0)
+    ranks = p.tp_size * p.cp_size
+    stage, last = layers / ranks / p.pp_size / rate, head / ranks / rate
+    compute = stage + last  # the last stage has the head, and the others wait for it
+    found = {"products": stage + (last if p.pp_size == 1 else 0.0)}
+    if p.pp_size > 1:
+        found["head_imbalance"] = last
+        found["bubble"] = (p.pp_size - 1) / p.vpp_size * compute / micro_batches
+    return {**found, **_communication(model, kind, share / p.cp_size)}
+
+
+def _flops(model: Model, batch: Batch, kind: Pass, tokens: float) -> tuple[float, float]:
+    """Return the FLOPs of a data rank's `tokens` in all layers and in the head."""
+    a = model.architecture
+    query, groups = attention_sizes(a)
+    projections = a.hidden_size * (2 * query + 2 * groups)
+    if a.num_experts:
+        # An expert's product reaches less of the rate: counted as so many more FLOPs.
+        slower = SHARES.training / SHARES.experts
+        mlp = a.num_experts_per_token * 3 * a.hidden_size * a.moe_intermediate_size * slower
+    else:
+        mlp = 3 * a.hidden_size * a.intermediate_size
+    # Two products a head, of which causality needs half: squares * width * 2 FLOPs.
+    attention = 2.0 * query * batch.squares * tokens / batch.tokens
+    layer = 2.0 * tokens * (kind.layers * projections + (kind.layers + kind.mlp_again) * mlp)
+    layer += (kind.layers + kind.attention_again) * attention
+    head = 0.0 if model.has_value_head else kind.head * 2.0 * tokens * a.vocab_size * a.hidden_size
+    return a.num_layers * layer, head
+
+
+def _communication(model: Model, kind: Pass, tokens: float) -> dict[str, float]:
+    """Return the seconds that tensor, context, expert and pipeline ranks communicate for `tokens` of a context rank."""
+    a, p, item = model.architecture, model.config.parallel, ITEM_SIZES[model.config.model.dtype]
+    layers, found = a.num_layers / p.pp_size, dict[str, float]()
+    stream = tokens * a.hidden_size * item
+    if p.tp_size > 1:
+        once = collective_seconds(stream, p.tp_size, model.gpu, model.gpus_per_node)
+        found["tensor_ranks"] = kind.collectives * layers * once
+    if p.cp_size > 1:
+        keys = 2 * attention_sizes(a)[1] // p.tp_size * tokens * p.cp_size * item
+        once = collective_seconds(keys, p.cp_size, model.gpu, model.gpus_per_node, p.tp_size)
+        found["context_ranks"] = kind.layers * layers * once * SHARES.hidden
+    if p.ep_size > 1:
+        copies = stream / (p.tp_size if p.sequence_parallel else 1) * a.num_experts_per_token
+        stride = p.etp_size or p.tp_size
+        once = collective_seconds(copies, p.ep_size, model.gpu, model.gpus_per_node, stride)
+        found["expert_ranks"] = 2 * kind.layers * layers * once
+    if p.pp_size > 1:
+        cut = p.tp_size if p.sequence_parallel else 1
+        rate = model.gpu.network_bytes_s * SHARES.network
+        found["stages"] = stream / cut / rate * p.vpp_size * (2 if kind.sends_back else 1)
+    return found
+
+
+def update_seconds(model: Model) -> dict[str, float]:
+    """Return the seconds of an optimizer step beside its passes: sums of gradients, gathers of weights, AdamW."""
+    p, a = model.config.parallel, model.architecture
+    held = rank_parameters(a, p, 0, model.has_value_head)
+    replicas, of_experts = optimizer_ranks(p, model.processes)
+    found = {"optimizer": UPDATE_BYTES * optimizer_share(p, held, model.processes) / model.gpu.memory_bytes_s}
+    item = ITEM_SIZES[model.config.model.dtype]
+    dense = held.dense + held.vocabulary
+    gpu, per_node = model.gpu, model.gpus_per_node
+    stride = p.tp_size  # context and data ranks follow the tensor ranks
+    gradients = collective_seconds(FP32 * dense, replicas, gpu, per_node, stride)
+    gradients += collective_seconds(FP32 * held.experts, of_experts, gpu, per_node, stride * p.ep_size)
+    weights = collective_seconds(item * dense, replicas, gpu, per_node, stride)
+    weights += collective_seconds(item * held.experts, of_experts, gpu, per_node, stride * p.ep_size)
+    found["data_ranks"] = gradients * SHARES.hidden + weights
+    return found
+
+
+def add(*parts: Mapping[str, float], times: float = 1.0) -> dict[str, float]:
+    """Return the sum of seconds by name."""
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.items():
+            found[name] = found.get(name, 0.0) + seconds * times
+    return found
