@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes
+from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes, layers_of_stage
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
@@ -235,11 +235,11 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
 
 def layers_in_flight(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
     """Return how many layers' activations, summed over micro-batches, a stage keeps at its peak."""
-    return chunks_in_flight(parallel, stage) * _layers_of_chunk(architecture, parallel)
+    return chunks_in_flight(parallel, stage) * _layers_of_chunk(architecture, parallel, stage)
 
 
-def _layers_of_chunk(architecture: ArchitectureFacts, parallel: ParallelConfig) -> int:
-    return architecture.num_layers // (parallel.pp_size * parallel.vpp_size)
+def _layers_of_chunk(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
+    return layers_of_stage(architecture, parallel, stage) // parallel.vpp_size
 
 
 def tokens_of_rank(config: Config) -> int:
@@ -268,7 +268,7 @@ def activation_bytes(
     parallel, tokens = config.parallel, tokens_of_rank(config)
     layer = layer_of(config, architecture, kernels)
     recompute = recompute_of(config)
-    kept, again = kept_bytes(layer, recompute, _layers_of_chunk(architecture, parallel))
+    kept, again = kept_bytes(layer, recompute, _layers_of_chunk(architecture, parallel, stage))
     num_bytes = chunks_in_flight(parallel, stage) * kept
     if kernels == "torch":
         tables, last = _shared_bytes(config, architecture, stage, recompute)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.config.stages import layers_of_stages
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
 ITEM_SIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
@@ -37,6 +38,15 @@ class RankParameters:
         return self.dense + self.experts + self.vocabulary
 
 
+def layers_of_stage(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
+    """Return the layers of a pipeline stage; of sizes that do not split them, which a rule refuses, an even share."""
+    ends = parallel.first_stage_layers, parallel.last_stage_layers
+    try:
+        return layers_of_stages(architecture.num_layers, parallel.pp_size, parallel.vpp_size, *ends)[stage]
+    except ValueError:
+        return architecture.num_layers // parallel.pp_size
+
+
 def rank_parameters(
     architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int = 0, has_value_head: bool = False
 ) -> RankParameters:
@@ -45,7 +55,7 @@ def rank_parameters(
     A model in which some layers have experts is taken as one in which all have.
     """
     tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
-    layers = architecture.num_layers // parallel.pp_size
+    layers = layers_of_stage(architecture, parallel, stage)
     query, groups = attention_sizes(architecture)
     dense = hidden * (2 * query + 2 * groups) // tensor + architecture.num_norms * hidden
     dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_size * architecture.qk_norm

@@ -294,3 +294,13 @@ def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_
     exact = saved_bytes(tokens)
     # Unfused norms, rotary embeddings and SiLU keep intermediates of their own that fused kernels compute again.
     assert 0.45 * exact < formula < exact
+
+
+def test_a_stage_with_more_layers_has_more_parameters_and_activations() -> None:
+    even = ParallelConfig(pp_size=4)
+    uneven = ParallelConfig(pp_size=4, first_stage_layers=13, last_stage_layers=19)
+    model = facts_of(QWEN_32B)
+    parameters = [[rank_parameters(model, one, stage) for stage in range(4)] for one in (even, uneven)]
+    assert sum(one.dense for one in parameters[0]) == sum(one.dense for one in parameters[1])
+    assert parameters[1][0].dense < parameters[0][0].dense < parameters[1][3].dense
+    assert layers_in_flight(model, uneven, 0) == 4 * 13 and layers_in_flight(model, uneven, 3) == 19
