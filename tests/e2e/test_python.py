@@ -101,6 +101,46 @@ def test_a_notebook_trains_evaluates_and_generates(tmp_path: Path) -> None:
     assert {"recipe.toml", "train.jsonl", "eval.jsonl", "reward_verifier_0.py"} <= set(written)
 
 
+IN_A_KERNEL = """
+import json, os, sys
+import nbformat
+from nbclient import NotebookClient
+del os.environ["PYTEST_CURRENT_TEST"]  # with it a kernel does not show what processes print that a cell starts
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+texts = [[output.get("text") or output["data"]["text/plain"] for output in cell.outputs] for cell in notebook.cells if cell.cell_type == "code"]
+print(json.dumps(texts))
+"""
+
+
+@pytest.mark.long
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    """Cells get their names and sources from IPython, whose processes have a __main__ of their own."""
+    packages = ROOT / ".venv-notebook"
+    if not packages.exists():
+        pytest.skip("ipykernel and nbclient are not installed; make .venv-notebook/.installed installs them")
+    kernels = tmp_path / "share" / "jupyter" / "kernels" / "python3"
+    kernels.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernels / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "own", "language": "python"}))
+    variables = {
+        "MODEL": str(MODEL),
+        "OUTPUT_DIR": str(tmp_path / "run"),
+        "PYTHONPATH": f"{ROOT}:{packages}",
+        "JUPYTER_PATH": str(tmp_path / "share" / "jupyter"),
+        **{name: str(tmp_path / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")},
+    }
+    printed = run(IN_A_KERNEL, str(ROOT / "examples" / "python" / "own_run.ipynb"), cwd=tmp_path, **variables)
+    *_, trained, evaluated, responses = json.loads(printed.splitlines()[-1])
+    assert trained[-1].startswith("('finished', [") and evaluated[-1].startswith("{'avg@2': Estimate("), printed
+    assert all(f"step {step}: mean reward " in "".join(trained) for step in (1, 2)), (
+        "the callback prints in the notebook"
+    )
+    assert responses[-1].count("'stop'") + responses[-1].count("'length'") == 2
+    written = {path.name for path in (tmp_path / "run" / "inputs").iterdir()}
+    assert {"recipe.toml", "train.jsonl", "eval.jsonl", "reward_verifier_0.py"} <= written
+
+
 @pytest.fixture
 def mistral(tmp_path: Path) -> Path:
     """A random Mistral of the shipped model's sizes, with its tokenizer."""

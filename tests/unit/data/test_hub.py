@@ -94,11 +94,12 @@ print(json.dumps([copies, [str(problem) for problem in problems]]))
 """
 
 
-def copies(tmp_path: Path, endpoint: str, model: str) -> tuple[list[str], list[str]]:
+def copies(tmp_path: Path, endpoint: str, model: str, **variables: str) -> tuple[list[str], list[str]]:
     """Return the result of `local_copies` in a process of its own: the Hub's client reads its environment once."""
     (tmp_path / "own.toml").write_text(RECIPE.format(model=model))
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
+    environment |= variables
     command = [sys.executable, "-c", COPIES, str(tmp_path / "own.toml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -123,6 +124,46 @@ def test_a_model_and_a_data_set_are_downloaded_and_their_commit_is_on_record(tmp
     # Without the network the copy of the earlier run serves.
     again, problems = copies(tmp_path, "http://127.0.0.1:9", "own/tiny")
     assert (again, problems) == (found, [])
+
+
+def made_cache(home: Path, kind: str, repository: str, files: dict[str, bytes]) -> Path:
+    """Write a copy as other programs leave it in the Hub's cache; return the directory of its files."""
+    own = home / "hub" / f"{kind}s--{repository.replace('/', '--')}"
+    snapshot = own / "snapshots" / SHA
+    for directory in ("refs", "blobs"):
+        (own / directory).mkdir(parents=True)
+    (own / "refs" / "main").write_text(SHA)
+    for name, body in files.items():
+        blob, path = own / "blobs" / hashlib.sha1(body).hexdigest(), snapshot / name
+        blob.write_bytes(body)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(os.path.relpath(blob, path.parent))
+    return snapshot
+
+
+@pytest.mark.parametrize("revision", ["", "@main", f"@{SHA}"])
+def test_a_copy_that_another_program_left_is_used_offline(revision: str, tmp_path: Path, endpoint: str) -> None:
+    """With HF_HUB_OFFLINE=1 the Hub is not asked, though it could be."""
+    model = made_cache(tmp_path / "hub", "model", "own/tiny", {**MODEL, "config.json": b"{}"})
+    data = made_cache(tmp_path / "hub", "dataset", "own/sums", DATA)
+    marker = "hf://" if revision else ""
+    found, problems = copies(tmp_path, endpoint, f"{marker}own/tiny{revision}", HF_HUB_OFFLINE="1")
+    assert problems == []
+    values = {name: json.loads(value) for name, value in (override.split("=", 1) for override in found)}
+    assert values == {
+        "model.path": str(model),
+        "data.train_paths": [str(data / "data" / "train.jsonl")],
+        "data.eval_paths": [str(data / "data" / "test.jsonl")],
+    }
+    assert (model / "config.json").read_bytes() == b"{}", "the copy is as it was"
+
+
+def test_a_revision_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, endpoint: str) -> None:
+    made_cache(tmp_path / "hub", "model", "own/tiny", MODEL)
+    made_cache(tmp_path / "hub", "dataset", "own/sums", DATA)
+    _, [problem] = copies(tmp_path, endpoint, "own/tiny@v2", HF_HUB_OFFLINE="1")
+    assert problem.startswith("model.path: there is no own/tiny@v2 here, and the Hub cannot be reached (OfflineMode")
+    assert "hf download own/tiny --local-dir DIR" in problem
 
 
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path, endpoint: str) -> None:
