@@ -148,7 +148,8 @@ def _leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, command
         return
     for word, one in sorted(commands.items()):
-        yield from _leaves(one, f"{name} {word}")
+        is_default = word == getattr(command, "default_command", None)  # its name is not written
+        yield from _leaves(one, name if is_default else f"{name} {word}")
 
 
 def _help_paragraphs(text: str | None) -> list[str]:

@@ -24,6 +24,7 @@ from megatron_dapo.cli.options import DryRunOption, JsonOption, LayoutOption, Re
 from megatron_dapo.cli.quantize import quantize
 from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
+from megatron_dapo.cli.run_plan import RecipeOrCommand, plan_recipe
 from megatron_dapo.recovery.disk_space import size
 
 app = typer.Typer(
@@ -33,7 +34,10 @@ app = typer.Typer(
     help=__doc__.splitlines()[0],
 )
 
-plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
+plan_app = typer.Typer(
+    cls=RecipeOrCommand, no_args_is_help=True, help="Memory and time of a run, computed without running it."
+)
+plan_app.command(RecipeOrCommand.default_command)(plan_recipe)
 app.add_typer(plan_app, name="plan")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints of runs.")
 app.add_typer(checkpoint_app, name="checkpoint")

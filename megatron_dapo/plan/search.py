@@ -33,6 +33,7 @@ RECOMPUTE = ("none", "full")
 MOST_STATIC = 0.85  # of sglang.mem_fraction_static
 MARGIN = 2 * GIB  # that servers leave free
 MOST_LISTED = 10
+FEWEST_RUNNING = 2  # responses that a server decodes at a time
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ def search(
     found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
     if not found.layouts and config.sglang.quantization == "none":
         # Servers that hold FP8 weights need half the memory; what they sample then differs more from the trainer's log-probs.
-        quantized = apply(config, {"sglang.quantization": "fp8"})
-        return replace(_search(quantized, architecture, num_gpus, gpu, cluster, mean_response), needs_fp8=True)
+        setting = {"sglang.quantization": "fp8"}
+        found = _search(apply(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
+        layouts = tuple(replace(one, settings=one.settings | setting) for one in found.layouts)
+        return replace(found, layouts=layouts, needs_fp8=True)
     return found
 
 
@@ -131,14 +134,18 @@ def _servers(
     """Yield the settings of servers that fit beside the trainer, with the seconds of their generation."""
     assert memory.engine_memory is not None, "servers are started by this run"
     beside = memory.engine - memory.engine_memory.static
-    fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests) * (config.longest_sequence + SPARE_POSITIONS)
+    fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests)
+    whole = config.longest_sequence + SPARE_POSITIONS
     for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
         count = cluster.gpus_per_node // ranks
-        settings = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
+        settings: dict[str, Any] = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
         settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, cluster)
-        changed = apply(config, settings)
-        engine = engine_memory(changed, architecture, cluster)
-        if engine.kv_tokens >= fewest:
+        engine = engine_memory(apply(config, settings), architecture, cluster)
+        holds = engine.kv_tokens // whole
+        if holds < fewest:  # a server that is told to run fewer may still be the only one that fits
+            settings["sglang.max_running_requests"] = holds
+        if holds >= min(fewest, FEWEST_RUNNING):
+            changed = apply(config, settings)
             queue = generation_queue(changed, architecture, engine, count * cluster.num_nodes, lengths, gpu)
             yield queue.seconds, settings
 
@@ -276,6 +283,8 @@ def _threat(layouts: list[Ranked]) -> str:
     best = layouts[0].plan
     smaller = next((one for one in layouts[1:] if one.plan.peak < best.peak - GIB), None)
     text = f"needs {best.peak / GIB:.1f} GiB"
+    if len(layouts) > 1:
+        text += f"; number 2 takes {layouts[1].plan.total / best.total - 1:.1%} longer"
     if smaller:
         text += f"; on GPUs with less, number {layouts.index(smaller) + 1} ({smaller.plan.peak / GIB:.1f} GiB)"
     for one in layouts[1:]:

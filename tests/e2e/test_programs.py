@@ -42,9 +42,11 @@ RUN_BY = {
     "benchmarks/gpu/sync.py": "test_gpu_sync",
     "benchmarks/head_memory.py": "test_head_memory",
     "benchmarks/peers/checkpoint_rank.py": "test_checkpoints",
+    "benchmarks/peers/memory_rank.py": "test_plan_memory",
     "benchmarks/peers/trl_dapo.py": "test_dapo_vs_trl",
     "benchmarks/peers/weight_sink.py": "test_weight_sync",
     "benchmarks/peers/weight_trainer.py": "test_weight_sync",
+    "benchmarks/plan_memory.py": "test_plan_memory",
     "benchmarks/plan_scale.py": "test_plan_scale",
     "benchmarks/checkpoint_plan_scale.py": "test_checkpoint_plan_scale",
     "benchmarks/rewards.py": "test_rewards",
@@ -266,6 +268,13 @@ def test_head_memory(repository: Path) -> None:
     result = run_json(repository, "benchmarks/head_memory.py", "--tiny")
     assert set(result["rows"]) == {"chunked", "logits", "cross_entropy"} and result["time_ratio"] > 0
     assert 0 <= result["memory_ratio"] < 1  # the logits alone are four times what the tiles need
+
+
+def test_plan_memory(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/plan_memory.py", "--tiny")
+    assert result["num_runs"] == 2 and result["max_relative_error"] <= 0.05, result["largest_errors"]
+    for row in result["rows"]:
+        assert {"weights", "gradients", "moments", "activations"} <= set(row["errors"]) and row["measured"]["head"] >= 0
 
 
 def test_plan_scale(repository: Path) -> None:

@@ -136,6 +136,8 @@ def parse(arguments: list[str]) -> None:
     command, parent = get_command(app), None
     while hasattr(command, "commands"):
         assert arguments, "a command is missing"
+        if arguments[0] not in command.commands and (default := getattr(command, "default_command", "")):
+            arguments = [default, *arguments]
         assert arguments[0] in command.commands, f"no command {arguments[0]!r}"
         parent = command.context_class(command, info_name=arguments[0], parent=parent)
         command = command.commands[arguments[0]]

@@ -46,9 +46,11 @@ def resolve(words: list[str]) -> Any:
     command = program()
     while words and hasattr(command, "commands"):
         names = words.pop(0).strip("{}").split(",")  # {hf-to-megatron,verify}: each of them
+        default = getattr(command, "default_command", "")
         for name in names:
-            assert name in command.commands, f"no command {name!r}; there are {', '.join(command.commands)}"
-        command = command.commands[names[0]]
+            known = name in command.commands or default
+            assert known, f"no command {name!r}; there are {', '.join(command.commands)}"
+        command = command.commands.get(names[0]) or command.commands[default]
     return command
 
 

@@ -264,6 +264,46 @@ def test_layers_in_flight_follow_the_schedules() -> None:
     assert interleaved == pytest.approx(16 * (1 + 3 / 8))
 
 
+def recomputed(granularity: str, **options: Any) -> Any:
+    return run_of(model={"recompute_granularity": granularity}, megatron=options)
+
+
+def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
+    facts = facts_of(QWEN_7B)
+    kinds = {
+        "none": recomputed("none"),
+        "core attention": recomputed("selective"),
+        "mlp": recomputed("selective", recompute_modules=["core_attn", "mlp"]),
+        "half of the layers": recomputed("full", recompute_method="block", recompute_num_layers=14),
+        "layers": recomputed("full"),
+    }
+    found = {name: stage_memory(config, facts, 1, 0).activations for name, config in kinds.items()}
+    assert found["none"] > found["core attention"] > found["mlp"] > found["layers"]
+    assert found["none"] > found["half of the layers"] > found["layers"]
+    # Whole layers: the inputs of all, and one layer that is computed again.
+    tokens, layer = kinds["layers"].training.micro_batch_tokens, layer_activation_bytes(facts, ParallelConfig(), 2)
+    assert found["layers"] == tokens * (28 * 2 * facts.hidden_size + layer - 2 * facts.hidden_size)
+    assert found["none"] == tokens * 28 * layer
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+def test_phases_add_up_to_the_peaks_of_a_run(placement: str) -> None:
+    settings = {"placement": placement, "mem_fraction_static": 0.5, "tp_size": 2, "servers_per_node": 2}
+    sections = {"rollout": {"engine": "sglang"}, "sglang": settings, "model": {"offload": "all"}}
+    config = run_of(parallel={"tp_size": 2, "sequence_parallel": True}, **sections)
+    memory = run_memory(config, facts_of(QWEN_7B), 4, Cluster())
+    phases = {phase.phase: phase for phase in memory.phases}
+    assert list(phases) == ["generate", "log_probs", "train", "weight_update", "checkpoint", "evaluation"]
+    assert memory.trainer == phases["train"].total and memory.engine == phases["weight_update"].total
+    parts, policy = phases["train"].parts, memory.policy
+    assert sum(parts[name] for name in ("weights", "gradients", "main_params", "moments")) == policy.state
+    assert parts["activations"] + parts["working"] + parts["head"] == policy.training - policy.state
+    shared = placement == "colocated"
+    assert {phase.device for phase in memory.phases} == ({"shared"} if shared else {"trainer", "engine"})
+    assert ("engine_asleep" in parts) == shared == ("trainer" in phases["generate"].parts)
+    assert phases["log_probs"].total < phases["train"].total > phases["checkpoint"].total
+
+
 def saved_bytes(tokens: int) -> int:
     """Bytes that autograd keeps for one layer of transformers' model, by SDPA's memory-efficient form."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,0 +1,242 @@
+"""`megatron-dapo plan RECIPE`: memory and time of a step by phase, and the layouts that fit a number of GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megatron_dapo.cli.options import HostMemoryOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.config import (
+    ArchitectureFacts,
+    Config,
+    ConfigError,
+    layout_overrides,
+    load_config,
+    read_architecture,
+    validate,
+)
+from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, cluster_for
+from megatron_dapo.config.memory import num_parameters
+from megatron_dapo.config.rules import Violation
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.search import Found, Ranked, search
+from megatron_dapo.plan.step import StepPlan, plan_step
+from megatron_dapo.recovery.disk_space import size
+
+DOES_NOT_FIT = 1
+
+
+class RecipeOrCommand(TyperGroup):
+    """Group of commands whose first argument may also be a recipe: `plan RECIPE` beside `plan sync RECIPE`."""
+
+    default_command = "recipe"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default command before what is no command and no request for help."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+
+def plan_recipe(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="find the layouts for so many GPUs instead of the recipe's own")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = GPUS_PER_NODE,
+    host_memory: HostMemoryOption = None,
+    mean_response: Annotated[
+        float | None, typer.Option(min=1, help="mean tokens of a response; default: a quarter of the longest")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step, bytes of a
+    weight update and of a checkpoint; with --gpus the layouts that fit, the fastest first. Of the model config.json alone is
+    read. `plan sync` has the bytes of every rank in a weight update.
+
+    Exit code: 0 it fits, 1 it does not, 2 a recipe or sizes that cannot be planned.
+    """
+    if gpu not in GPUS:
+        refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
+    try:
+        config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
+        architecture = read_architecture(config.model.path)
+        host_gib = host_memory or HOST_GIB
+        if gpus:
+            found = search(config, architecture, gpus, GPUS[gpu], gpus_per_node, host_gib, mean_response)
+            report, lines, fits = found_json(found, gpu, gpus), found_lines(found, gpu, gpus), bool(found.layouts)
+        else:
+            plan, problems = own_plan(config, architecture, GPUS[gpu], gpus_per_node, host_gib, mean_response)
+            report = {"gpu": gpu, **plan_json(plan), "problems": [str(one) for one in problems]}
+            lines = [*plan_lines(plan, architecture, gpu), *(f"does not fit: {one}" for one in problems)]
+            fits = not problems
+    except ValueError as error:  # a ConfigError too
+        refuse(error)
+    typer.echo(json.dumps(report) if json_output else "\n".join(lines))
+    raise typer.Exit(0 if fits else DOES_NOT_FIT)
+
+
+def own_plan(
+    config: Config,
+    architecture: ArchitectureFacts,
+    gpu: Gpu,
+    gpus_per_node: int,
+    host_gib: float,
+    mean_response: float | None = None,
+) -> tuple[StepPlan, list[Violation]]:
+    """Return the plan of the recipe's own layout and what the validator says of these machines. ConfigError for sizes that do not
+    divide each other."""
+    processes = config.num_processes
+    if shapes := validate(config, processes, architecture):
+        raise ConfigError(shapes, str(config.model.path))
+    cluster = cluster_for(config, None, gpus_per_node, gpu.memory_gib, host_gib)
+    plan = plan_step(config, architecture, processes, cluster, gpu, mean_response)
+    return plan, validate(config, processes, architecture, cluster)
+
+
+# ---- lines
+
+
+def plan_lines(plan: StepPlan, architecture: ArchitectureFacts, gpu: str) -> Iterator[str]:
+    """Yield the lines of one layout."""
+    machines = f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {gpu}"
+    yield f"model: {num_parameters(architecture) / 1e9:.1f} B parameters; {_layout(plan.config)}; {machines}"
+    yield f"memory of a GPU of {plan.cluster.gpu_gib:g} GiB, by phase (shared: trainer and engine take turns), in GiB"
+    for phase in plan.memory.phases:
+        parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in phase.parts.items() if part >= 0.05 * GIB)
+        yield f"  {phase.phase:13} {phase.device:7} {phase.total / GIB:5.1f}: {parts}"
+    yield f"host memory of a node: {plan.memory.host / GIB:.0f} GiB of {plan.cluster.host_gib:.0f}"
+    yield from _queue_lines(plan)
+    yield from _time_lines(plan)
+    yield (
+        f"bytes: weight update {size(plan.sync_bytes)} into all servers, checkpoint {size(plan.checkpoint_bytes)} "
+        f"every {plan.config.checkpoint.interval} steps"
+    )
+
+
+def _queue_lines(plan: StepPlan) -> Iterator[str]:
+    engine, queue = plan.memory.engine_memory, plan.queue
+    if engine is None or queue is None:
+        return
+    longest = plan.config.longest_sequence
+    yield (
+        f"KV cache of an engine: {engine.kv_tokens} tokens, {engine.kv_tokens / longest:.1f} sequences of {longest}; "
+        f"{plan.memory.num_engines} engines"
+    )
+    yield (
+        f"queue of an engine: {queue.responses} responses, {queue.running} at a time; {queue.waiting} wait, the last for "
+        f"{queue.last_start:.0f} s; the longest takes {queue.longest_seconds:.0f} s; idle places {queue.idle_share:.0%}"
+    )
+
+
+def _time_lines(plan: StepPlan) -> Iterator[str]:
+    how = "generation beside training" if plan.overlaps else "one phase after the other"
+    rate = plan.trained_tokens / plan.total / (plan.cluster.num_nodes * plan.cluster.gpus_per_node)
+    yield f"step: {plan.total:.0f} s, {how}; {rate:.0f} trained tokens a second and GPU"
+    for phase, parts in plan.seconds.items():
+        shown = ", ".join(
+            f"{name} {part:.1f}" for name, part in sorted(parts.items(), key=lambda one: -one[1]) if part >= 0.05
+        )
+        yield f"  {phase:13} {plan.of_phase(phase):7.1f} s: {shown}"
+    yield "not in it: rewards, the driver's own work, checkpoints, evaluation"
+
+
+def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
+    """Yield the lines of a search."""
+    yield f"{gpus} {gpu}: {found.num_tried} layouts tried, {found.num_fitting} fit"
+    if found.needs_fp8:
+        yield 'nothing fits with servers in 16 bits: those below have sglang.quantization = "fp8"'
+    if not found.layouts:
+        why = ", ".join(f"{name} in {count}" for name, count in found.reasons.items())
+        yield f"none fits: {why or 'no sizes divide the model and the GPUs'}"
+        if found.refused:
+            yield f"the fastest that has the memory is refused: {found.refused}"
+        yield "use more GPUs, or GPUs with more memory (--gpu H200)"
+    for rank, one in enumerate(found.layouts, 1):
+        yield f"{rank:2}. {one.plan.total:.0f} s a step: {_layout(one.plan.config)}; {_servers(one.plan)}"
+        yield f"    {_phases(one.plan)}"
+        yield f"    limited by {one.binding}"
+        if one.flip:
+            yield f"    {one.flip}"
+    if found.layouts:
+        yield "settings of the first:"
+        yield "  " + " ".join(f"--set {path}={_value(value)}" for path, value in found.layouts[0].settings.items())
+
+
+def _layout(config: Config) -> str:
+    p = config.parallel
+    data = config.num_processes // (p.tp_size * p.pp_size * p.cp_size)
+    sizes = [("TP", p.tp_size), ("PP", p.pp_size), ("VPP", p.vpp_size), ("CP", p.cp_size), ("EP", p.ep_size)]
+    shown = [f"{name}{count}" for name, count in sizes if count > 1 or name in ("TP", "PP")] + [f"DP{data}"]
+    return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}"
+
+
+def _servers(plan: StepPlan) -> str:
+    sglang = plan.config.sglang
+    return (
+        f"{plan.memory.num_engines} servers of TP{sglang.tp_size} at mem_fraction_static {sglang.mem_fraction_static:g}, "
+        f"{sglang.placement}"
+    )
+
+
+def _phases(plan: StepPlan) -> str:
+    return ", ".join(f"{phase} {plan.of_phase(phase):.1f} s" for phase in plan.seconds) + f"; {plan.peak / GIB:.1f} GiB"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- JSON
+
+
+def plan_json(plan: StepPlan) -> dict[str, Any]:
+    """Return one layout's plan as JSON's types: bytes and seconds."""
+    engine, queue = plan.memory.engine_memory, plan.queue
+    return {
+        "layout": _layout(plan.config),
+        "processes": plan.processes,
+        "nodes": plan.cluster.num_nodes,
+        "memory": [
+            {"phase": one.phase, "device": one.device, "total": one.total, "parts": dict(one.parts)}
+            for one in plan.memory.phases
+        ],
+        "peak_bytes": plan.peak,
+        "gpu_bytes": plan.cluster.gpu_bytes,
+        "host_bytes": plan.memory.host,
+        "kv_tokens": engine.kv_tokens if engine else None,
+        "engines": plan.memory.num_engines,
+        "queue": dict(vars(queue)) if queue else None,
+        "seconds": {phase: dict(parts) for phase, parts in plan.seconds.items()},
+        "step_seconds": plan.total,
+        "overlaps": plan.overlaps,
+        "weight_update_bytes": plan.sync_bytes,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "trained_tokens": plan.trained_tokens,
+        "generated_tokens": plan.generated_tokens,
+    }
+
+
+def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
+    """Return the result of a search as JSON's types."""
+    return {
+        "gpu": gpu,
+        "gpus": gpus,
+        "num_tried": found.num_tried,
+        "num_fitting": found.num_fitting,
+        "reasons": found.reasons,
+        "refused": found.refused,
+        "needs_fp8": found.needs_fp8,
+        "layouts": [_ranked_json(one) for one in found.layouts],
+    }
+
+
+def _ranked_json(one: Ranked) -> dict[str, Any]:
+    return {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}

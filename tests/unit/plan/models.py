@@ -1,0 +1,52 @@
+"""Configurations of published models and recipes that are planned, and the arguments of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B
+
+RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"
+
+
+def _qwen3_moe(hidden: int, layers: int, heads: int, inner: int) -> dict[str, Any]:
+    """Return the config.json of huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B."""
+    return {
+        **QWEN_7B,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 3 * hidden,
+        "moe_intermediate_size": inner,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+    }
+
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "7B": QWEN_7B,
+    "14B": QWEN_14B,
+    "32B": QWEN_32B,
+    "30B-A3B": _qwen3_moe(2048, 48, 32, 768),
+    "235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+}
+# Of huggingface.co/Qwen/Qwen2.5-1.5B, whose steps and servers were measured.
+QWEN_1_5B: Mapping[str, Any] = {
+    **QWEN_7B,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}

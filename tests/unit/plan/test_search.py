@@ -1,0 +1,63 @@
+"""Layouts for 8 to 16,384 GPUs: those that are found pass the validator, and none takes longer than ten seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_dapo.config import load_config, validate
+from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.plan.device import GPUS
+from megatron_dapo.plan.search import apply, candidates, search
+from tests.unit.config.architectures import facts_of
+from tests.unit.plan.models import MODELS, RECIPES
+
+# The fewest GPUs of 80 GB that hold each model with its optimizer: none, for the others there are layouts.
+NONE_FITS = {("32B", 8), ("235B-A22B", 8), ("235B-A22B", 16), ("235B-A22B", 32)}
+SECONDS = 10.0
+
+
+def config_of(algorithm: str) -> object:
+    return load_config(RECIPES / f"{algorithm}_qwen2.5_32b.toml").config
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "vapo", "tppo"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gpus", [8, 128, 16384])
+def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int) -> None:
+    config, facts = config_of(algorithm), facts_of(MODELS[model])
+    # CPU seconds: other programs run beside a test.
+    started = time.process_time()
+    found = search(config, facts, gpus, GPUS["H100"], 8, 2000.0)
+    assert time.process_time() - started < SECONDS
+    if (model, gpus) in NONE_FITS:
+        assert not found.layouts and found.reasons
+        return
+    assert found.layouts, (found.reasons, found.refused)
+    seconds = [one.plan.total for one in found.layouts]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    cluster = Cluster(gpus // 8, 8, 79.0, 2000.0)
+    for one in found.layouts:
+        assert not validate(apply(config, one.settings), gpus, facts, cluster)
+        assert one.plan.peak <= cluster.gpu_bytes and one.binding
+    assert all(one.flip for one in found.layouts)
+
+
+def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
+    config, facts = config_of("dapo"), facts_of(MODELS["32B"])
+    few, many, large = (
+        search(config, facts, gpus, GPUS[name], 8, 2000.0).layouts[0].plan.total
+        for gpus, name in ((64, "H100"), (256, "H100"), (64, "H200"))
+    )
+    assert many < few and large < few
+
+
+def test_candidates_divide_the_model_and_the_gpus() -> None:
+    config, facts = config_of("dapo"), facts_of(MODELS["30B-A3B"])
+    tried = list(candidates(config, facts, 64, Cluster(8)))
+    assert len(tried) == len({tuple(sorted(settings.items())) for settings in tried})
+    for settings in tried:
+        model = settings["parallel.tp_size"] * settings["parallel.pp_size"] * settings["parallel.cp_size"]
+        assert 64 % model == 0 and facts.num_layers % settings["parallel.pp_size"] == 0
+        assert facts.num_experts % settings["parallel.ep_size"] == 0
