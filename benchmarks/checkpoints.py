@@ -47,6 +47,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 BYTECHECKPOINT = "bytecheckpoint"
 NUM_PROCESSES = 4
 TIMEOUT_S = 1500.0
+_PORTS = 3  # that are tried
 SAVED = {"tensor": 2, "pipeline": 1}
 RESHARDED = {"tensor": 1, "pipeline": 2}
 
@@ -75,6 +76,17 @@ PRODUCTS, TINY_PRODUCTS = 60, 10
 
 def run_ranks(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Run the ranks of one phase and return rank 0's report. Raises RuntimeError with a failed rank's output."""
+    for _ in range(_PORTS - 1):
+        try:
+            return _run_ranks(specification, directory)
+        except RuntimeError as error:
+            # Between the probe and rank 0 another process may have taken the port.
+            if "EADDRINUSE" not in str(error):
+                raise
+    return _run_ranks(specification, directory)
+
+
+def _run_ranks(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
     report = directory / f"{specification['phase']}.json"
     path = directory / f"{specification['phase']}_specification.json"
     path.write_text(json.dumps({**specification, "report": str(report)}), encoding="utf-8")

@@ -64,9 +64,8 @@ def test_tensor_ranks_differ_by_the_order_of_sums_alone(family: str) -> None:
         assert errors["fp32"]["gradient"] < (FEW_TOKENS if experts else TIES), (layout, errors)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("experts", marks=pytest.mark.long) if name == "experts" else name for name in RESUMED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family: str) -> None:
     cases = [
         {**case, "precision": {"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": 1}} for case in RESUMED[family]

@@ -17,6 +17,7 @@ SMALL = ["rollout.prompts_per_step=4", "training.mini_batch_prompts=4"]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_step_in_fp8_starts_from_the_same_responses_and_shows_its_mismatch(tmp_path: Path) -> None:
     widen(QUICKSTART / "base_model", tmp_path / "model")
     runs = {

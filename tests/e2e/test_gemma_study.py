@@ -80,6 +80,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.long), pytest.param("cp2", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.long
 def test_two_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
     recipe, expected = alone
     assert len(run(recipe, tmp_path / "run", layout, 2)) == 2

@@ -121,6 +121,7 @@ def test_a_finished_run_started_again_ends_at_once(finished: Finished, tmp_path:
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.long
 def test_torchrun_starts_again_what_was_killed_but_not_what_would_repeat(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "restarted"
     run = finished.run(directory, command=("--restarts", "2"))

@@ -24,6 +24,7 @@ def offloaded(finished_vapo: Finished, tmp_path_factory: pytest.TempPathFactory)
     return directory, outcome.text
 
 
+@pytest.mark.long
 def test_every_metric_checkpoint_and_weight_is_the_same(finished_vapo: Finished, offloaded: tuple[Path, str]) -> None:
     directories = (finished_vapo.directory, offloaded[0])
     assert next(run_differences(*directories), "") == ""

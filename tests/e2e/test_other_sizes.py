@@ -51,6 +51,7 @@ def require_finite_moments(checkpoint: Path, model: str = "policy") -> None:
     assert all(0.0 < value < math.inf for value in largest.values()), largest
 
 
+@pytest.mark.long
 def test_two_processes_one_and_two_again(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "sizes"
     ends = run_in_sizes(finished.settings, directory, "dp2", "tp1", "dp2")

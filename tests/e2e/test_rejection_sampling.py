@@ -21,6 +21,7 @@ def sample(recipe: Path, directory: Path, *overrides: str) -> Outcome:
     return run_command("rejection-sample", str(recipe), "--output-dir", str(directory), *chosen)
 
 
+@pytest.mark.long
 def test_examples_are_sampled_selected_and_learned(recipe: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):

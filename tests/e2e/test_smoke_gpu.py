@@ -19,6 +19,7 @@ SMALL = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_steps_a_resume_and_an_evaluation_in_emulated_fp8(tmp_path: Path, capsys) -> None:
     make_smoke_model.write(tmp_path / "model", "tiny")
     recipe, run = ROOT / "examples" / "gpu" / "smoke.toml", tmp_path / "run"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from interruptions import Finished
 from whole_runs import ROOT, sets
 
@@ -29,6 +30,7 @@ def start_ranks(recipe: Path, directory: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.long
 def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
     finished: Finished, recipe: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def _layouts(policy: dict[str, int | str], critic: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.long
 def test_every_pair_of_layouts_makes_the_same_step(
     algorithm: str, dumped: dict[str, tuple[Path, Path]], steps: dict[str, Steps], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def trained(directory: Path) -> list[tuple[Any, ...]]:
     return [tuple(record[name] for name in names) for record in lines_of(directory / "samples.jsonl")]
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_two_ranks_makes_the_steps_of_one_process(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe")
     expected = run(recipe, tmp_path / "alone", "tp1", 4)

@@ -72,7 +72,7 @@ def served(python: Path, *overrides: str) -> tuple[str, ...]:
     "layout",
     [
         pytest.param(("sglang.tp_size=1", "sglang.servers_per_node=2"), id="2x1", marks=pytest.mark.long),
-        pytest.param(("sglang.tp_size=2",), id="tp2"),
+        pytest.param(("sglang.tp_size=2",), id="tp2", marks=pytest.mark.long),
     ],
 )
 def test_servers_give_the_embedded_engines_answers(

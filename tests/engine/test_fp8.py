@@ -78,9 +78,12 @@ class Setup:
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
 
+QUICK = ("one rank, bfloat16", "experts on two ranks")
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.long) if name == "one rank" else name for name in CASES],
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
 def setup(request, server_factory, tmp_path_factory) -> Setup:
     family, tensor_parallel, dtype, parallel, tolerance = CASES[request.param]

@@ -36,6 +36,7 @@ def train(
 
 
 @pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.long), "p2p"])
+@pytest.mark.long
 def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
     placement = {"shared_memory": "colocated", "p2p": "disaggregated"}[transport]
     where = [f'sglang.weight_sync_transport="{transport}"', f'sglang.placement="{placement}"']

@@ -111,6 +111,7 @@ def test_every_version_arrives(
 
 
 @pytest.mark.parametrize("has_vision", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     base, model = QUICKSTART / "base_model", tmp_path / "model"

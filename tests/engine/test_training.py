@@ -239,6 +239,7 @@ P2P = ('sglang.placement="disaggregated"', 'sglang.weight_sync_transport="p2p"')
         pytest.param("weight_sync", P2P, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_the_server_outlives_a_killed_trainer_rank_which_is_started_again(
     train: Callable[..., Run], moment: str, settings: tuple[str, ...]
 ) -> None:
