@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from megatron_dapo.cli.options import HostMemoryOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.cli.plan_picture import to_svg
 from megatron_dapo.config import (
     ArchitectureFacts,
     Config,
@@ -55,6 +57,7 @@ def plan_recipe(
     mean_response: Annotated[
         float | None, typer.Option(min=1, help="mean tokens of a response; default: a quarter of the longest")
     ] = None,
+    svg: Annotated[Path | None, typer.Option(help="file for a picture of the layout, with --gpus of the first")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step, bytes of a
@@ -77,7 +80,10 @@ def plan_recipe(
             report = {"gpu": gpu, **plan_json(plan), "problems": [str(one) for one in problems]}
             lines = [*plan_lines(plan, architecture, gpu), *(f"does not fit: {one}" for one in problems)]
             fits = not problems
-    except ValueError as error:  # a ConfigError too
+        drawn = (found.layouts[0].plan if found.layouts else None) if gpus else plan
+        if svg and drawn:
+            svg.write_text(to_svg(drawn), encoding="utf-8")
+    except (ValueError, OSError) as error:  # a ConfigError too
         refuse(error)
     typer.echo(json.dumps(report) if json_output else "\n".join(lines))
     raise typer.Exit(0 if fits else DOES_NOT_FIT)

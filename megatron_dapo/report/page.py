@@ -181,6 +181,7 @@ def _facts(run: RunFiles, is_live: bool) -> list[list[str]]:
         "speed": f"{summary['generated_tokens_per_s']:,.0f} tokens/s" if summary.get("generated_tokens_per_s") else "",
         "attempts": str(len(begun)) if begun else "",
         "machine": str(run.provenance.get("machine", "")).partition(";")[0],
+        "plan": str(run.plan.get("line", "")),
     }
     return [[name, printable(value)] for name, value in facts.items() if value]
 

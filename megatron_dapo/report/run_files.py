@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.plan.comparison import PLAN
 from megatron_dapo.recovery.attempts import ATTEMPTS
 from megatron_dapo.telemetry.provenance import PROVENANCE
 from megatron_dapo.untrusted import one_line
@@ -35,6 +36,7 @@ class RunFiles:
     failure: Mapping[str, Any] = field(default_factory=dict)  # failure.json
     summary: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)  # plan.json: planned and measured of an early step
 
     @property
     def name(self) -> str:
@@ -63,6 +65,7 @@ def read_run(path: Path) -> RunFiles:
         _document(path / "failure.json"),
         _document(path / "summary.json"),
         _document(path / PROVENANCE),
+        _document(path / PLAN),
     )
 
 

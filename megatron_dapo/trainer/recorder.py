@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
+from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_line, write_comparison
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.telemetry.batch_dump import dump_batch
@@ -120,10 +123,12 @@ class Recorder:
         files: Files = HERE,
         tokenizer: Any = None,
         machine: str = "",
+        planned: PlannedRun | None = None,
     ) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none.
 
         `tokenizer`: of transformers, for samples token by token; None: texts alone. `machine`: layout and devices in words.
+        `planned`: the run as `plan` sees it, compared with an early step; None where the plan does not know the devices.
         """
         telemetry = config.telemetry
         # Rows behind the checkpoint that the run resumes from are cut off: they will be written again.
@@ -131,6 +136,7 @@ class Recorder:
         self.paths = RunPaths(config.run.output_dir)
         self._telemetry, self._files = telemetry, files
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self._planned, self._compared_step = planned, train_step + COMPARED_STEP
         self._note_provenance(config, machine)
         settings = _settings(config)
         others: list[MetricWriter] = [
@@ -165,6 +171,8 @@ class Recorder:
         """Write a finished train step; `metrics` are exactly those of the schema."""
         values = checked(STEP_METRICS, metrics)
         self._steps.write(train_step, values)
+        if self._planned is not None and train_step == self._compared_step:
+            self._compare_plan(self._planned, train_step, values)
         if self.progress is not None:
             self.progress.step(
                 StepReport(
@@ -175,6 +183,15 @@ class Recorder:
                     mismatch=values["mismatch/abs_logprob_diff_mean"],
                 )
             )
+
+    def _compare_plan(self, planned: PlannedRun, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Log planned and measured seconds and memory of a step, and write them for the report."""
+        found = planned.against(metrics, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+        logger.info("train step %d: %s", train_step, comparison_line(found))
+        try:
+            self._files.run(write_comparison, self.paths.metrics.parent, train_step, found)
+        except OSError as error:  # no comparison is worth a training run
+            logger.warning("%s was not written: %r", PLAN, error)
 
     def evaluation(self, train_step: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation of the policy after `train_step`, and say how the run does against its reference."""

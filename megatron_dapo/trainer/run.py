@@ -30,6 +30,7 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
+from megatron_dapo.plan.comparison import PlannedRun
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.recovery.disk_space import checkpoint_space
 from megatron_dapo.recovery.durable_files import Files
@@ -195,7 +196,8 @@ def prepared_run(
     """
     config = loaded.config
     architecture = read_architecture(config.model.path)
-    require_valid(config, world_size, architecture, cluster_here(num_nodes, world_size))
+    cluster = cluster_here(num_nodes, world_size)
+    require_valid(config, world_size, architecture, cluster)
     if rank == 0:
         checkpoint_space(config, architecture).require()
     if config.run.deterministic:
@@ -216,7 +218,9 @@ def prepared_run(
             copies = join_keepers(config, topology)
             if copies is not None:
                 stack.callback(copies.close)
-            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch, copies)
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+            planned = PlannedRun.of(config, world_size, cluster, device)
+            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch, copies, planned)
         heartbeat.train_step = lambda: run.progress.train_step
         yield run
         if copies is not None and not stop.requested:
@@ -236,6 +240,7 @@ def _build(
     files: Files,
     node_watch: NodeWatch | None = None,
     copies: MemoryCopies | None = None,
+    planned: PlannedRun | None = None,
 ) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=watch)
@@ -259,7 +264,7 @@ def _build(
     if rank == 0:
         evaluated = max(map(int, progress.evaluations), default=-1)
         tokenizer = context.inputs.tokenizer if context is not None else None
-        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(topology))
+        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(topology), planned)
         stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from tests.unit.config.architectures import QWEN_7B, QWEN_32B, write_model
+from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B, write_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+SHIPPED = sorted((EXAMPLES / "layouts").glob("*.toml")) + sorted((EXAMPLES / "recipes").glob("*.toml"))
 LAYOUT, RECIPE = EXAMPLES / "layouts" / "colocated_16nodes.toml", EXAMPLES / "recipes" / "vapo_qwen2.5_32b.toml"
 
 
@@ -23,6 +25,18 @@ def run(recipe: Path, model: Path, *arguments: str) -> Any:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "Qwen2.5-32B", QWEN_32B)
+
+
+@pytest.mark.parametrize("layout", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_layout_fits_by_its_plan(layout: Path, tmp_path: Path) -> None:
+    text = layout.read_text(encoding="utf-8").partition("[run]")[2][:60]
+    size = next((size for size in ("7b", "14b") if size in text), "32b")
+    model = write_model(tmp_path / size, {"7b": QWEN_7B, "14b": QWEN_14B, "32b": QWEN_32B}[size])
+    result = run(layout, model, "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and not report["problems"]
+    assert max(phase["total"] for phase in report["memory"]) == report["peak_bytes"] <= report["gpu_bytes"]
+    assert report["queue"]["seconds"] > 0 and report["step_seconds"] > 0
 
 
 def test_a_layout_is_planned_by_phase(model: Path) -> None:
@@ -40,6 +54,16 @@ def test_a_layout_is_planned_by_phase(model: Path) -> None:
     assert report["step_seconds"] == pytest.approx(sum(sum(parts.values()) for parts in report["seconds"].values()))
     for phase in report["memory"]:
         assert phase["total"] == sum(phase["parts"].values())
+
+
+def test_a_picture_has_a_bar_of_each_phase(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    assert run(LAYOUT, model, "--svg", str(picture)).exit_code == 0
+    tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    words = {node.text for node in tree.iter() if node.text}
+    assert {"generate", "train", "weight_update", "Memory of a GPU by phase, of 79 GiB"} <= words
+    assert any(word.startswith("kv_tokens 44.4 GiB") for word in words)
+    assert run(LAYOUT, model, "--svg", str(tmp_path / "absent" / "plan.svg")).exit_code == 2
 
 
 def test_a_layout_that_does_not_fit_says_why_with_the_same_numbers_as_the_dry_run(model: Path) -> None:

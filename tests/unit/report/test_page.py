@@ -25,8 +25,10 @@ def data_of(page: str) -> dict[str, Any]:
 def test_one_run(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     write_json(path / "provenance.json", {"versions": {"torch": "2.13.0"}, "commit": "abc", "machine": "TP2; host"})
+    write_json(path / "plan.json", {"line": "planned / measured: step 10.0 / 11.0 s"})
     document = data_of(build_page([path]))
     (run,) = document["runs"]
+    assert ["plan", "planned / measured: step 10.0 / 11.0 s"] in run["facts"]
     assert run["verdict"]["text"].startswith("healthy: held-out avg@8")
     assert ["train steps", "30 of 30"] in run["facts"] and ["machine", "TP2"] in run["facts"]
     titles = [chart["title"] for chart in document["charts"]]

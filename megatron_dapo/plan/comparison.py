@@ -1,0 +1,83 @@
+"""Planned against measured seconds and memory of a run's first steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.inputs import ArchitectureFacts, read_architecture
+from megatron_dapo.config.schema import Config
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.step import plan_step
+
+PLAN = "plan.json"
+COMPARED_STEP = 2  # of an attempt: the first one compiles and captures
+
+# A planned phase -> the phases of the loop that do its work.
+MEASURED: Mapping[str, tuple[str, ...]] = {
+    "generate": ("generate",),
+    "log_probs": ("logprobs",),
+    "train": ("train",),
+    "train_critic": ("values", "train_critic"),
+    "offload": ("offload",),
+    "weight_update": ("weight_sync",),
+}
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """Return the GPU whose name is a word of CUDA's name of the device; None for one that has no rates here."""
+    words = device_name.replace("-", " ").split()
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on GPUs that the plan knows."""
+
+    config: Config
+    architecture: ArchitectureFacts
+    processes: int
+    cluster: Cluster
+    gpu: Gpu
+
+    @classmethod
+    def of(cls, config: Config, processes: int, cluster: Cluster, device_name: str) -> PlannedRun | None:
+        """Return the run, None where the plan does not know the device."""
+        gpu = known_gpu(device_name)
+        if gpu is None or not cluster.gpus_per_node:
+            return None
+        return cls(config, read_architecture(config.model.path), processes, cluster, gpu)
+
+    def against(self, metrics: Mapping[str, float], peak_bytes: int) -> dict[str, Any]:
+        """Return pairs of planned and measured: seconds by phase and of the step, bytes of rank 0's tensors at their peak.
+
+        Planned for the mean length that the step's responses have.
+        """
+        mean = metrics["rollout/response_tokens_mean"]
+        plan = plan_step(self.config, self.architecture, self.processes, self.cluster, self.gpu, max(1.0, mean))
+        seconds = {
+            phase: (plan.of_phase(phase), sum(metrics[f"time/{name}"] for name in MEASURED[phase]))
+            for phase in plan.seconds
+        }
+        step = metrics["time/step"] - metrics["time/evaluate"] - metrics["time/checkpoint"]
+        models = [plan.memory.policy, *([plan.memory.critic] if plan.memory.critic else [])]
+        peak = max(model.training for model in models)
+        return {"seconds": seconds, "step": (plan.total, step), "peak_bytes": (peak, peak_bytes)}
+
+
+def comparison_line(found: Mapping[str, Any]) -> str:
+    """Return the pairs of `PlannedRun.against` as one line."""
+    planned, measured = found["step"]
+    phases = ", ".join(f"{phase} {one[0]:.1f} / {one[1]:.1f}" for phase, one in found["seconds"].items())
+    peak = " / ".join(f"{num_bytes / GIB:.1f}" for num_bytes in found["peak_bytes"])
+    return f"planned / measured: step {planned:.1f} / {measured:.1f} s ({phases}); peak of rank 0 {peak} GiB"
+
+
+def write_comparison(directory: Path, train_step: int, found: Mapping[str, Any]) -> None:
+    """Write plan.json of a run."""
+    document = {"train_step": train_step, "line": comparison_line(found), **found}
+    (directory / PLAN).write_text(json.dumps(document) + "\n", encoding="utf-8")
