@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
@@ -22,6 +23,10 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+# A machine that is busy takes long for an example that is quick.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
