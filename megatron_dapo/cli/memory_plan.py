@@ -80,12 +80,12 @@ def _parts(config: Config, model: ModelMemory, ranks: int) -> str:
         cut = f" (cut over {replicas} ranks{experts})"
     return (
         f"weights {_gib(model.weights)}, fp32 gradients {_gib(model.gradients)}, main params and moments "
-        f"{_gib(model.optimizer)}{cut}, activations {_gib(model.activations)}"
+        f"{_gib(model.optimizer)}{cut}, activations {_gib(model.training - model.state)}"
     )
 
 
 def _total(model: ModelMemory) -> str:
-    return f"state {_gib(model.state)}, activations {_gib(model.activations)}"
+    return f"state {_gib(model.state)}, activations {_gib(model.training - model.state)}"
 
 
 def _gib(num_bytes: int) -> str:

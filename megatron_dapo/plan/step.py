@@ -184,10 +184,10 @@ def _sync_seconds(config: Config, num_bytes: int, cluster: Cluster, processes: i
     per_rank = num_bytes / nodes / ranks
     rate = DEVICE_SYNC_BYTES_S if sglang.shared_memory == "device" else SYNC_BYTES_S
     p = config.parallel
-    # A node that holds the whole model gets nothing from others.
-    outside = 1 - min(1.0, cluster.processes_per_node(processes) / (p.tp_size * p.pp_size))
-    own = sglang.placement == "disaggregated" and p.tp_size * p.pp_size > cluster.gpus_per_node
-    from_others = num_bytes / nodes * (max(outside, 0.5) if own else outside)
+    # What a node's ranks hold of the model, of all its experts too, needs no network.
+    spread = p.pp_size * max(p.tp_size, p.ep_size * (p.etp_size or p.tp_size) if p.ep_size > 1 else 1)
+    outside = 1 - min(1.0, cluster.processes_per_node(processes) / spread)
+    from_others = num_bytes / nodes * outside
     found = {"node_memory": per_rank / rate}
     if from_others and nodes > 1:
         found["network"] = from_others / (NODE_BYTES_A_SECOND * SHARES.network)

@@ -277,7 +277,7 @@ def test_plan_memory(repository: Path) -> None:
     result = run_json(repository, "benchmarks/plan_memory.py", "--tiny")
     assert result["num_runs"] == 2 and result["max_relative_error"] <= 0.05, result["largest_errors"]
     for row in result["rows"]:
-        assert {"weights", "gradients", "moments", "activations"} <= set(row["errors"]) and row["measured"]["head"] >= 0
+        assert {"weights", "gradients", "moments", "activations"} <= set(row["errors"])
 
 
 def test_plan_scale(repository: Path) -> None:

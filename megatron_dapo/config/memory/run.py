@@ -144,8 +144,8 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     others = roles.resident - policy.resident(offload)
     if roles.reference:  # its weights are there while log-probs are computed or the policy is trained
         others += max(0, roles.reference.weights - roles.reference.resident(offload))
-    held = policy.weights if offload != "none" else policy.state
-    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {"weights": held, "forward": policy.forward}, others))
+    held = _state_parts(policy) if offload == "none" else {"weights": policy.weights}
+    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward}, others))
     yield PhaseMemory("train", device, _trainer_parts(roles, _training_parts(policy), others))
     if roles.critic:
         beside = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
@@ -157,21 +157,23 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
         yield PhaseMemory(
             "weight_update", "shared" if roles.shares else "engine", _engine_parts(roles, trainer_bytes=trainer)
         )
-    yield PhaseMemory("checkpoint", device, _trainer_parts(roles, {"weights": held}, others))
+    yield PhaseMemory("checkpoint", device, _trainer_parts(roles, held, others))
     if roles.engine and roles.is_sglang:
         yield PhaseMemory("evaluation", "shared" if roles.shares else "engine", generating)
 
 
-def _training_parts(model: ModelMemory) -> dict[str, int]:
+def _state_parts(model: ModelMemory) -> dict[str, int]:
     return {
         "weights": model.weights,
         "gradients": model.gradients,
         "main_params": model.main_params,
         "moments": model.moments,
-        "activations": model.activations,
-        "working": model.working,
-        "head": model.head,
     }
+
+
+def _training_parts(model: ModelMemory) -> dict[str, int]:
+    passes = {"activations": model.activations, "working": model.working, "head": model.head}
+    return {**_state_parts(model), **passes}
 
 
 def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict[str, int]:

@@ -22,9 +22,16 @@ def config_of(algorithm: str) -> object:
     return load_config(RECIPES / f"{algorithm}_qwen2.5_32b.toml").config
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "vapo", "tppo"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("gpus", [8, 128, 16384])
+ALL = [
+    (algorithm, model, gpus) for algorithm in ("dapo", "vapo", "tppo") for model in MODELS for gpus in (8, 128, 16384)
+]
+QUICK = [*(("dapo", model, 128) for model in MODELS), ("tppo", "7B", 16384), ("vapo", "32B", 8)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "gpus"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in ALL],
+)
 def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int) -> None:
     config, facts = config_of(algorithm), facts_of(MODELS[model])
     # CPU seconds: other programs run beside a test.
