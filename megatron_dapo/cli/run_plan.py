@@ -159,6 +159,8 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
     yield f"{gpus} {gpu}: {found.num_tried} layouts tried, {found.num_fitting} fit"
     if found.needs_fp8:
         yield 'nothing fits with servers in 16 bits: those below have sglang.quantization = "fp8"'
+    if found.fp8_seconds:
+        yield f'servers in 16 bits hold few responses; with sglang.quantization = "fp8" a step takes {found.fp8_seconds:.0f} s'
     if not found.layouts:
         why = ", ".join(f"{name} in {count}" for name, count in found.reasons.items())
         yield f"none fits: {why or 'no sizes divide the model and the GPUs'}"
@@ -240,6 +242,7 @@ def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
         "reasons": found.reasons,
         "refused": found.refused,
         "needs_fp8": found.needs_fp8,
+        "fp8_seconds": found.fp8_seconds,
         "layouts": [_ranked_json(one) for one in found.layouts],
     }
 

@@ -55,6 +55,7 @@ class Found:
     num_fitting: int
     reasons: dict[str, int]  # why the others do not fit, with how many
     needs_fp8: bool = False  # nothing fits with 16-bit servers
+    fp8_seconds: float | None = None  # of the fastest layout with FP8 servers, where those in 16 bits have little room
     refused: str = ""  # what the validator says of the fastest one, where it accepts none
 
 
@@ -70,13 +71,17 @@ def search(
     """Return the layouts that fit `num_gpus`, the fastest first, and those of them alone that the validator accepts."""
     cluster = Cluster(-(-num_gpus // gpus_per_node), min(gpus_per_node, num_gpus), gpu.memory_gib, host_gib)
     found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
-    if not found.layouts and config.sglang.quantization == "none":
-        # Servers that hold FP8 weights need half the memory; what they sample then differs more from the trainer's log-probs.
-        setting = {"sglang.quantization": "fp8"}
-        found = _search(apply(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
-        layouts = tuple(replace(one, settings=one.settings | setting) for one in found.layouts)
-        return replace(found, layouts=layouts, needs_fp8=True)
-    return found
+    is_short = not found.layouts or "sglang.max_running_requests" in found.layouts[0].settings
+    if not is_short or config.sglang.quantization != "none":
+        return found
+    # Servers that hold FP8 weights need half the memory; what they sample then differs more from the trainer's log-probs.
+    setting = {"sglang.quantization": "fp8"}
+    quantized = _search(apply(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
+    if found.layouts:
+        seconds = quantized.layouts[0].plan.total if quantized.layouts else None
+        return replace(found, fp8_seconds=seconds)
+    layouts = tuple(replace(one, settings=one.settings | setting) for one in quantized.layouts)
+    return replace(quantized, layouts=layouts, needs_fp8=bool(layouts), refused=found.refused or quantized.refused)
 
 
 def _search(

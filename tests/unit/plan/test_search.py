@@ -68,3 +68,12 @@ def test_candidates_divide_the_model_and_the_gpus() -> None:
         model = settings["parallel.tp_size"] * settings["parallel.pp_size"] * settings["parallel.cp_size"]
         assert 64 % model == 0 and facts.num_layers % settings["parallel.pp_size"] == 0
         assert facts.num_experts % settings["parallel.ep_size"] == 0
+
+
+def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> None:
+    found = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 128, GPUS["H100"], 8, 2000.0)
+    first = found.layouts[0]
+    assert first.settings["sglang.max_running_requests"] < 8
+    assert not found.needs_fp8 and found.fp8_seconds is not None and found.fp8_seconds < 0.5 * first.plan.total
+    only = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 64, GPUS["H100"], 8, 2000.0)
+    assert only.needs_fp8 and all(one.settings["sglang.quantization"] == "fp8" for one in only.layouts)
