@@ -76,7 +76,7 @@ def settings_of_presets() -> set[str]:
     """section.field for every setting of a verifier's preset: its process gets them as plain values."""
     found = set()
     for preset in SET_PRESETS:
-        files = [preset, "service"] if preset in ("judge", "remote") else [preset]
+        files = [preset, "service"] if preset in ("judge", "remote", "reward_model") else [preset]
         texts = [(PACKAGE / "rewards" / f"{name}.py").read_text(encoding="utf-8") for name in files]
         found |= {f"{preset}.{name}" for text in texts for name in re.findall(r'\bown(?:\.get\(|\[)"(\w+)"', text)}
     return found
