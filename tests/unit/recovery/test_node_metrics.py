@@ -226,7 +226,8 @@ def test_the_process_samples_a_connected_rank_at_low_cost(tmp_path: Path) -> Non
         gaps = [
             round(after.time - before.time) for before, after in zip(series.samples, series.samples[1:], strict=False)
         ]
-        assert gaps.count(1) >= len(gaps) - 2, gaps
+        # On a busy machine a sample is late, and the next one is in time again.
+        assert abs(sum(gaps) - len(gaps)) <= 2, gaps
     finally:
         os.umask(umask)
         process.kill()
