@@ -33,21 +33,18 @@ import argparse
 import json
 import os
 import platform
-import socket
-import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from peers.packages import installed_packages, with_packages
+from peers.ranks import run_ranks
 
 PEERS = Path(__file__).resolve().parent / "peers"
 BYTECHECKPOINT = "bytecheckpoint"
 NUM_PROCESSES = 4
 TIMEOUT_S = 1500.0
-_PORTS = 3  # that are tried
 SAVED = {"tensor": 2, "pipeline": 1}
 RESHARDED = {"tensor": 1, "pipeline": 2}
 
@@ -74,45 +71,13 @@ TINY = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 768, "num_h
 PRODUCTS, TINY_PRODUCTS = 60, 10
 
 
-def run_ranks(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
+def run_phase(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Run the ranks of one phase and return rank 0's report. Raises RuntimeError with a failed rank's output."""
-    for _ in range(_PORTS - 1):
-        try:
-            return _run_ranks(specification, directory)
-        except RuntimeError as error:
-            # Between the probe and rank 0 another process may have taken the port.
-            if "EADDRINUSE" not in str(error):
-                raise
-    return _run_ranks(specification, directory)
-
-
-def _run_ranks(specification: dict[str, Any], directory: Path) -> dict[str, Any]:
-    report = directory / f"{specification['phase']}.json"
-    path = directory / f"{specification['phase']}_specification.json"
-    path.write_text(json.dumps({**specification, "report": str(report)}), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": str(NUM_PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": with_packages(*filter(None, (PEERS, installed_packages(BYTECHECKPOINT)))),
-    }
-    with ExitStack() as stack:
-        processes = []
-        for rank in range(NUM_PROCESSES):
-            log = stack.enter_context(open(directory / f"{specification['phase']}_{rank}.log", "wb"))
-            command = [sys.executable, "-W", "ignore", str(PEERS / "checkpoint_rank.py"), str(path)]
-            environment = {**os.environ, **shared, "RANK": str(rank)}
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        for rank, process in enumerate(processes):
-            if process.wait(TIMEOUT_S):
-                text = (directory / f"{specification['phase']}_{rank}.log").read_text(errors="replace")
-                raise RuntimeError(f"rank {rank}, phase {specification['phase']}:\n{text[-3000:]}")
-    return json.loads(report.read_text(encoding="utf-8"))
+    prefix = directory / specification["phase"]
+    packages = with_packages(*filter(None, (PEERS, installed_packages(BYTECHECKPOINT))))
+    specification = {**specification, "report": f"{prefix}.json"}
+    program = PEERS / "checkpoint_rank.py"
+    return run_ranks(program, specification, NUM_PROCESSES, prefix, {"PYTHONPATH": packages}, TIMEOUT_S)
 
 
 def result_of(saved: dict[str, Any], resharded: dict[str, float]) -> dict[str, Any]:
@@ -162,8 +127,8 @@ def main() -> None:
             "runs": 1 if arguments.tiny else arguments.runs,
             "products": TINY_PRODUCTS if arguments.tiny else PRODUCTS,
         }
-        saved = run_ranks({**shared, **SAVED, "phase": "save"}, directory)
-        resharded = run_ranks({**shared, **RESHARDED, "phase": "reshard"}, directory)
+        saved = run_phase({**shared, **SAVED, "phase": "save"}, directory)
+        resharded = run_phase({**shared, **RESHARDED, "phase": "reshard"}, directory)
     result = result_of(saved, resharded)
     if arguments.json:
         print(json.dumps(result))

@@ -25,18 +25,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from peers.packages import with_packages
+from peers.ranks import run_ranks
 
 from megatron_dapo.config import config_from_dict, read_architecture
 from megatron_dapo.config.memory import stage_memory
@@ -143,33 +139,15 @@ def draw_cases(seed: int, count: int) -> list[dict[str, Any]]:
 
 def measure(cases: Sequence[Mapping[str, Any]], processes: int, directory: Path) -> list[list[dict[str, int]]]:
     """Return the measured bytes of every case and rank. Raises RuntimeError with a failed rank's output."""
-    report, path = directory / f"report{processes}.json", directory / f"specification{processes}.json"
     jobs = []
     for case in cases:
         granularity, options = RECOMPUTE[case["mode"]]
         head = {"chunk_tokens": ModelConfig.model_fields["logprob_chunk_tokens"].default}
         jobs.append({**case, **head, "recompute": granularity, "megatron": options})
-    path.write_text(json.dumps({"cases": jobs, "report": str(report)}), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": with_packages()}
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(processes):
-            log = stack.enter_context(open(directory / f"{processes}_{rank}.log", "wb"))
-            environment = {**os.environ, **shared, "RANK": str(rank)}
-            command = [sys.executable, "-W", "ignore", str(PEER), str(path)]
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            ranks.append(process)
-        for rank, process in enumerate(ranks):
-            if process.wait(TIMEOUT_S):
-                text = (directory / f"{processes}_{rank}.log").read_text(errors="replace")
-                raise RuntimeError(f"rank {rank} of {processes}:\n{text[-3000:]}")
-    return json.loads(report.read_text(encoding="utf-8"))
+    prefix = directory / f"ranks{processes}"
+    specification = {"cases": jobs, "report": f"{prefix}.json"}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": with_packages()}
+    return run_ranks(PEER, specification, processes, prefix, environment, TIMEOUT_S)
 
 
 def planned(case: Mapping[str, Any], stage: int, directory: Path) -> dict[str, int]:

@@ -87,7 +87,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class Meter:
-    """What a training step keeps: saved tensors of layers, and all that the log-prob head holds."""
+    """Tensors that a training step keeps: those saved by layers, and all that the log-prob head holds."""
 
     def __init__(self, excluded: set[int]) -> None:
         self._excluded = excluded  # storages of parameters

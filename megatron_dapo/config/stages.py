@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has."""
+"""Numbers of layers of the pipeline stages."""
 
 from __future__ import annotations
 

@@ -174,6 +174,13 @@ _MAXIMUM_LIKELIHOOD = (
     "training.mini_batch_prompts == rollout.prompts_per_step and training.epochs == 1"
 )
 
+# What draws on pass rates of earlier visits -> how it is switched off.
+_USES_OF_HISTORY = (
+    ("rollout.budget.enabled", "rollout.budget.enabled = false"),
+    ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
+    ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
+)
+
 RULES = (
     Rule(
         _MAXIMUM_LIKELIHOOD,
@@ -298,12 +305,7 @@ RULES = (
             where=where,
             reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
         )
-        for where, instead in (
-            ("data.injection.templates", "data.injection.templates = []"),
-            ("rollout.budget.enabled", "rollout.budget.enabled = false"),
-            ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
-            ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
-        )
+        for where, instead in (("data.injection.templates", "data.injection.templates = []"), *_USES_OF_HISTORY)
     ),
     *(
         Rule(
@@ -313,11 +315,7 @@ RULES = (
             where=where,
             reason="rewrites are drawn by their share of a batch, not by a history of pass rates",
         )
-        for where, instead in (
-            ("rollout.budget.enabled", "rollout.budget.enabled = false"),
-            ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
-            ('rollout.prompt_filter.name != "none"', 'rollout.prompt_filter.name = "none"'),
-        )
+        for where, instead in _USES_OF_HISTORY
     ),
     Rule(
         "rollout.top_p == 1 or rollout.allow_biased_sampling",

@@ -15,14 +15,8 @@ from megatron_dapo.engines.sglang import server as server_module
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.rewards.pool import VerifierPool
+from tests.reward_samples import FIELDS
 
-FIELDS = {
-    "messages": [{"role": "user", "content": "2 + 2?"}],
-    "data_source": "",
-    "extra_info": {},
-    "finish_reason": "stop",
-    "group_index": 0,
-}
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
 
 

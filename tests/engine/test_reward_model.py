@@ -14,17 +14,11 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.rewards.pool import VerifierPool
+from tests.reward_samples import FIELDS
 
 pytestmark = pytest.mark.long  # a server is started for it
 
 BASE = Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
-FIELDS = {
-    "messages": [{"role": "user", "content": "2 + 2?"}],
-    "data_source": "",
-    "extra_info": {},
-    "finish_reason": "stop",
-    "group_index": 0,
-}
 START_TIMEOUT_S = 400.0
 
 

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, against megatron-core's own arithmetic."""
+"""Layers that a pipeline stage holds, against megatron-core's own arithmetic."""
 
 from __future__ import annotations
 

@@ -9,16 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from megatron_dapo.rewards.pool import VerifierPool
+from tests.reward_samples import FIELDS
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples" / "quickstart" / "base_model"
-FIELDS = {
-    "messages": [{"role": "user", "content": "2 + 2?"}],
-    "data_source": "",
-    "extra_info": {},
-    "finish_reason": "stop",
-    "group_index": 0,
-}
 
 
 def save_classifier(directory: Path, num_labels: int) -> Path:
