@@ -16,9 +16,12 @@ on a model of its own from the same seed:
     bf16_unfused         bf16 without the fusions that are the defaults on a GPU (rotary angles, sums of weight gradients)
     bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
 
+`--model 30b-a3b` has three of the 48 layers of Qwen3-30B-A3B, and other sides: experts one after another in bf16 and in FP8,
+and both with `megatron.moe_grouped_gemm`, whose permutation is fused in `bf16_grouped_fused`.
+
     tokens_per_second    real tokens of a step (no padding) / its seconds
     mfu                  FLOPs the mathematics needs / seconds / the device's dense bf16 peak, for FP8 sides too:
-                         6 N T + 6 L D sum(s^2), with N the weights that multiply (layers and output matrix), T real
+                         6 N T + 6 L D sum(s^2), with N the weights that multiply a token (layers and output matrix), T real
                          tokens, L layers, D query heads x their size, s the length of each sequence (causal attention
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
@@ -90,6 +93,23 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
     },
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 384,
@@ -98,6 +118,17 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
         "vocab_size": 512,
     },
+}
+# What `--tiny` changes of a model with experts.
+TINY_EXPERTS = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "vocab_size": 512,
 }
 
 
@@ -121,6 +152,14 @@ SIDES: Mapping[str, Side] = {
     "bf16_flash": Side(PrecisionConfig(recipe="bf16"), attention="flash"),
     "bf16_unfused": Side(PrecisionConfig(recipe="bf16"), megatron=UNFUSED),
     "bf16_repeated": Side(PrecisionConfig(recipe="bf16"), repeats_lengths=True),
+}
+GROUPED = {"moe_grouped_gemm": True}
+EXPERT_SIDES: Mapping[str, Side] = {
+    "bf16": SIDES["bf16"],
+    "bf16_grouped": Side(PrecisionConfig(recipe="bf16"), megatron=GROUPED),
+    "bf16_grouped_fused": Side(PrecisionConfig(recipe="bf16"), megatron={**GROUPED, "moe_permute_fusion": True}),
+    "fp8_blockwise": SIDES["fp8_blockwise"],
+    "fp8_blockwise_grouped": Side(PrecisionConfig(recipe="fp8_blockwise"), megatron=GROUPED),
 }
 
 
@@ -207,8 +246,12 @@ def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[
 
 def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
     """Compute the figures of one step; the module's docstring defines them."""
+    experts = architecture.experts
+    share = experts.num_experts_per_token / experts.num_experts if experts else 1.0
     matrices = {name: shape for name, shape in architecture.shapes().items() if name.endswith("_proj.weight")}
-    weights = sum(rows * columns for rows, columns in matrices.values())
+    weights = sum(
+        rows * columns * (share if ".experts." in name else 1.0) for name, (rows, columns) in matrices.items()
+    )
     weights += architecture.vocab_size * architecture.hidden_size
     width = architecture.num_attention_heads * architecture.head_dim
     squares = sum(length**2 for length in lengths)
@@ -301,7 +344,18 @@ def speedups(rows: Rows) -> dict[str, float]:
 
 
 def model_of(arguments: argparse.Namespace) -> ModelArchitecture:
+    if has_experts(arguments):
+        config = {**QWEN, **MODELS[arguments.model], **(TINY_EXPERTS if arguments.tiny else {})}
+        return ModelArchitecture.from_config(config)
     return architecture_of("tiny" if arguments.tiny else arguments.model)
+
+
+def has_experts(arguments: argparse.Namespace) -> bool:
+    return "num_experts" in MODELS[arguments.model]
+
+
+def sides_of(arguments: argparse.Namespace) -> Mapping[str, Side]:
+    return EXPERT_SIDES if has_experts(arguments) else SIDES
 
 
 def work_of(arguments: argparse.Namespace) -> Work:
@@ -313,7 +367,7 @@ def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield lambda case: measure(SIDES[case], model_of(arguments), arguments)
+        yield lambda case: measure(sides_of(arguments)[case], model_of(arguments), arguments)
     finally:
         dist.destroy_process_group()
 
@@ -340,15 +394,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-STEP = Benchmark(
-    "gpu_step",
-    __file__,
-    PACKAGES,
-    lambda arguments: list(SIDES),
-    measuring,
-    lambda rows: dict(complaints(rows)),
-    summary,
-)
+def benchmark_of(arguments: argparse.Namespace) -> Benchmark:
+    """Return the benchmark of a model; dense ones and those with experts keep results apart."""
+    return Benchmark(
+        "gpu_step_experts" if has_experts(arguments) else "gpu_step",
+        __file__,
+        PACKAGES,
+        lambda arguments: list(sides_of(arguments)),
+        measuring,
+        lambda rows: dict(complaints(rows)),
+        summary,
+    )
+
 
 if __name__ == "__main__":
-    program.run(STEP, parse())
+    parsed = parse()
+    program.run(benchmark_of(parsed), parsed)

@@ -3,6 +3,7 @@ its emulation. With `--stand-in` on a CPU with Transformer Engine installed: see
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,40 @@ def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_par
     steps = [model.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for model in (whole, resumed)]
     assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-3)
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-2)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("name", ["bf16", "fp8_blockwise"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused) -> None:
+    """The same log-probs and gradients up to the order of sums, and a state that the other form has saved."""
+    from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot
+
+    want, layout, settings = wide_settings(recipe(name), "experts")
+    options = {"moe_grouped_gemm": True, "moe_permute_fusion": fused}
+    grouped_settings = replace(settings, model=replace(settings.model, megatron=options))
+    micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
+    single, grouped = (build(want, layout, each) for each in (settings, grouped_settings))
+    outputs = [actor.forward_logprobs(micro_batches, TEMPERATURE) for actor in (single, grouped)]
+    masks = [micro_batch.loss_mask.bool() for micro_batch in micro_batches]
+    gaps = [(a.logprobs - b.logprobs)[mask].abs() for a, b, mask in zip(*outputs, masks, strict=True)]
+    assert float(torch.cat(gaps).mean()) < 0.01, float(torch.cat(gaps).mean())
+    for actor in (single, grouped):
+        actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
+    right, found = (
+        {key: gradient.float() for key, gradient in actor.gradients().items()} for actor in (single, grouped)
+    )
+    assert set(right) == set(found)
+    errors = {key: relative(found[key], right[key]) for key in right if float(right[key].norm()) > 0}
+    assert max(errors.values()) < 0.1, errors
+    assert single.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3).applied
+    tensors, description = single.state_shards()
+    saved = {key: tensor.cpu().clone() for key, tensor in tensors.items()}
+    grouped.load_state_shards(saved, description)
+    assert not differing(saved, {key: tensor.cpu() for key, tensor in snapshot(grouped).items()})
+    steps = [actor.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for actor in (single, grouped)]
+    assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-2)
+    assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=2e-2)
 
 
 def test_the_shipped_step_benchmark_runs_small(request) -> None:
