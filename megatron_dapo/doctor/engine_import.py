@@ -7,9 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.doctor.gather import ProbeFailure, run
+from megatron_dapo.doctor.gather import ROOT, ProbeFailure, run
 
 IMPORT = "import sglang"
+# As a server does it: on a CPU the import needs stand-ins.
+_CODE = f"from megatron_dapo.engines.sglang.cpu import prepare_imports; prepare_imports(); {IMPORT}"
 _TIMEOUT_S = 300.0  # a first import from a network file system
 _MAX_REMEMBERED = 64
 
@@ -26,7 +28,7 @@ def import_problem(python: Path, metadata: Sequence[object]) -> str:
         return ""
     try:
         # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
-        run([str(python), "-c", IMPORT], {"PYTHONPATH": ""}, _TIMEOUT_S)
+        run([str(python), "-c", _CODE], {"PYTHONPATH": str(ROOT)}, _TIMEOUT_S)
     except ProbeFailure as failure:
         return f"`{IMPORT}` fails: {failure}"
     _remember([*remembered, key][-_MAX_REMEMBERED:])

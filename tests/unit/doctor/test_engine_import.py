@@ -15,7 +15,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     script = tmp_path / "python"
     script.write_text(
-        '#!/bin/sh\ncd "$(dirname "$0")"\necho "$1 $2" >> calls\n'
+        '#!/bin/sh\ncd "$(dirname "$0")"\necho "$1 ${2##*; }" >> calls\n'
         'if [ -e broken ]; then echo "ImportError: libcuda.so.1" >&2; exit 1; fi\n'
     )
     script.chmod(0o755)
