@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.cluster import GIB, Cluster
@@ -77,7 +76,6 @@ def comparison_line(found: Mapping[str, Any]) -> str:
     return f"planned / measured: step {planned:.1f} / {measured:.1f} s ({phases}); peak of rank 0 {peak} GiB"
 
 
-def write_comparison(directory: Path, train_step: int, found: Mapping[str, Any]) -> None:
-    """Write plan.json of a run."""
-    document = {"train_step": train_step, "line": comparison_line(found), **found}
-    (directory / PLAN).write_text(json.dumps(document) + "\n", encoding="utf-8")
+def comparison_json(train_step: int, found: Mapping[str, Any]) -> str:
+    """Return the pairs of `PlannedRun.against` as the text of plan.json."""
+    return json.dumps({"train_step": train_step, "line": comparison_line(found), **found}) + "\n"

@@ -14,7 +14,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
-from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_line, write_comparison
+from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_json, comparison_line
 from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.telemetry.batch_dump import dump_batch
@@ -189,7 +189,7 @@ class Recorder:
         found = planned.against(metrics, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
         logger.info("train step %d: %s", train_step, comparison_line(found))
         try:
-            self._files.run(write_comparison, self.paths.metrics.parent, train_step, found)
+            self._files.replace(self.paths.metrics.parent / PLAN, comparison_json(train_step, found))
         except OSError as error:  # no comparison is worth a training run
             logger.warning("%s was not written: %r", PLAN, error)
 

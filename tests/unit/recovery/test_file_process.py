@@ -6,6 +6,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,23 @@ def files() -> Iterator[FileProcess]:
     found = FileProcess()
     yield found
     found.close()
+
+
+def test_what_it_is_asked_to_do_imports_the_standard_library_alone() -> None:
+    """Of every function that the package hands to `Files.run`, by the import of a name or its definition there."""
+    modules = set()
+    for path in (ROOT / "megatron_dapo").rglob("*.py"):
+        text = path.read_text()
+        for name in re.findall(r"files\.run\(\s*([a-z_]+),", text):
+            here = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found = re.search(rf"^from (\S+) import [^\n(]*\b{name}\b", text, re.MULTILINE)
+            modules.add(found[1] if found else here)
+    assert len(modules) >= 6, modules
+    command = [sys.executable, "-S", "-c", f"import {', '.join(sorted(modules))}"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_it_imports_isal_from_where_the_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
