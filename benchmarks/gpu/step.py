@@ -16,8 +16,8 @@ on a model of its own from the same seed:
     bf16_unfused         bf16 without the fusions that are the defaults on a GPU (rotary angles, sums of weight gradients)
     bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
 
-`--model 30b-a3b` has three of the 48 layers of Qwen3-30B-A3B, and other sides: experts one after another in bf16 and in FP8,
-and both with `megatron.moe_grouped_gemm`, whose permutation is fused in `bf16_grouped_fused`.
+`--model 30b-a3b` has three of the 48 layers of Qwen3-30B-A3B, and other sides: `bf16` and `fp8_blockwise` with grouped experts,
+`bf16_fused` with their permutation fused, and `bf16_single` and `fp8_blockwise_single` one expert after another.
 
     tokens_per_second    real tokens of a step (no padding) / its seconds
     mfu                  FLOPs the mathematics needs / seconds / the device's dense bf16 peak, for FP8 sides too:
@@ -153,13 +153,13 @@ SIDES: Mapping[str, Side] = {
     "bf16_unfused": Side(PrecisionConfig(recipe="bf16"), megatron=UNFUSED),
     "bf16_repeated": Side(PrecisionConfig(recipe="bf16"), repeats_lengths=True),
 }
-GROUPED = {"moe_grouped_gemm": True}
+SINGLE = {"moe_grouped_gemm": False}
 EXPERT_SIDES: Mapping[str, Side] = {
     "bf16": SIDES["bf16"],
-    "bf16_grouped": Side(PrecisionConfig(recipe="bf16"), megatron=GROUPED),
-    "bf16_grouped_fused": Side(PrecisionConfig(recipe="bf16"), megatron={**GROUPED, "moe_permute_fusion": True}),
+    "bf16_fused": Side(PrecisionConfig(recipe="bf16"), megatron={"moe_permute_fusion": True}),
     "fp8_blockwise": SIDES["fp8_blockwise"],
-    "fp8_blockwise_grouped": Side(PrecisionConfig(recipe="fp8_blockwise"), megatron=GROUPED),
+    "bf16_single": Side(PrecisionConfig(recipe="bf16"), megatron=SINGLE),
+    "fp8_blockwise_single": Side(PrecisionConfig(recipe="fp8_blockwise"), megatron=SINGLE),
 }
 
 

@@ -114,13 +114,13 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         "moe_token_dispatcher_type": "alltoall",
         **_communication_fields(layout),
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
-        **_fusion_fields(architecture),
+        **_fusion_fields(architecture, settings.precision),
         **_requested_fields(TransformerConfig, "model", settings.megatron),
     }
     return GPTConfig(precision=settings.precision, attention_implementation=settings.attention, **values)
 
 
-def _fusion_fields(architecture: ModelArchitecture) -> dict[str, bool]:
+def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) -> dict[str, bool]:
     """Return the fused kernels that are there: each needs CUDA, and some an extension. None changes the mathematics."""
     cuda, has_transformer_engine = torch.cuda.is_available(), uses_transformer_engine()
     return {
@@ -133,6 +133,9 @@ def _fusion_fields(architecture: ModelArchitecture) -> dict[str, bool]:
         "apply_rope_fusion": has_transformer_engine and architecture.gemma3 is None,
         # Weight gradients are added to the fp32 sum by the product itself.
         "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
+        # One call for the experts of a rank: 128 one after another keep a device waiting for Python. Not run yet with weights
+        # kept as FP8.
+        "moe_grouped_gemm": has_transformer_engine and architecture.experts is not None and not precision.fp8_param,
     }
 
 

@@ -311,10 +311,11 @@ def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fuse
     from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot
 
     want, layout, settings = wide_settings(recipe(name), "experts")
-    options = {"moe_grouped_gemm": True, "moe_permute_fusion": fused}
-    grouped_settings = replace(settings, model=replace(settings.model, megatron=options))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
-    single, grouped = (build(want, layout, each) for each in (settings, grouped_settings))
+    single, grouped = (
+        build(want, layout, replace(settings, model=replace(settings.model, megatron=options)))
+        for options in ({"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "moe_permute_fusion": fused})
+    )
     outputs = [actor.forward_logprobs(micro_batches, TEMPERATURE) for actor in (single, grouped)]
     masks = [micro_batch.loss_mask.bool() for micro_batch in micro_batches]
     gaps = [(a.logprobs - b.logprobs)[mask].abs() for a, b, mask in zip(*outputs, masks, strict=True)]
