@@ -183,6 +183,8 @@ def _layout(config: Config) -> str:
     data = config.num_processes // (p.tp_size * p.pp_size * p.cp_size)
     sizes = [("TP", p.tp_size), ("PP", p.pp_size), ("VPP", p.vpp_size), ("CP", p.cp_size), ("EP", p.ep_size)]
     shown = [f"{name}{count}" for name, count in sizes if count > 1 or name in ("TP", "PP")] + [f"DP{data}"]
+    if p.first_stage_layers or p.last_stage_layers:
+        shown.append(f"layers {p.first_stage_layers} first, {p.last_stage_layers} last")
     return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}"
 
 

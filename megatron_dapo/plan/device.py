@@ -46,7 +46,7 @@ class Shares:
     # recomputation, so their share is a little more.
     training: float = 0.5
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
-    experts: float = 0.2  # assumed: one product an expert, not a grouped one
+    experts: float = 0.2  # assumed; grouped
     packing: float = 0.9  # measured: tokens of micro-batches that are real
     decode_memory: float = 0.78  # of published ticks of a 32 B on two H100
     decode_flops: float = 0.6  # as above

@@ -167,7 +167,7 @@ def candidates(
     """Yield settings of layouts whose sizes divide the model's and each other."""
     per_node = cluster.gpus_per_node
     for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
-        for pipeline in (size for size in range(1, MOST_STAGES + 1) if architecture.num_layers % size == 0):
+        for pipeline in range(1, min(MOST_STAGES, architecture.num_layers) + 1):
             for context in CONTEXT:
                 if num_gpus % (tensor * pipeline * context) or context > 1 and not _needs_context(config):
                     continue
@@ -175,6 +175,21 @@ def candidates(
                 if data > config.training.mini_batch_prompts * config.rollout.group_size:
                     continue
                 yield from _with_the_rest(architecture, (tensor, pipeline, context, data), num_gpus)
+
+
+def splits(num_layers: int, stages: int) -> Iterator[tuple[int, int]]:
+    """Yield layers of the first and the last stage, (0, 0) for an even split: that one where the layers allow it, and one
+    whose ends are shorter than the stages between them, as they have the embedding and the head besides."""
+    is_even = num_layers % stages == 0
+    if is_even:
+        yield 0, 0
+    if stages == 1:
+        return
+    between = -(-num_layers // stages) + is_even
+    ends = num_layers - between * (stages - 2)
+    last = ends // 2 - (is_even and stages == 2)
+    if last >= 1:
+        yield ends - last, last
 
 
 def _with_the_rest(
@@ -190,14 +205,18 @@ def _with_the_rest(
             and architecture.num_experts % size == 0
             and (data * context * tensor) % size == 0
         ]
-    chunks = [1] + [2] * (pipeline > 1 and architecture.num_layers % (2 * pipeline) == 0)
+    stages = [(1, first, last) for first, last in splits(architecture.num_layers, pipeline)]
+    if pipeline > 1 and architecture.num_layers % (2 * pipeline) == 0:
+        stages.append((2, 0, 0))
     for expert in experts:
-        for chunk in chunks:
+        for chunk, first, last in stages:
             for recompute in RECOMPUTE:
                 yield {
                     "parallel.tp_size": tensor,
                     "parallel.pp_size": pipeline,
                     "parallel.vpp_size": chunk,
+                    "parallel.first_stage_layers": first,
+                    "parallel.last_stage_layers": last,
                     "parallel.cp_size": context,
                     "parallel.ep_size": expert,
                     # Experts are cut over ranks of their own, not over tensor ranks as well.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
 from megatron_dapo.config.memory.activations import is_fp8
-from megatron_dapo.config.memory.parameters import FP32, attention_sizes
+from megatron_dapo.config.memory.parameters import FP32, attention_sizes, layers_of_stage
 from megatron_dapo.config.schema import Config
 from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
 from megatron_dapo.plan.rollout import Lengths
@@ -79,6 +79,12 @@ class Model:
         return max(1, self.processes // (p.tp_size * p.pp_size * p.cp_size))
 
     @property
+    def stages(self) -> list[int]:
+        """Layers of each pipeline stage."""
+        p = self.config.parallel
+        return [layers_of_stage(self.architecture, p, stage) for stage in range(p.pp_size)]
+
+    @property
     def tokens_a_rank(self) -> int:
         """Tokens of a micro-batch that a context rank computes."""
         return self.config.training.micro_batch_tokens // self.config.parallel.cp_size
@@ -93,12 +99,14 @@ def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:
     layers, head = _flops(model, batch, kind, share)
     rate = model.gpu.flops * SHARES.training * (SHARES.fp8_speedup if is_fp8(model.config) else 1.0)
     ranks = p.tp_size * p.cp_size
-    stage, last = layers / ranks / p.pp_size / rate, head / ranks / rate
-    compute = stage + last  # the last stage has the head, and the others wait for it
-    found = {"products": stage + (last if p.pp_size == 1 else 0.0)}
+    layer, head = layers / ranks / model.architecture.num_layers / rate, head / ranks / rate
+    stages = model.stages
+    longest = max(stages) * layer
+    found = {"products": longest + (head if p.pp_size == 1 else 0.0)}
     if p.pp_size > 1:
-        found["head_imbalance"] = last
-        found["bubble"] = (p.pp_size - 1) / p.vpp_size * compute / micro_batches
+        # The last stage has the head, and the others wait for it.
+        found["head_imbalance"] = max(0.0, stages[-1] * layer + head - longest)
+        found["bubble"] = (p.pp_size - 1) / p.vpp_size * (longest + found["head_imbalance"]) / micro_batches
     return {**found, **_communication(model, kind, share / p.cp_size)}
 
 
@@ -124,7 +132,7 @@ def _flops(model: Model, batch: Batch, kind: Pass, tokens: float) -> tuple[float
 def _communication(model: Model, kind: Pass, tokens: float) -> dict[str, float]:
     """Return the seconds that tensor, context, expert and pipeline ranks communicate for `tokens` of a context rank."""
     a, p, item = model.architecture, model.config.parallel, ITEM_SIZES[model.config.model.dtype]
-    layers, found = a.num_layers / p.pp_size, dict[str, float]()
+    layers, found = max(model.stages), dict[str, float]()
     stream = tokens * a.hidden_size * item
     if p.tp_size > 1:
         once = collective_seconds(stream, p.tp_size, model.gpu, model.gpus_per_node)

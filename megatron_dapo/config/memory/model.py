@@ -78,8 +78,9 @@ def model_memory(
     kernels: Kernels = "transformer_engine",
 ) -> ModelMemory:
     """Return the memory of the policy, or of the critic given `as_policy`, on the rank of `processes` that needs most."""
-    # Between them stages have fewer micro-batches in flight than the first, and neither an embedding nor a head.
-    stages = {0, config.parallel.pp_size - 1}
+    # Behind the second, which may have more layers than the first, stages have fewer micro-batches in flight, and neither
+    # embedding nor head.
+    stages = {0, min(1, config.parallel.pp_size - 1), config.parallel.pp_size - 1}
     return max(
         (stage_memory(config, architecture, processes, stage, has_value_head, kernels) for stage in stages),
         key=lambda memory: memory.training,

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.config.stages import layers_of_stages
 from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.search import apply, candidates, search
+from megatron_dapo.plan.search import apply, candidates, search, splits
 from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, RECIPES
 
@@ -66,8 +67,30 @@ def test_candidates_divide_the_model_and_the_gpus() -> None:
     assert len(tried) == len({tuple(sorted(settings.items())) for settings in tried})
     for settings in tried:
         model = settings["parallel.tp_size"] * settings["parallel.pp_size"] * settings["parallel.cp_size"]
-        assert 64 % model == 0 and facts.num_layers % settings["parallel.pp_size"] == 0
+        ends = settings["parallel.first_stage_layers"], settings["parallel.last_stage_layers"]
+        stages = layers_of_stages(facts.num_layers, settings["parallel.pp_size"], settings["parallel.vpp_size"], *ends)
+        assert 64 % model == 0 and sum(stages) == facts.num_layers and min(stages) >= 1
         assert facts.num_experts % settings["parallel.ep_size"] == 0
+
+
+@pytest.mark.parametrize("num_layers", [2, 28, 48, 64, 94])
+def test_ends_of_a_split_are_no_longer_than_the_stages_between(num_layers: int) -> None:
+    assert list(splits(num_layers, 1)) == [(0, 0)]
+    for stages in range(2, min(32, num_layers) + 1):
+        found = list(splits(num_layers, stages))
+        assert ((0, 0) in found) == (num_layers % stages == 0)
+        for ends in found:
+            sizes = layers_of_stages(num_layers, stages, 1, *ends)
+            assert sum(sizes) == num_layers and sizes[-1] <= sizes[0]
+            assert stages == 2 or sizes[0] <= sizes[1]
+
+
+def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
+    """94 layers divide by 2 and 47 alone; the head's stage has fewer than the others."""
+    best = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 512, GPUS["H100"], 8, 2000.0).layouts[0]
+    assert best.settings["parallel.pp_size"] > 2 and best.settings["parallel.last_stage_layers"] > 0
+    even = search(config_of("dapo"), facts_of(MODELS["32B"]), 128, GPUS["H100"], 8, 2000.0).layouts
+    assert even[0].settings["parallel.last_stage_layers"] == 15, "of 64 in 4 stages: the head is worth about two layers"
 
 
 def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> None:
@@ -75,5 +98,7 @@ def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> N
     first = found.layouts[0]
     assert first.settings["sglang.max_running_requests"] < 8
     assert not found.needs_fp8 and found.fp8_seconds is not None and found.fp8_seconds < 0.5 * first.plan.total
-    only = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 64, GPUS["H100"], 8, 2000.0)
+    longest = {"rollout.max_response_tokens": 28672, "reward.overlong_punishment.max_length": 28672}
+    config = apply(config_of("dapo"), longest | {"training.micro_batch_tokens": 30720})
+    only = search(config, facts_of(MODELS["235B-A22B"]), 64, GPUS["H100"], 8, 2000.0)
     assert only.needs_fp8 and all(one.settings["sglang.quantization"] == "fp8" for one in only.layouts)
