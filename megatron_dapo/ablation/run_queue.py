@@ -1,8 +1,8 @@
-"""Runs of a grid as subprocesses of the shipped commands, some side by side, until all are on record or a limit is reached.
+"""Runs of grids as subprocesses of the shipped commands, some side by side, until all are on record or a limit is reached.
 
     pretrain-value --output-dir CRITIC      once for all runs that share it
     train --output-dir RUN                  continues from its newest checkpoint; or the variant's own program
-    record_of(RUN) -> results.jsonl
+    keep(RUN)                               -> results.jsonl
 
 Whatever is killed, the next call continues: a run on record is skipped, one that ended without a record is read, and one
 that did not end is resumed by `train` itself.
@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.ablation.grid import Grid
-from megatron_dapo.ablation.runs import Run, append_record, record_of
+from megatron_dapo.ablation.runs import Run
 from megatron_dapo.launch.lifetime import end_with_parent
 
 COMMAND = (sys.executable, "-m", "megatron_dapo.cli.main")
@@ -66,16 +65,15 @@ class RunQueue:
 
     def __init__(
         self,
-        grid: Grid,
-        commit: str,
-        results: Path,
+        keep: Callable[[Run], dict[str, Any]],
         limits: Limits,
         devices: Sequence[str] = (),
         tell: Tell = logger.info,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """`results`: file that records go to. `devices`: GPUs, dealt out to the runs side by side. `command`: of this package."""
-        self._grid, self._commit, self._results, self._limits = grid, commit, results, limits
+        """`keep`: puts a finished run on record and returns the record; ValueError where it has not finished. `devices`: GPUs,
+        dealt out to the runs side by side. `command`: of this package."""
+        self._keep, self._limits = keep, limits
         self._devices, self._tell, self._command = tuple(devices), tell, tuple(command)
         self._waiting: list[Run] = []
         self._jobs: list[_Job] = []
@@ -158,8 +156,7 @@ class RunQueue:
             self._fail(job, f"{job.run.label}: {error}")
 
     def _record(self, run: Run) -> None:
-        record = record_of(run, self._grid, self._commit)
-        append_record(self._results, record)
+        record = self._keep(run)
         self._done.records.append(record)
         mean = sum(record["after"]) / len(record["after"])
         self._tell(

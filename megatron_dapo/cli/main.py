@@ -306,7 +306,9 @@ def inspect_checkpoint(
 
 @app.command()
 def ablate(
-    grid: Annotated[Path, typer.Argument(help="TOML grid of variants and seeds, e.g. examples/grids/dapo_table1.toml")],
+    grids: Annotated[
+        list[Path], typer.Argument(help="TOML grids of variants and seeds, e.g. examples/grids/dapo_table1.toml")
+    ],
     overrides: SetOption = None,
     jobs: Annotated[int, typer.Option(min=1, help="runs side by side")] = 1,
     max_runs: Annotated[int | None, typer.Option(min=1, help="stop after this many runs")] = None,
@@ -315,15 +317,18 @@ def ablate(
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="directory of results.jsonl and the report; default: the grid's output directory"),
+        typer.Option(
+            help="directory of results.jsonl and the report, of several grids of one each; default: the grid's output directory"
+        ),
     ] = None,
     any_commit: Annotated[bool, typer.Option("--any-commit", help="results of other commits count as well")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="make no run")] = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train every variant of a grid with every seed, and report means, intervals and paired differences.
+    """Train every variant of grids with every seed, and report means, intervals and paired differences.
 
-    Finished runs are on record in results.jsonl; started again, the command makes the others.
+    Finished runs are on record in results.jsonl; started again, the command makes the others. A run that several grids have is
+    made once.
     """
     from megatron_dapo.ablation.command import Limits
     from megatron_dapo.ablation.command import ablate as run_ablation
@@ -332,7 +337,7 @@ def ablate(
     limits = Limits(jobs, seconds or float("inf"), most)
     try:
         code = run_ablation(
-            grid, overrides or [], machines_of(dry_run=False), limits, results, any_commit, dry_run, typer.echo
+            grids, overrides or [], machines_of(dry_run=False), limits, results, any_commit, dry_run, typer.echo
         )
     except (ValueError, RuntimeError) as error:
         refuse(error)

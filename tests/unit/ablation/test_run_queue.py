@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.ablation import command
 from megatron_dapo.ablation.command import ablate
 from megatron_dapo.ablation.run_queue import Limits, RunQueue, run_environment
-from megatron_dapo.ablation.runs import RESULTS, append_record, matching, read_records
+from megatron_dapo.ablation.runs import RESULTS, append_record, matching, read_records, record_of
 from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
 from tests.unit.ablation.conftest import COMMAND, GRID, planned
 
@@ -28,7 +30,13 @@ def make(path: Path, limits: Limits = ONE_AT_A_TIME, commit: str = "abc"):
     results = grid.output_dir / RESULTS
     on_record = {record["settings"] for record in matching(read_records(results), runs, commit)}
     left = [run for run in runs if run.settings not in on_record]
-    return RunQueue(grid, commit, results, limits, tell=print, command=COMMAND).make(left), runs
+
+    def keep(run):
+        record = record_of(run, grid, commit)
+        append_record(results, record)
+        return record
+
+    return RunQueue(keep, limits, tell=print, command=COMMAND).make(left), runs
 
 
 def starts(run) -> list[str]:
@@ -191,12 +199,61 @@ def test_a_second_process_on_the_grid_is_refused(write_grid: WriteGrid, tmp_path
 
     lock = DirectoryLock(tmp_path / "runs")
     with pytest.raises(RuntimeError, match=f"in use by process {os.getpid()}"):
-        ablate(write_grid(), [], ONE_NODE_OF_CPUS, Limits(max_runs=0), tell=print)
+        ablate([write_grid()], [], ONE_NODE_OF_CPUS, Limits(max_runs=0), tell=print)
     lock.release()
 
 
 def test_the_report_alone_says_what_is_missing(write_grid: WriteGrid, tmp_path: Path) -> None:
     said: list[str] = []
-    assert ablate(write_grid(), [], ONE_NODE_OF_CPUS, Limits(max_runs=0), tell=said.append) == 75
+    assert ablate([write_grid()], [], ONE_NODE_OF_CPUS, Limits(max_runs=0), tell=said.append) == 75
     assert "0 on record, 4 left" in said[0]
     assert "Not on record yet: GRPO, seed 1; GRPO, seed 2" in (tmp_path / "runs" / "report.md").read_text()
+
+
+OTHER = """
+recipe = "recipe.toml"
+seeds = [1, 2]
+name = "the other"
+set.run.total_steps = 4
+[[variants]]
+name = "clip 0.3"
+set.algorithm.loss.clip_ratio_high = 0.3
+[[variants]]
+name = "clip 0.5"
+set.algorithm.loss.clip_ratio_high = 0.5
+"""
+
+
+def test_grids_together_make_a_run_that_they_share_once(
+    write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "RunQueue", functools.partial(RunQueue, command=COMMAND))
+    first = write_grid(GRID.replace("set.run.total_steps = 4", FAST))
+    second = tmp_path / "other.toml"
+    second.write_text(f'output_dir = "{tmp_path}/others"\n{OTHER.replace("set.run.total_steps = 4", FAST)}')
+    said: list[str] = []
+    results = tmp_path / "gathered"
+    assert ablate([first, second], [], ONE_NODE_OF_CPUS, Limits(jobs=2), results, tell=said.append) == 0
+    assert [line for line in said if "left" in line][:2] == [
+        line for line in said if line.endswith("0 on record, 4 left")
+    ]
+    made = [path for place in ("runs", "others") for path in (tmp_path / place).glob("*/*/starts.txt")]
+    assert len(made) == 6, made  # 8 less the two of the shared variant
+    mine, others = (read_records(results / name / RESULTS) for name in ("grid", "other"))
+    assert {(record["variant"], record["seed"]) for record in others} == {
+        (name, seed) for name in ("clip 0.3", "clip 0.5") for seed in (1, 2)
+    }
+    assert {record["grid"] for record in others} == {"the other"} and len(mine) == 4
+    shared = {record["settings"]: record for record in mine}
+    for record in others:
+        if record["variant"] == "clip 0.3":
+            assert record["after"] == shared[record["settings"]]["after"]
+            assert record["set"] == {"algorithm.loss.clip_ratio_high": 0.3}
+    assert (results / "other" / "report.md").is_file() and (results / "grid" / "report.md").is_file()
+
+    # What one has on record counts for the other, and is copied to it.
+    (results / "other" / RESULTS).unlink()
+    assert ablate([first, second], [], ONE_NODE_OF_CPUS, Limits(max_runs=0), results, tell=said.append) == 75
+    assert len(read_records(results / "other" / RESULTS)) == 2
+    with pytest.raises(ValueError, match=r"grid\.toml and .*grid\.toml write into one directory"):
+        ablate([first, first], [], ONE_NODE_OF_CPUS, Limits(max_runs=0), results)
