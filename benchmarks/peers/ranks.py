@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,36 +28,33 @@ def run_ranks(
     `log_prefix`: directory and beginning of the names of the specification and of the ranks' logs. Raises RuntimeError with
     a failed rank's output.
     """
-    for _ in range(_PORTS - 1):
-        try:
-            return _run_once(program, specification, count, log_prefix, environment, timeout_s)
-        except RuntimeError as error:
-            # Between the probe and rank 0 another process may have taken the port.
-            if "EADDRINUSE" not in str(error):
-                raise
-    return _run_once(program, specification, count, log_prefix, environment, timeout_s)
-
-
-def _run_once(
-    program: Path,
-    specification: Mapping[str, Any],
-    count: int,
-    log_prefix: Path,
-    environment: Mapping[str, str],
-    timeout_s: float,
-) -> Any:
     path = Path(f"{log_prefix}_specification.json")
     path.write_text(json.dumps(specification), encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", str(program), str(path)]
+    logs = [Path(f"{log_prefix}_{rank}.log") for rank in range(count)]
+    for attempt in range(1, _PORTS + 1):
+        try:
+            _run_once(command, logs, environment, timeout_s)
+            break
+        except RuntimeError as error:
+            # Between the probe and rank 0 another process may have taken the port.
+            if attempt == _PORTS or "EADDRINUSE" not in str(error):
+                raise
+    return json.loads(Path(specification["report"]).read_text(encoding="utf-8"))
+
+
+def _run_once(command: Sequence[str], logs: Sequence[Path], environment: Mapping[str, str], timeout_s: float) -> None:
+    """Run `command` as one rank for each log, at a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    count = len(logs)
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    logs = [Path(f"{log_prefix}_{rank}.log") for rank in range(count)]
     with ExitStack() as stack:
         processes = []
         for rank, log in enumerate(logs):
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(program), str(path)],
+                command,
                 env={**os.environ, **shared, **environment, "RANK": str(rank)},
                 stdout=stack.enter_context(log.open("wb")),
                 stderr=subprocess.STDOUT,
@@ -68,4 +65,3 @@ def _run_once(
         for rank, process in enumerate(processes):
             if process.wait(timeout_s):
                 raise RuntimeError(f"rank {rank} of {count}:\n{logs[rank].read_text(errors='replace')[-3000:]}")
-    return json.loads(Path(specification["report"]).read_text(encoding="utf-8"))

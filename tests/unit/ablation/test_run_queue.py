@@ -210,18 +210,10 @@ def test_the_report_alone_says_what_is_missing(write_grid: WriteGrid, tmp_path: 
     assert "Not on record yet: GRPO, seed 1; GRPO, seed 2" in (tmp_path / "runs" / "report.md").read_text()
 
 
-OTHER = """
-recipe = "recipe.toml"
-seeds = [1, 2]
-name = "the other"
-set.run.total_steps = 4
-[[variants]]
-name = "clip 0.3"
-set.algorithm.loss.clip_ratio_high = 0.3
-[[variants]]
-name = "clip 0.5"
-set.algorithm.loss.clip_ratio_high = 0.5
-"""
+# It shares "+ clip-higher" with GRID, under another name.
+OTHER = 'name = "the other"\n' + GRID.replace('"+ clip-higher"', '"clip 0.3"').replace('"GRPO"', '"clip 0.5"').replace(
+    "= 0.2", "= 0.5"
+)
 
 
 def test_grids_together_make_a_run_that_they_share_once(

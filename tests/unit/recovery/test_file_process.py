@@ -36,7 +36,7 @@ def files() -> Iterator[FileProcess]:
 
 
 def test_what_it_is_asked_to_do_imports_the_standard_library_alone() -> None:
-    """Of every function that the package hands to `Files.run`, by the import of a name or its definition there."""
+    """The modules of all functions that the package hands to `Files.run`: where a name is imported from, or where it is handed over."""
     modules = set()
     for path in (ROOT / "megatron_dapo").rglob("*.py"):
         text = path.read_text()
