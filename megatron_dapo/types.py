@@ -46,6 +46,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """Sizes of a mixture-of-experts model's routing; layers without experts count."""
+
+    num_layers: int
+    experts_per_token: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Smallest type of an expert's number that torch can index and send."""
+        return np.uint8 if self.num_experts <= 256 else np.int16
+
+
+@dataclass(frozen=True)
 class VersionRange:
     """Response tokens [start, end) were sampled by policy `version`."""
 
@@ -60,6 +74,9 @@ class Completion:
 
     Both are arrays from the engine to the loss, 8 bytes a token, and read-only by convention. Other sequences of
     numbers are converted. Equal completions have equal fields, bit for bit.
+
+    `routing` has the experts that every layer chose for each token that the engine read, prompt included: all T tokens of the
+    sequence but the last one.
     """
 
     request_id: str
@@ -67,6 +84,7 @@ class Completion:
     logprobs: np.ndarray  # [R] float32
     finish_reason: FinishReason
     versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
+    routing: np.ndarray | None = None  # [T - 1, layers, experts a token] uint8 or int16; None: not asked for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
@@ -76,7 +94,12 @@ class Completion:
         if not isinstance(other, Completion):
             return NotImplemented
         facts, others = (
-            (each.request_id, each.finish_reason, each.versions, each.token_ids.tobytes(), each.logprobs.tobytes())
+            (
+                each.request_id,
+                each.finish_reason,
+                each.versions,
+                *map(_bits, (each.token_ids, each.logprobs, each.routing)),
+            )
             for each in (self, other)
         )
         return facts == others
@@ -89,6 +112,10 @@ class Completion:
     @property
     def is_truncated(self) -> bool:
         return self.finish_reason != "stop"
+
+
+def _bits(numbers: np.ndarray | None) -> bytes | None:
+    return None if numbers is None else numbers.tobytes()
 
 
 def num_distinct(completions: Iterable[Completion]) -> int:
@@ -110,6 +137,7 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     prefix: Completion | None = None
+    with_routing: bool = False  # the completion has the experts that were chosen
 
 
 @dataclass(frozen=True)
@@ -188,7 +216,9 @@ class TrainSample:
 
     sample_id: str
     group_index: int  # index of its group within the rollout batch
-    tokens: torch.Tensor  # [T] int32; this and the log-probs without memory on ranks that do not pack the sample
+    tokens: (
+        torch.Tensor
+    )  # [T] int32; this, the log-probs and the routing without memory on ranks that do not pack the sample
     prompt_length: int
     loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
     advantages: torch.Tensor  # [R] float32
@@ -199,6 +229,9 @@ class TrainSample:
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
     kl_penalties: torch.Tensor | None = None  # [R] float32, taken off the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
+    routing: torch.Tensor | None = (
+        None  # [T - 1, layers, experts a token], the engine's, see Completion; None: not replayed
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -235,6 +268,10 @@ class MicroBatch:
     positive_weights: torch.Tensor | None = None  # [P] float32
     response_positions: torch.Tensor | None = (
         None  # [R] int64, ascending: positions that predict response tokens; None: all
+    )
+    routing: torch.Tensor | None = None  # [P, layers, experts a token], the engine's; None: the router's own everywhere
+    is_routed: torch.Tensor | None = (
+        None  # [P] bool: positions at which `routing` holds, not padding nor a sequence's last
     )
 
     @property

@@ -57,6 +57,20 @@ ENGINE_RULES = (
         path="sglang.quantization",
     ),
     Rule(
+        _SGLANG,
+        'set rollout.routing_replay = false, or rollout.engine = "sglang"',
+        path="rollout.routing_replay",
+        where="rollout.routing_replay",
+        reason="the embedded engine does not say which experts it chose",
+    ),
+    Rule(
+        '"moe" not in megatron.get("recompute_modules", ())',
+        'leave "moe" out of megatron.recompute_modules, or set model.recompute_granularity = "full"',
+        path="rollout.routing_replay",
+        where="rollout.routing_replay",
+        reason="a module that is computed again by itself has lost the experts of its micro-batch",
+    ),
+    Rule(
         'sglang.quantization == "none"',
         'set sglang.quantization = "none", or rollout.engine = "sglang"',
         where='rollout.engine != "sglang"',

@@ -139,6 +139,13 @@ ARCHITECTURE_RULES = (
         where="num_experts > 0 and parallel.tp_size > 1",
         reason="Megatron-core needs it where experts meet tensor parallelism",
     ),
+    Rule(
+        "num_experts > 0",
+        "set rollout.routing_replay = false",
+        path="rollout.routing_replay",
+        where="rollout.routing_replay",
+        reason="a dense model chooses no experts",
+    ),
 )
 
 _LAYER_FIELDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")

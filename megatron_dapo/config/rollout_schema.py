@@ -255,6 +255,11 @@ class RolloutConfig(Section):
     token with the version that sampled it. Off: the generation step ends when they have ended. Has an effect within
     max_staleness only."""
 
+    routing_replay: bool = False
+    """Train a mixture of experts with the experts that the SGLang servers chose (R3, arXiv:2510.11370): the router still weighs
+    them, with gradients, and trainer and engine differ less. A token then takes layers x experts a token bytes from the
+    servers to the loss, twice that with more than 256 experts."""
+
     replay_order: ReplayOrder = "oldest"
     """Order in which groups that wait are trained. oldest: those started first, none is passed over. newest: those
     started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but oldest

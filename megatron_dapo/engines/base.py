@@ -191,6 +191,8 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
         token_ids=np.concatenate((prefix.token_ids, rest.token_ids)),
         logprobs=np.concatenate((prefix.logprobs, rest.logprobs)),
         versions=_merge_versions([*prefix.versions, *shifted]),
+        # Of the whole sequence: the engine read the prefix again, with weights that may be new, before it sampled the rest.
+        routing=prefix.routing if rest.routing is None else rest.routing,
     )
 
 
@@ -206,8 +208,9 @@ def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """Return `completion` as JSON values, except that tokens and log-probs stay arrays: there may be millions."""
-    return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
+    """Return `completion` as JSON values, except that its numbers for each token stay arrays: there may be millions."""
+    values = {name: value for name, value in vars(completion).items() if value is not None}
+    return {**values, "versions": tuple(asdict(version) for version in completion.versions)}
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
@@ -218,4 +221,5 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
         logprobs=value["logprobs"],
         finish_reason=value["finish_reason"],
         versions=tuple(VersionRange(**version) for version in value["versions"]),
+        routing=value.get("routing"),
     )

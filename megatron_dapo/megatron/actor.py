@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.megatron.experts import replay_routing, take_replayed
 from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
@@ -136,6 +137,7 @@ class ActorSettings(TrainingSettings):
     chunk_tokens: int | None = None
     head_implementation: str = AUTO
     keeps_head_input: bool = False  # in training
+    replays_routing: bool = False
 
 
 class MegatronActor(TrainedModel):
@@ -155,6 +157,9 @@ class MegatronActor(TrainedModel):
     ) -> None:
         """See `TrainedModel`."""
         super().__init__(architecture, layout, settings, load, beside, part)
+        self.replays_routing = settings.replays_routing
+        for chunk in self.chunks if self.replays_routing else ():
+            replay_routing(unwrap(chunk))
         if self.rank == 0:
             table = describe(implementations(self.config, settings.head_implementation))
             logger.info("implementations of the policy's operations:\n%s", table)
@@ -206,6 +211,11 @@ class MegatronActor(TrainedModel):
     def forward_head_inputs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[HeadInput | None]:
         """Compute what the head sees of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
         return self._forward(micro_batches, partial(head_input, settings=self._head(temperature)))
+
+    def take_replayed(self) -> dict[str, float]:
+        """Return the counts of `experts.take_replayed` of this rank's layers and tokens, by name."""
+        replayed, own = sum(take_replayed(unwrap(chunk)) for chunk in self.chunks).tolist()
+        return {"replayed": replayed, "own": own}
 
     def _outputs(self, temperature: float, is_training: bool = False) -> ReadOutput[TokenOutputs]:
         # Without gradients nothing reads it, and hidden states of a whole batch would stay in memory.

@@ -26,6 +26,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_dapo.megatron.experts import EngineRouting
+
 # A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as
 # much as this amount of padding.
 SLACK_TOKENS = 32
@@ -224,6 +226,7 @@ class PackedSequences(PackedSeqParams):
     context_rank: int = 0
     context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
+    routing: EngineRouting | None = None  # of this rank's tokens, for models that replay it
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
     _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
 

@@ -21,6 +21,8 @@ PER_TOKEN_FIELDS = (
     "values",
     "returns",
     "positive_weights",
+    "routing",
+    "is_routed",
 )
 
 

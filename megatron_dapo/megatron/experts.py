@@ -2,11 +2,15 @@
 
 The auxiliary losses of pre-training (load balancing, z-loss) are off: they would pull the policy away from the
 objective. Tokens are never dropped, so a token's output does not depend on the others in its micro-batch.
+
+Routing replay (R3, arXiv:2510.11370): the experts of a token are those that the engine chose when it sampled; the router
+weighs them, with gradients, as if they were its own choice.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +28,21 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+@dataclass(frozen=True)
+class EngineRouting:
+    """The engine's choice of experts for the tokens of one micro-batch on this rank."""
+
+    experts: torch.Tensor  # [P_local, layers, experts a token]
+    is_known: torch.Tensor  # [P_local] bool; at the others, padding and each sequence's last token, the router chooses
+
+    def of_layer(self, layer: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (experts int64 [tokens, experts a token], is_known [tokens, 1]) of the tokens that one of `size` ranks of
+        sequence parallelism has."""
+        count = len(self.is_known) // size
+        part = slice(rank * count, (rank + 1) * count)
+        return self.experts[part, layer].long(), self.is_known[part, None]
+
+
 class SoftmaxFirstRouter(TopKRouter):
     """Softmax over all experts, then the k most probable, whose probabilities are divided by their sum if `normalize`:
     the order of transformers and SGLang. Logits have the model's type, the rest is fp32.
@@ -32,6 +51,10 @@ class SoftmaxFirstRouter(TopKRouter):
     # megatron-core's router has no such division. A softmax of the chosen logits alone, which it has, is equal in exact
     # arithmetic and rounds differently. Set on each instance by `normalize_probabilities`: the config has no field for it.
     normalize = True
+    # What the next forward replays, (experts, is_known) of `EngineRouting.of_layer`; and the counts of replayed choices and of
+    # those that are this router's own as well.
+    replayed: tuple[torch.Tensor, torch.Tensor] | None = None
+    num_replayed: torch.Tensor | None = None  # [2]
 
     def forward(
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -40,10 +63,47 @@ class SoftmaxFirstRouter(TopKRouter):
         logits = F.linear(hidden.flatten(0, -2), self.weight)
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.topk, dim=-1)
+        if self.replayed is not None:
+            experts = self._replay(experts, *self.replayed)
+            weights = probabilities.gather(1, experts)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(probabilities).scatter(1, experts, weights), chosen
+
+    @torch.no_grad()
+    def _replay(self, own: torch.Tensor, engines: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
+        both = ((own[:, :, None] == engines[:, None]).any(1) & is_known).sum()
+        counts = torch.stack((is_known.sum() * self.topk, both))
+        self.num_replayed = counts if self.num_replayed is None else self.num_replayed + counts
+        return torch.where(is_known, engines, own)
+
+
+def replay_routing(chunk: torch.nn.Module) -> None:
+    """Let the routers of the chunk's layers replay what `packed_seq_params.routing` of a forward has."""
+
+    # The layer's argument, because recomputation calls a layer with the arguments that it had, perhaps after another
+    # micro-batch's forward.
+    def set_replayed(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        routing, router = keywords["packed_seq_params"].routing, layer.mlp.router
+        group = layer.pg_collection.tp
+        place = (group.rank(), group.size()) if layer.config.sequence_parallel else (0, 1)
+        router.replayed = None if routing is None else routing.of_layer(layer.layer_number - 1, *place)
+
+    for layer in chunk.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.register_forward_pre_hook(set_replayed, with_kwargs=True)
+
+
+def take_replayed(chunk: torch.nn.Module) -> torch.Tensor:
+    """Return the counts [2] of replayed choices of experts, and of those that are the router's own as well, since the last
+    call."""
+    total = torch.zeros(2, dtype=torch.int64)
+    for module in chunk.modules():
+        if isinstance(module, SoftmaxFirstRouter) and module.num_replayed is not None:
+            total += module.num_replayed.cpu()
+            module.num_replayed = None
+    return total
 
 
 def normalize_probabilities(chunk: torch.nn.Module, normalize: bool) -> None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.megatron.attention import PackedSequences
 from megatron_dapo.megatron.context import context_token_index, slice_for_context
+from megatron_dapo.megatron.experts import EngineRouting
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.parallel_state import Groups
 from megatron_dapo.megatron.precision import keeping_scales
@@ -98,9 +99,18 @@ def _prepare_one(
         context_rank=context_rank,
         context_size=layout.context,
         position_ids=position_ids,
+        routing=_engine_routing(local, positions.numel()),
     )
     token_ids = torch.nn.functional.pad(local.token_ids, (0, positions.numel()))
     return PreparedMicroBatch(index, local, packed, token_ids, position_ids)
+
+
+def _engine_routing(local: MicroBatch, num_padding: int) -> EngineRouting | None:
+    """Return the micro-batch's routing with padding of which nothing is known."""
+    if local.routing is None or local.is_routed is None:
+        return None
+    pad = torch.nn.functional.pad
+    return EngineRouting(pad(local.routing, (0, 0, 0, 0, 0, num_padding)), pad(local.is_routed, (0, num_padding)))
 
 
 def _with_padding(

@@ -76,6 +76,7 @@ class TrainedModel:
     """
 
     head: ClassVar[str]  # of the architectures that a subclass trains
+    replays_routing = False  # uses the engine's choice of experts, where micro-batches have it
 
     def __init__(
         self,

@@ -141,6 +141,7 @@ def pack(
         true_lengths.append(0)
         sample_ids.append(PADDING_ID)
     bounds = torch.tensor([0, *padded]).cumsum(0)
+    routing, is_routed = _routing(samples, bounds.tolist())
     integers = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "targets")}
     reals = {name: torch.zeros(int(bounds[-1])) for name in _REALS}
     # Not strict: the bounds also hold the padding sequence's start and the end.
@@ -158,7 +159,28 @@ def pack(
         sequence_ids=torch.arange(len(padded)).repeat_interleave(sizes),
         sample_ids=tuple(sample_ids),
         response_positions=torch.cat([torch.arange(place.start, place.stop) for place in places]) if places else None,
+        routing=routing,
+        is_routed=is_routed,
     )
+
+
+def _routing(samples: Sequence[TrainSample], bounds: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the experts of each packed token, and the tokens whose experts are known; None for both where none are."""
+    known = [sample.routing for sample in samples if sample.routing is not None]
+    if not known:
+        return None, None
+    routing = known[0].new_zeros(bounds[-1], *known[0].shape[1:])
+    is_routed = torch.zeros(bounds[-1], dtype=torch.bool)
+    for sample, start in zip(samples, bounds, strict=False):
+        if sample.routing is not None:
+            if len(sample.routing) != sample.num_tokens - 1:
+                raise ValueError(
+                    f"sample {sample.sample_id!r}: the experts of {len(sample.routing)} tokens, the engine read "
+                    f"{sample.num_tokens - 1}"
+                )
+            routing[start : start + len(sample.routing)] = sample.routing
+            is_routed[start : start + len(sample.routing)] = True
+    return routing, is_routed
 
 
 def _write(

@@ -233,7 +233,7 @@ class GroupCollector(Collector):
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
         seed = sample_seed(self._seed, group.group_id, index)
-        request = next_request(group, index, self._sampling, seed)
+        request = next_request(group, index, self._sampling, seed, self._rollout.routing_replay)
         self._builder.num_continued += request.prefix is not None
         return request
 

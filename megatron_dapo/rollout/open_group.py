@@ -103,7 +103,9 @@ def fresh_completions(
     }
 
 
-def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: int) -> GenerationRequest:
+def next_request(
+    group: OpenGroup, index: int, sampling: SamplingParams, seed: int, with_routing: bool = False
+) -> GenerationRequest:
     """Return the request that brings response `index` to its end: behind the tokens held, or from the prompt."""
     held = group.completions.get(index)
     return GenerationRequest(
@@ -112,6 +114,7 @@ def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: i
         sampling=sampling,
         seed=seed,
         prefix=held if held is not None and held.num_tokens else None,
+        with_routing=with_routing,
     )
 
 

@@ -1,13 +1,15 @@
 """Groups and responses as values, and a collector's state as a JSON document plus tensors; both exact.
 
 In a state, a response is a mapping with `token_ids` and `logprobs`, arrays (or lists, in states of earlier releases) of N
-numbers each; everything else is JSON. `split_state` moves the arrays into two tensors and leaves `token_span` = [start,
-start + N) in the document, the response's place in the tensors. At 8,192 responses of 12K tokens the tensors are 0.8 GB,
+numbers each, and where it is replayed `routing`; everything else is JSON. `split_state` moves the arrays into tensors and
+leaves `token_span` = [start, start + N) in the document, the response's place in the first two, and `routing_span`, with the
+routing's shape. At 8,192 responses of 12K tokens the tensors are 0.8 GB,
 where JSON text is 4.3 GB (measured at an eighth of it).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +20,8 @@ import torch
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
 from megatron_dapo.types import Group, Prompt, Repetition, Score, ScoredSample, Window
 
-_SPAN = "token_span"
+_SPAN, _ROUTING_SPAN = "token_span", "routing_span"
+_NUMBERS = ("token_ids", "logprobs", "routing")
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -74,18 +77,19 @@ def _repetition(value: Mapping[str, Any] | float) -> Repetition:
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (document, tensors): `token_ids` int32, `logprobs` float32."""
-    tokens, logprobs = _Joined(np.int32), _Joined(np.float32)
+    """Return (document, tensors): `token_ids` int32, `logprobs` float32, and `routing` where a response has it."""
+    tokens, logprobs, routing = _Joined(np.int32), _Joined(np.float32), _Joined()
 
     def moved(value: Any) -> Any:
         if isinstance(value, Mapping):
             if "token_ids" in value and "logprobs" in value:
-                return _moved_response(value, tokens, logprobs)
+                return _moved_response(value, tokens, logprobs, routing)
             return {name: moved(part) for name, part in value.items()}
         return [moved(part) for part in value] if _has_mappings(value) else value
 
     document = moved(state)
-    return document, {"token_ids": tokens.tensor(), "logprobs": logprobs.tensor()}
+    tensors = {"token_ids": tokens.tensor(), "logprobs": logprobs.tensor()}
+    return document, tensors | ({"routing": routing.tensor()} if routing.size else {})
 
 
 def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -94,26 +98,32 @@ def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     Also reads the wider tensors of earlier releases.
     """
     tokens, logprobs = tensors["token_ids"].to(torch.int32).numpy(), tensors["logprobs"].to(torch.float32).numpy()
+    routing = tensors["routing"].numpy() if "routing" in tensors else np.zeros(0, np.uint8)
 
     def restored(value: Any) -> Any:
         if isinstance(value, Mapping):
-            parts = {name: restored(part) for name, part in value.items() if name != _SPAN}
-            return {**parts, **_response(value[_SPAN], tokens, logprobs)} if _SPAN in value else parts
+            parts = {name: restored(part) for name, part in value.items() if name not in (_SPAN, _ROUTING_SPAN)}
+            numbers = _response(value[_SPAN], tokens, logprobs) if _SPAN in value else {}
+            routed = {"routing": _routing(value[_ROUTING_SPAN], routing)} if _ROUTING_SPAN in value else {}
+            return {**parts, **numbers, **routed}
         return [restored(part) for part in value] if _has_mappings(value) else value
 
     return restored(document)
 
 
 class _Joined:
-    """Arrays of one type, one behind the other."""
+    """Arrays of one type, one behind the other; without a type given, of the first one's."""
 
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self._parts = [np.zeros(0, dtype)]
+    def __init__(self, dtype: type[np.generic] | None = None) -> None:
+        self._parts = [] if dtype is None else [np.zeros(0, dtype)]
         self.size = 0
 
-    def add(self, values: Sequence[float] | np.ndarray) -> None:
-        self._parts.append(np.asarray(values, self._parts[0].dtype))
-        self.size += len(values)
+    def add(self, values: Sequence[float] | np.ndarray) -> list[int]:
+        """Append the values; return their place, [start, end]."""
+        start, part = self.size, np.asarray(values, self._parts[0].dtype if self._parts else None).reshape(-1)
+        self._parts.append(part)
+        self.size += part.size
+        return [start, self.size]
 
     def tensor(self) -> torch.Tensor:
         joined = torch.from_numpy(np.concatenate(self._parts))
@@ -121,13 +131,13 @@ class _Joined:
         return joined if self.size else torch.zeros(0, dtype=joined.dtype)
 
 
-def _moved_response(value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined) -> dict[str, Any]:
-    start = tokens.size
-    tokens.add(value["token_ids"])
-    logprobs.add(value["logprobs"])
-    assert tokens.size == logprobs.size, f"{tokens.size} tokens, {logprobs.size} log-probs"
-    rest = {name: part for name, part in value.items() if name not in ("token_ids", "logprobs")}
-    return {**rest, _SPAN: [start, tokens.size]}
+def _moved_response(value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined, routing: _Joined) -> dict[str, Any]:
+    rest = {name: part for name, part in value.items() if name not in _NUMBERS}
+    span = tokens.add(value["token_ids"])
+    assert span == logprobs.add(value["logprobs"]), f"{tokens.size} tokens, {logprobs.size} log-probs"
+    if (routed := value.get("routing")) is not None:
+        rest[_ROUTING_SPAN] = {"start": routing.add(routed)[0], "shape": list(routed.shape)}
+    return {**rest, _SPAN: span}
 
 
 def _response(span: list[int], tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, np.ndarray]:
@@ -139,6 +149,17 @@ def _response(span: list[int], tokens: np.ndarray, logprobs: np.ndarray) -> dict
         )
     # Copies: a view would keep all responses in memory as long as the last of them.
     return {"token_ids": tokens[start:end].copy(), "logprobs": logprobs[start:end].copy()}
+
+
+def _routing(span: Mapping[str, Any], routing: np.ndarray) -> np.ndarray:
+    start, shape = span["start"], span["shape"]
+    end = start + math.prod(shape)
+    if not 0 <= start <= end <= len(routing):
+        raise ValueError(
+            f"collector state: a response's routing is [{start}, {end}), the tensor holds {len(routing)} numbers: document and "
+            "tensors are not of one checkpoint"
+        )
+    return routing[start:end].reshape(shape).copy()
 
 
 def _has_mappings(value: Any) -> bool:

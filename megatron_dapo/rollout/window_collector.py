@@ -150,6 +150,7 @@ class WindowCollector(Collector):
             self._sampling,
             self._window.tokens,
             self._seed,
+            self._config.routing_replay,
         )
 
     def _draw(self, num_items: int) -> Exhaustion:

@@ -176,6 +176,7 @@ class WindowCollection:
         sampling: SamplingParams,
         window_tokens: int,
         seed: int,
+        with_routing: bool = False,
     ) -> None:
         self.keys = list(keys)
         self.exhausted = exhausted
@@ -187,6 +188,7 @@ class WindowCollection:
         self._sampling = sampling
         self._window_tokens = window_tokens
         self._seed = seed
+        self._with_routing = with_routing
         self._in_flight: set[ResponseKey] = set()  # submitted and not returned
         self._returned: list[ResponseKey] = []  # not yet scored or resubmitted
 
@@ -269,7 +271,7 @@ class WindowCollection:
         group_id, index = key
         sampling = replace(self._sampling, max_new_tokens=self._limit(key))
         seed = sample_seed(self._seed, group_id, index)
-        return next_request(self._pool[group_id].responses, index, sampling, seed)
+        return next_request(self._pool[group_id].responses, index, sampling, seed, self._with_routing)
 
     def _unscored(self, key: ResponseKey) -> UnscoredSample:
         group_id, index = key

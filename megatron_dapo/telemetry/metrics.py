@@ -220,6 +220,11 @@ _STEP = [
         ("weight_mean", "1", "mean of the off-policy correction's weights (1 without a correction)"),
         ("bounded_share", "fraction", "share of trained tokens whose weight the correction bounded or masked"),
         ("masked_share", "fraction", "share of trained tokens whose weight the correction set to 0"),
+        (
+            "routing_agreement",
+            "fraction",
+            "share of the engine's choices of experts that the trainer's routers would have made (1 without a replay)",
+        ),
         *(
             (f"{lag}_{name}", unit, f"{meaning} {age}")
             for lag, age in (

@@ -338,7 +338,15 @@ class PolicyLearner:
             ),
             **self._mismatch(mismatch),
             **self._correction_metrics(mini_batches),
+            "mismatch/routing_agreement": self._routing_agreement(),
         }
+
+    def _routing_agreement(self) -> float:
+        """Return the share of the replayed choices of experts that the policy's routers would have made; 1 without a replay."""
+        if not self.actor.replays_routing:
+            return 1.0
+        counts = sum_over(self.actor.take_replayed(), self._group)
+        return float(counts["own"]) / float(counts["replayed"]) if counts["replayed"] else 1.0
 
     def _correction_metrics(self, mini_batches: Sequence[_PolicyMiniBatch]) -> dict[str, float]:
         """Return the mean weight of the off-policy correction and the shares of tokens it bounded and masked; 1, 0 and 0 without one."""

@@ -38,7 +38,7 @@ def build_actor(config: Config, topology: RunTopology) -> MegatronActor | None:
     Collective over the world.
     """
     if topology.policy.is_member:
-        return _load_policy(config, topology)
+        return _load_policy(config, topology, config.rollout.routing_replay)
     join_as_nonmember(topology.policy_layout, topology.policy, collective_timeout(config.run.wait_timeout_seconds))
     return None
 
@@ -55,7 +55,7 @@ def build_learner(
     With `stop_rule` only the critic learns (value pretraining).
     """
     algorithm = config.algorithm
-    # The reference is never trained, so Megatron allocates no optimizer state for it.
+    # The reference is never trained, so Megatron allocates no optimizer state for it. It is the initial policy, routed by itself.
     reference = _load_policy(config, topology) if algorithm.needs_reference and actor is not None else None
     local: dict[str, TrainedModel] = {}
     if actor is not None:
@@ -91,7 +91,7 @@ def build_learner(
 # ---- models
 
 
-def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
+def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = False) -> MegatronActor:
     path = config.model.path
     settings = ActorSettings(
         model=_model_settings(config, config.megatron),
@@ -100,6 +100,7 @@ def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
         keeps_head_input=config.algorithm.gkl.coefficient > 0,
+        replays_routing=replays_routing,
         seed=config.run.seed,
         offload=config.model.offload,
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),

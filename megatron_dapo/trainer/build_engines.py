@@ -52,7 +52,7 @@ from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, TensorSpec
 from megatron_dapo.trainer.topology import RunTopology
-from megatron_dapo.types import Completion, GenerationRequest
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape
 
 Result = TypeVar("Result")
 
@@ -303,7 +303,10 @@ class SglangBuilder(EngineBuilder):
                 f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
                 f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.mem_fraction_static, or shorten them"
             )
-        return SglangEngine(clients, SglangEngineSettings(longest, self._architecture.vocab_size, max_in_flight))
+        sizes, experts = self._architecture, self._architecture.experts
+        routing = experts and RoutingShape(sizes.num_layers, experts.num_experts_per_token, experts.num_experts)
+        settings = SglangEngineSettings(longest, sizes.vocab_size, max_in_flight, routing=routing)
+        return SglangEngine(clients, settings)
 
     def _start_router(self, urls: Sequence[str]) -> SglangRouter:
         settings = RouterSettings(engine_python(self._config), self._key_file, self._config.run.output_dir / "engines")
@@ -437,6 +440,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         max_total_tokens=sglang.max_total_tokens or on_cpu,
         memory_fraction=sglang.mem_fraction_static if cuda else None,
         seeded=sglang.enable_deterministic_inference,
+        routing=config.rollout.routing_replay,
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),

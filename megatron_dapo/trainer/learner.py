@@ -90,9 +90,11 @@ class Learner:
         result = self.train_actor(batch, train_step, mismatch_gate)
         return self.finish(batch, result, critic_metrics, train_step)
 
-    def share(self, samples: Sequence[TrainSample], train_step: int) -> set[int]:
-        """Return the indices of the samples that this rank packs in `train_step`; their numbers are not needed."""
-        return self.policy.share(samples, train_step)
+    def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
+        """Return the indices of the samples that this rank packs in `train_step`, and of those that its part of the policy
+        packs; their numbers are not needed."""
+        packed = self.policy.share(samples, train_step)
+        return packed, packed
 
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples with what a critic and a reference say of them: nothing here."""
@@ -156,13 +158,14 @@ class ActorCriticLearner(Learner):
         self._concurrent = concurrent
         self._stop_rule = stop_rule
 
-    def share(self, samples: Sequence[TrainSample], train_step: int) -> set[int]:
-        """Return the policy's share, and all samples on the critic's ranks.
+    def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
+        """Return what is packed, all samples on the critic's ranks, and the policy's share.
 
         The critic cuts finished responses with finite values anew for each epoch, which is not known before the values.
         """
         whole = train_step < self._policy_starts_at or bool(self._config.algorithm.kl_reward_coefficient)
-        return self.policy.share(samples, train_step, whole=whole) | self.critic.share(samples)
+        policy = self.policy.share(samples, train_step, whole=whole)
+        return policy | self.critic.share(samples), policy
 
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples with the critic's values and, with a KL coefficient, their tokens' penalties."""

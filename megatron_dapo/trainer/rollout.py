@@ -1,7 +1,7 @@
 """Generation as the loop sees it: rank 0 collects scored groups, and every rank ends up with the same train samples.
 
 Every rank knows each sample's length, group, reward, mask and ages: counts, advantages and plans are made of those. Tokens
-and log-probs, 8 bytes a token, stay on the ranks that pack them.
+and log-probs, 8 bytes a token, stay on the ranks that pack them, and the routing on those of them that train the policy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron_dapo.trainer.build_engines import Engines
 
 
-# Samples of a batch, without their numbers -> indices of those that this rank will pack.
-Share = Callable[[Sequence[TrainSample]], Collection[int]]
+# Samples of a batch, without their numbers -> indices of those that this rank will pack, and that its policy will.
+Share = Callable[[Sequence[TrainSample]], tuple[Collection[int], Collection[int]]]
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,14 @@ class Rollout:
         header = {"should_stop": batch.should_stop, "generation_step": self._collector.generation_step}
         self._coordination.broadcast({"samples": facts, **header})
         samples = [header_of(fact) for fact in facts]
-        kept = share(samples)
+        kept, _ = share(samples)
         pairs = [(group, sample) for group in batch.groups for sample in group.samples]
         for chunk in _chunks(samples) if self._coordination.size > 1 else ():
             parts = [numbers_of(*pairs[index]) for index in chunk]
-            broadcast_tensors({name: torch.cat([part[name] for part in parts]) for name in _NUMBERS})
+            names = sorted({name for part in parts for name in part})
+            broadcast_tensors(
+                {name: torch.cat([one[name].flatten() for one in parts if name in one]) for name in names}
+            )
         reuse, self._prefix_reuse = (
             self._engines.engine.prefix_reuse - self._prefix_reuse,
             self._engines.engine.prefix_reuse,
@@ -148,20 +151,17 @@ class Rollout:
     def _receive(self, share: Share) -> TrainBatch:
         header = self._coordination.broadcast(None)
         samples = [header_of(fact) for fact in header["samples"]]
-        kept = share(samples)
+        kept, kept_by_policy = share(samples)
+        keepers = {"tokens": kept, "rollout_logprobs": kept, "routing": kept_by_policy}
         for chunk in _chunks(samples):
             # NCCL broadcasts on the device; packing and advantages happen on the host.
-            received = broadcast_tensors(None)
-            lengths = {
-                "tokens": [samples[index].num_tokens for index in chunk],
-                "rollout_logprobs": [samples[index].num_response_tokens for index in chunk],
-            }
-            parts = {name: received[name].cpu().split(lengths[name]) for name in _NUMBERS}
-            for place, index in enumerate(chunk):
-                if index in kept:  # a copy: a view would keep the chunk
-                    samples[index] = replace(
-                        samples[index], **{name: numbers[place].clone() for name, numbers in parts.items()}
-                    )
+            for name, numbers in broadcast_tensors(None).items():
+                having = [index for index in chunk if getattr(samples[index], name) is not None]
+                shapes = [getattr(samples[index], name).shape for index in having]
+                parts = numbers.cpu().split([shape.numel() for shape in shapes])
+                for index, shape, part in zip(having, shapes, parts, strict=True):
+                    if index in keepers[name]:  # a copy: a view would keep the chunk
+                        samples[index] = replace(samples[index], **{name: part.clone().view(shape)})
         return TrainBatch(samples, header["should_stop"], header["generation_step"])
 
 
@@ -171,14 +171,17 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-_NUMBERS = ("tokens", "rollout_logprobs")
-_CHUNK_TOKENS = 1 << 23  # 64 MB: what a rank holds for a moment of the other ranks' samples
+_CHUNK_BYTES = 1 << 26  # what a rank holds for a moment of the other ranks' samples
 
 
 def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
-    """Yield the indices of samples that travel together, at least one and at most _CHUNK_TOKENS tokens."""
-    for piece in pieces([sample.num_tokens for sample in samples], _CHUNK_TOKENS):
+    """Yield the indices of samples that travel together, at least one and about _CHUNK_BYTES."""
+    for piece in pieces([_num_bytes(sample) for sample in samples], _CHUNK_BYTES):
         yield range(len(samples))[piece]
+
+
+def _num_bytes(sample: TrainSample) -> int:
+    return 8 * sample.num_tokens + (0 if sample.routing is None else sample.routing.nbytes)
 
 
 class _Rank0Failed(RuntimeError):
@@ -229,7 +232,8 @@ def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> lis
 
 
 def numbers_of(group: Group, sample: ScoredSample) -> dict[str, torch.Tensor]:
-    """Return tokens, prompt and response, and the response's log-probs, which share the completion's memory."""
+    """Return tokens, prompt and response, the response's log-probs, and the routing if it is replayed; the latter two share
+    the completion's memory."""
     prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion
     assert completion.num_tokens == len(completion.logprobs), (
         f"sample {sample.sample_id}: {completion.num_tokens} response tokens but {len(completion.logprobs)} log-probs"
@@ -237,6 +241,7 @@ def numbers_of(group: Group, sample: ScoredSample) -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.from_numpy(np.concatenate((prompt, completion.token_ids))),
         "rollout_logprobs": torch.from_numpy(completion.logprobs),
+        **({} if completion.routing is None else {"routing": torch.from_numpy(completion.routing)}),
     }
 
 
@@ -257,6 +262,7 @@ def describe_samples(
                 if run.end > run.start
             ],
             "critic_context": asdict(CriticContext(sample.reward, sample.score.accuracy > 0, sample.window)),
+            "routing": _routing_fact(sample.completion.routing),
         }
         for index, group in enumerate(groups)
         for sample in group.samples
@@ -271,7 +277,7 @@ def _first_trained(sample: ScoredSample, filter_overlong: bool) -> int:
 
 
 def header_of(fact: Mapping[str, Any]) -> TrainSample:
-    """Return a sample that is known but for its numbers: tokens and log-probs have their lengths, but no memory.
+    """Return a sample that is known but for its numbers: tokens, log-probs and routing have their shapes, but no memory.
 
     They lie on the meta device, so that using them is an error.
     """
@@ -287,7 +293,16 @@ def header_of(fact: Mapping[str, Any]) -> TrainSample:
         rollout_logprobs=torch.empty(num_response, device="meta"),
         staleness=_staleness(fact["ages"]),
         critic_context=critic_context_from_json(fact["critic_context"]),
+        routing=None if fact["routing"] is None else _routing_header(**fact["routing"]),
     )
+
+
+def _routing_fact(routing: np.ndarray | None) -> dict[str, Any] | None:
+    return None if routing is None else {"shape": routing.shape, "bits": 8 * routing.itemsize}
+
+
+def _routing_header(shape: Sequence[int], bits: int) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.uint8 if bits == 8 else torch.int16, device="meta")
 
 
 def _loss_mask(num_response: int, first_trained: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +147,8 @@ class Updater:
         weights = [0.0] * len(samples) if loss_weights is None else loss_weights
         model = self._model
         data_rank = model.layout.coordinates(model.rank).data
+        if not model.replays_routing:
+            samples = [replace(sample, routing=None) for sample in samples]
         # Every rank plans for all samples and packs its own: no rank has to be told its share.
         micro_batches = build_micro_batches(samples, weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))

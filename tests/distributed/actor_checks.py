@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import schedule
@@ -53,36 +54,35 @@ LLAMA3_ROPE = {
     "high_freq_factor": 6.0,
     "original_max_position_embeddings": 32,
 }
+MOE = {
+    "rope_parameters": DEFAULT_ROPE,
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+MIXED_MOE = {  # dense and sparse layers, weights that are not normalized, tied
+    "rope_parameters": DEFAULT_ROPE,
+    "tie_word_embeddings": True,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [1],
+}
+REPLAYED = "-replayed"  # end of the names of models whose tokens go to the experts of `drawn_routing`
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False, "head_dim": 24}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            "rope_parameters": DEFAULT_ROPE,
-            "tie_word_embeddings": False,
-            "head_dim": 24,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-        },
-    ),
-    "qwen3-moe-mixed": (  # dense and sparse layers, weights that are not normalized, tied
-        "Qwen3Moe",
-        {
-            "rope_parameters": DEFAULT_ROPE,
-            "tie_word_embeddings": True,
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": False,
-            "mlp_only_layers": [1],
-        },
-    ),
+    "qwen3-moe": ("Qwen3Moe", MOE),
+    "qwen3-moe-replayed": ("Qwen3Moe", MOE),
+    "qwen3-moe-mixed": ("Qwen3Moe", MIXED_MOE),
+    "qwen3-moe-mixed-replayed": ("Qwen3Moe", MIXED_MOE),
     "llama-linear": (
         "Llama",
         {
@@ -155,6 +155,28 @@ class Reference:
         return cls(architecture, parts["weight/"], float(tensors["loss"]), parts["gradient/"], logprobs)
 
 
+def drawn_routing(tokens: torch.Tensor, num_experts: int, experts_per_token: int) -> torch.Tensor:
+    """Experts [T - 1, layers, experts a token] that an engine might have chosen, drawn by the tokens; no router chooses them."""
+    generator = torch.Generator().manual_seed(int(tokens.sum()) * 1000 + tokens.numel())
+    draws = torch.rand((tokens.numel() - 1, SIZES["num_hidden_layers"], num_experts), generator=generator)
+    return draws.topk(experts_per_token).indices.to(torch.uint8)
+
+
+def route(model: Any, routing: torch.Tensor) -> None:
+    """Let transformers' routers send the tokens of the next forward to these experts, and the last one to their own."""
+    for index, layer in enumerate(model.model.layers):
+        if (gate := getattr(layer.mlp, "gate", None)) is not None:
+            gate.forward = partial(_routed, gate, routing[:, index].long())
+
+
+def _routed(gate: Any, chosen: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
+    probabilities = logits.softmax(-1)
+    experts = torch.cat((chosen, probabilities[-1:].topk(gate.top_k).indices))
+    weights = probabilities.gather(1, experts)
+    return logits, weights / weights.sum(1, keepdim=True) if gate.norm_topk_prob else weights, experts
+
+
 def write_reference(directory: str | Path, name: str) -> None:
     """Compute the reference of model `name` on `ragged_batch()` and write it to `directory`."""
     model, batch = reference_model(name), ragged_batch()
@@ -164,6 +186,8 @@ def write_reference(directory: str | Path, name: str) -> None:
         packed = make_micro_batch(parts, single, batch.num_targets, seed=100 + index)
         rows = []
         for part in parts:
+            if name.endswith(REPLAYED):
+                route(model, drawn_routing(part, model.config.num_experts, model.config.num_experts_per_tok))
             log_p = (model(part[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
         values = torch.cat(rows)
@@ -211,9 +235,15 @@ def sequences(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
 
 
 def make_micro_batch(
-    tokens: Sequence[torch.Tensor], layout: ParallelLayout, total_targets: int, seed: int
+    tokens: Sequence[torch.Tensor],
+    layout: ParallelLayout,
+    total_targets: int,
+    seed: int,
+    experts: MixtureOfExperts | None = None,
 ) -> MicroBatch:
-    """Pack `tokens` for the layout; every real target has a random advantage and weight 1 / total_targets."""
+    """Pack `tokens` for the layout; every real target has a random advantage and weight 1 / total_targets. With `experts` the
+    tokens have a `drawn_routing`.
+    """
     padded = [-(-part.numel() // layout.sequence_alignment) * layout.sequence_alignment for part in tokens]
     padded[-1] += -sum(padded) % layout.micro_batch_alignment
     bounds = torch.tensor([0, *padded]).cumsum(0)
@@ -224,6 +254,16 @@ def make_micro_batch(
     fields |= {
         name: torch.zeros(int(bounds[-1])) for name in ("loss_mask", "loss_weights", "advantages", "rollout_logprobs")
     }
+    if experts is not None:
+        sizes = int(bounds[-1]), SIZES["num_hidden_layers"], experts.num_experts_per_token
+        fields |= {
+            "routing": torch.zeros(sizes, dtype=torch.uint8),
+            "is_routed": torch.zeros(sizes[0], dtype=torch.bool),
+        }
+        for start, part in zip(bounds.tolist(), tokens, strict=False):
+            routing = drawn_routing(part, experts.num_experts, experts.num_experts_per_token)
+            fields["routing"][start : start + len(routing)] = routing
+            fields["is_routed"][start : start + len(routing)] = True
     generator = torch.Generator().manual_seed(seed)
     for index, part in enumerate(tokens):
         start, length, width = int(bounds[index]), part.numel(), padded[index]
@@ -252,11 +292,13 @@ class Batch:
     def num_targets(self) -> int:
         return sum(part.numel() - 1 for micro_batch in self.micro_batches for part in micro_batch)
 
-    def of_rank(self, layout: ParallelLayout, rank: int) -> list[tuple[int, MicroBatch]]:
+    def of_rank(
+        self, layout: ParallelLayout, rank: int, experts: MixtureOfExperts | None = None
+    ) -> list[tuple[int, MicroBatch]]:
         """Return (global index, micro-batch) pairs of the data-parallel rank."""
         mine = range(layout.coordinates(rank).data, len(self.micro_batches), layout.data)
         return [
-            (index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, seed=100 + index))
+            (index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, 100 + index, experts))
             for index in mine
         ]
 
@@ -298,7 +340,7 @@ def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) 
 def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
     """Errors of log-probs, loss, gradients and gradient norm against the reference, the largest over ranks."""
     actor, batch = build_actor(want, layout, settings), ragged_batch()
-    mine = batch.of_rank(layout, dist.get_rank())
+    mine = batch.of_rank(layout, dist.get_rank(), want.architecture.experts if actor.replays_routing else None)
     micro_batches = [micro_batch for _, micro_batch in mine]
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
     last = layout.coordinates(dist.get_rank()).pipeline == layout.pipeline - 1
@@ -348,7 +390,11 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     results = []
     for case in arguments["cases"]:
         schedule.MAX_PADDED_SHARE = 10.0 if case.get("padded") else 0.0
-        settings = ActorSettings(model=model_settings(case), use_distributed_optimizer=case.get("distributed", True))
+        settings = ActorSettings(
+            model=model_settings(case),
+            use_distributed_optimizer=case.get("distributed", True),
+            replays_routing=case["model"].endswith(REPLAYED),
+        )
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
     return results

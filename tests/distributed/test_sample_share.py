@@ -7,6 +7,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +58,8 @@ def make_groups() -> list[Group]:
                 [-rng.random() for _ in range(length)],
                 rng.choice(["stop", "length"]),
                 tuple(VersionRange(*each) for each in ranges if each[1] > each[0]),
+                # A group of a state that was saved before its run replayed the routing has none.
+                None if number == 4 else drawn_routing(rng, len(prompt.token_ids) + length - 1),
             )
             window = Window(rng.choice([0, 0, rng.randrange(length)]), rng.random() < 0.8)
             reward = rng.choice([1.0, -1.0, 0.25])
@@ -64,6 +67,10 @@ def make_groups() -> list[Group]:
             samples.append(ScoredSample(f"{number}/{index}", completion, "", score, {"verifier": reward}, window))
         groups.append(Group(f"{number:03d}", prompt, tuple(samples), 3, 1))
     return groups
+
+
+def drawn_routing(rng: random.Random, num_tokens: int) -> np.ndarray:
+    return np.array([[[rng.randrange(256) for _ in range(2)] for _ in range(3)] for _ in range(num_tokens)], np.uint8)
 
 
 def whole_sample(group: Group, index: int, sample: ScoredSample) -> TrainSample:
@@ -81,6 +88,7 @@ def whole_sample(group: Group, index: int, sample: ScoredSample) -> TrainSample:
         rollout_logprobs=torch.tensor(completion.logprobs.tolist()),
         staleness=torch.tensor(ages).float(),
         critic_context=CriticContext(sample.reward, sample.score.accuracy > 0, sample.window),
+        routing=None if completion.routing is None else torch.from_numpy(completion.routing),
     )
 
 
@@ -99,6 +107,7 @@ def make_learner(layout: ParallelLayout) -> PolicyLearner:
         rank=dist.get_rank(),
         part=SimpleNamespace(group=None),
         architecture=SimpleNamespace(attention_parity=0),
+        replays_routing=True,
     )
     phases = Phases()
     return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
@@ -117,7 +126,7 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
 def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     rank = dist.get_rank()
     coordination = coordinate(range(4), timeout_s=60)
-    rollout._CHUNK_TOKENS = arguments["chunk_tokens"]
+    rollout._CHUNK_BYTES = arguments["chunk_bytes"]
     learner = make_learner(ParallelLayout(4, **arguments["layout"]))
     groups = make_groups()
     batch = RolloutBatch(tuple(groups), None, training_version=VERSION)
@@ -126,10 +135,14 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     engines: Any = SimpleNamespace(engine=engine, servers=None)
     generator = Rollout(engines, collector if rank == 0 else None, coordination, filter_overlong=True)
     step = arguments["step"]
-    received = generator.generate(9, lambda samples: learner.share(samples, step)).samples
+    received = generator.generate(9, lambda samples: (learner.share(samples, step),) * 2).samples
     whole = [whole_sample(group, index, sample) for index, group in enumerate(groups) for sample in group.samples]
     own, expected = packed(learner, received, step), packed(learner, whole, step)
     held = [one.sample_id for one in received if not one.tokens.is_meta]
+    # A rank that also has a critic packs all samples for it, and the routing is the policy's alone.
+    with_critic = generator.generate(9, lambda samples: (range(len(samples)), learner.share(samples, step))).samples
+    routed = [one.sample_id for one in with_critic if one.routing is not None and not one.routing.is_meta]
+    unrouted = {one.sample_id for one in whole if one.routing is None}
     # Packing is all that reads tokens and log-probs; a sample of another rank has none.
     with pytest.raises((NotImplementedError, RuntimeError)):
         packed(learner, [rollout.header_of(fact) for fact in rollout.describe_samples(groups, VERSION)], step)
@@ -139,6 +152,8 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
                 "equal": len(own) == len(expected) > 0 and all(map(equal, own, expected)),
                 "data": learner._coordinates.data,
                 "held": held,
+                "critics": sum(not one.tokens.is_meta for one in with_critic),
+                "routed": rank == 0 or routed == [name for name in held if name not in unrouted],
                 "all": [one.sample_id for one in whole],
                 "elements": sum(one.tokens.untyped_storage().nbytes() for one in received if not one.tokens.is_meta),
                 "tokens": sum(one.num_tokens for one in received if not one.tokens.is_meta),
@@ -147,12 +162,13 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 200, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [1, 2800, 1 << 23])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shares_train_what_all_samples_train(layout: str, chunk_tokens: int) -> None:
-    arguments = {"layout": LAYOUTS[layout], "chunk_tokens": chunk_tokens, "step": 2}
+def test_shares_train_what_all_samples_train(layout: str, chunk_bytes: int) -> None:
+    arguments = {"layout": LAYOUTS[layout], "chunk_bytes": chunk_bytes, "step": 2}
     reports = run_distributed(target_in(__file__, "shares"), 4, arguments)["reports"]
     assert all(report["equal"] for report in reports)
+    assert all(report["routed"] and report["critics"] == len(report["all"]) for report in reports)
     by_data: dict[int, list[str]] = {}
     for report in reports:
         assert by_data.setdefault(report["data"], report["held"]) == report["held"], (

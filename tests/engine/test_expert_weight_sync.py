@@ -22,39 +22,6 @@ TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3]
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 
 
-@pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE directory with random float32 weights: 2 layers, 8 experts, 2 of them a token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("moe")
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():  # far from uniform: wrong weights must show
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return directory
-
-
 @pytest.mark.parametrize("tensor_parallel", [2])
 def test_experts_arrive(server_factory: Callable[..., SglangServer], moe_model: Path, tensor_parallel: int) -> None:
     from transformers import AutoModelForCausalLM

@@ -37,7 +37,7 @@ from megatron_dapo.engines.sglang.wire import (
     parse_prompt_logprobs,
     sampling_body,
 )
-from megatron_dapo.types import GenerationRequest, SamplingParams
+from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.versions import ApiVersion
@@ -174,7 +174,13 @@ class SglangClient:
         )
 
     async def generate(
-        self, http: aiohttp.ClientSession, request: GenerationRequest, rid: str, *, vocab_size: int
+        self,
+        http: aiohttp.ClientSession,
+        request: GenerationRequest,
+        rid: str,
+        *,
+        vocab_size: int,
+        routing: RoutingShape | None = None,
     ) -> Generation:
         """Generate one response (or its rest, behind a prefix).
 
@@ -190,7 +196,7 @@ class SglangClient:
             return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "")
         with self._errors("POST /generate", self.timeouts.generate_s):
             self._check_status("POST /generate", status, body.decode(errors="replace") if status != 200 else "")
-            return parse_generation(body, request, vocab_size=vocab_size)
+            return parse_generation(body, request, vocab_size=vocab_size, routing=routing)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 at temperature 1: what the parity probe compares."""

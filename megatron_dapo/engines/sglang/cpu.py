@@ -4,7 +4,7 @@ SGLang has a CPU mode of plain torch layers ("native"), taken when the CPU build
 modules nevertheless import names of that package, and of a torchvision built for CUDA, when they are imported. The
 stand-ins here let those imports pass and raise when called; none of them does arithmetic. There are two exceptions:
 sampling by a seed per request, whose random numbers SGLang computes with a Triton kernel, so that the same hash is
-given in torch; and layers in FP8 (`cpu_fp8`).
+given in torch; and layers in FP8 (`cpu_fp8`). Memory that SGLang pins for copies from a GPU is plain memory here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from typing import Any
 
 import torch
 
@@ -56,10 +57,12 @@ def apply_to_sglang() -> None:
     if not is_needed():
         return
     from sglang.srt import batch_invariant_ops, server_args
+    from sglang.srt.state_capturer import base as state_capturer
 
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
+    state_capturer.BaseHostCache.__init__ = _keep_in_plain_memory
     cpu_fp8.apply_to_sglang()
 
 
@@ -90,6 +93,12 @@ def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _keep_torch_products(enable_bmm: bool = True) -> None:
     """In place of SGLang's switch to batch-invariant Triton kernels."""
+
+
+def _keep_in_plain_memory(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """Initialize the host's copy of what layers chose for each token, which SGLang wants in pinned memory."""
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
 
 
 def _hash_module() -> types.ModuleType:

@@ -16,7 +16,7 @@ import aiohttp
 
 from megatron_dapo.engines.sglang.client import EngineError, EngineTimeout, SglangClient
 from megatron_dapo.engines.sglang.wire import Generation
-from megatron_dapo.types import GenerationRequest
+from megatron_dapo.types import GenerationRequest, RoutingShape
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class HttpDispatcher:
     queues requests, and one that waits behind others that finish is not late.
     """
 
-    def __init__(self, vocab_size: int, max_connections: int):
-        """max_connections: to one server."""
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, max_connections: int, routing: RoutingShape | None = None):
+        """max_connections: to one server. vocab_size and routing: of the trained model."""
+        self._vocab_size, self._routing = vocab_size, routing
         self._max_connections = max_connections
         self._arrived: queue.SimpleQueue[Outcome | Probed] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by attempt, in the loop's thread
@@ -144,9 +144,8 @@ class HttpDispatcher:
         """Return the answer; EngineTimeout once the server has answered no request at all for generate_s."""
         client, sent_at = attempt.client, self._loop.time()
         limit = client.timeouts.generate_s
-        answer = self._loop.create_task(
-            client.generate(self._http(client), attempt.request, attempt.rid, vocab_size=self._vocab_size)
-        )
+        model = {"vocab_size": self._vocab_size, "routing": self._routing}
+        answer = self._loop.create_task(client.generate(self._http(client), attempt.request, attempt.rid, **model))
         try:
             while not answer.done():
                 idle = self._loop.time() - max(sent_at, self._answered_at.get(client, sent_at))

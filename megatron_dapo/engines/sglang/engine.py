@@ -42,7 +42,7 @@ from megatron_dapo.engines.sglang.client import (
 )
 from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome, Probed, RequestAttempt
 from megatron_dapo.engines.sglang.wire import Generation
-from megatron_dapo.types import Completion, GenerationRequest, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, VersionRange
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,11 @@ class SglangEngineSettings:
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
     stall_s: float = 120.0  # without an answer before a server's health is probed
     abort_s: float = 60.0  # for all answers of aborted requests
+    routing: RoutingShape | None = None  # of the trained model, for requests that want it; None: it has no experts
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
+            if name != "routing" and value <= 0:
                 raise ValueError(f"SGLang engine: {name} = {value}, must be above 0")
 
 
@@ -148,7 +149,9 @@ class SglangEngine:
                 settings.max_in_flight,
                 self._max_in_flight,
             )
-        self._dispatcher = HttpDispatcher(settings.vocab_size, self._max_in_flight + _SPARE_CONNECTIONS)
+        self._dispatcher = HttpDispatcher(
+            settings.vocab_size, self._max_in_flight + _SPARE_CONNECTIONS, settings.routing
+        )
         self._version = -1
         self._num_submitted = 0
         self._num_attempts = 0
@@ -504,5 +507,6 @@ def join(request: GenerationRequest, generation: Generation, version: int) -> Co
         logprobs=generation.logprobs,
         finish_reason=generation.finish_reason,
         versions=(VersionRange(0, len(generation.token_ids), version),),
+        routing=generation.routing,
     )
     return behind_prefix(request, rest)

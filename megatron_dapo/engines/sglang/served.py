@@ -25,13 +25,14 @@ class EngineStartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """The model and mode a server must serve. `seeded`: its deterministic mode is on."""
+    """The model and mode a server must serve. `seeded`: its deterministic mode is on. `routing`: it can return experts."""
 
     architecture: str
     vocab_size: int
     dtype: str
     tensor_parallel: int
     seeded: bool = False
+    routing: bool = False
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Expectation:
@@ -45,7 +46,8 @@ class Expectation:
                 f"{file}: cannot tell architectures and vocab_size from it ({one_line(repr(error))}); model_path must be a "
                 "Hugging Face checkpoint directory"
             ) from error
-        return cls(architecture, vocab_size, DTYPES[settings.dtype], settings.tensor_parallel, settings.seeded)
+        dtype, tensor_parallel = DTYPES[settings.dtype], settings.tensor_parallel
+        return cls(architecture, vocab_size, dtype, tensor_parallel, settings.seeded, settings.routing)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class ServerInfo:
     tensor_parallel: int
     max_total_tokens: int
     seeded: bool
+    routing: bool
     weight_loaders: tuple[str, ...]
 
 
@@ -78,6 +81,8 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
     wrong = [f"{name} {found[name]}, not {wanted[name]}" for name in names if found[name] != wanted[name]]
     if expectation.seeded and not info.seeded:
         wrong.append("no seeds per request: start it with --enable-deterministic-inference")
+    if expectation.routing and not info.routing:
+        wrong.append("no experts in its answers: start it with --enable-return-routed-experts")
     if WEIGHT_LOADER not in info.weight_loaders:
         wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
     if wrong:
@@ -97,6 +102,7 @@ def _server_info(url: str, http: httpx.Client) -> ServerInfo:
             tensor_parallel=int(server["tp_size"]),
             max_total_tokens=int(server["max_total_num_tokens"]),
             seeded=bool(server.get("enable_deterministic_inference")),
+            routing=bool(server.get("enable_return_routed_experts")),
             weight_loaders=tuple(server.get("custom_weight_loader") or ()),
         )
     except (KeyError, TypeError) as error:

@@ -63,6 +63,8 @@ class ServerSettings:
     """Let weights and KV cache be released and resumed (engines that share a GPU with the trainer)."""
     seeded: bool = False
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
+    routing: bool = False
+    """Answers can hold the experts that were chosen."""
     quantization: Quantization = "none"
     """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the checkpoint's config.json says."""
     random_weights: bool = False
@@ -127,6 +129,8 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
     switches = ["skip-tokenizer-init", "skip-server-warmup"]
     if settings.seeded:
         switches.append("enable-deterministic-inference")
+    if settings.routing:
+        switches.append("enable-return-routed-experts")
     if settings.memory_saver:
         switches.append("enable-memory-saver")
     if settings.device == "cpu":

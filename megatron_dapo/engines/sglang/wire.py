@@ -12,6 +12,8 @@ numbers it would have drawn, none twice. Without that option SGLang ignores the 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import numpy as np
 import simdjson
 
 from megatron_dapo.engines.base import context_length, context_of, max_new_tokens_of, stops_before_the_end
-from megatron_dapo.types import FinishReason, GenerationRequest, SamplingParams
+from megatron_dapo.types import FinishReason, GenerationRequest, RoutingShape, SamplingParams
 
 # log(softmax) in float32 may end a rounding error above 0.
 MAX_LOGPROB = 1e-4
@@ -42,6 +44,7 @@ class Generation:
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
+    routing: np.ndarray | None = None  # of the whole sequence, see Completion
 
 
 def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": -1,  # output tokens only
         "stream": False,
+        **({"return_routed_experts": True} if request.with_routing else {}),
     }
 
 
@@ -81,7 +85,9 @@ def sampling_body(sampling: SamplingParams, max_new_tokens: int, seed: int) -> d
     }
 
 
-def parse_generation(body: bytes, request: GenerationRequest, *, vocab_size: int) -> Generation:
+def parse_generation(
+    body: bytes, request: GenerationRequest, *, vocab_size: int, routing: RoutingShape | None = None
+) -> Generation:
     """Return the answer to `request` in the bytes of its JSON, or raise AnswerError saying what is wrong with it.
 
     The numbers go from the parser's buffers into arrays: no Python object is made of any token.
@@ -104,7 +110,12 @@ def parse_generation(body: bytes, request: GenerationRequest, *, vocab_size: int
         version = meta.get("weight_version", "")
         if not isinstance(version, str):
             raise AnswerError(f"weight_version is no text but {type(version).__name__}")
-        return Generation(token_ids, logprobs, reason, version, num_cached)
+        routed = None
+        if request.with_routing and len(token_ids):  # nothing is said of requests that were never started
+            assert routing is not None, "a request for the routing of a model without experts"
+            num_rows = num_read + len(token_ids) - 1
+            routed = _routing(meta.get("routed_experts"), num_rows, routing)
+        return Generation(token_ids, logprobs, reason, version, num_cached, routed)
     except AnswerError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # the parser's own
@@ -227,6 +238,25 @@ def _logprobs(value: Any, num_entries: int, token_ids: np.ndarray) -> np.ndarray
             f"log-prob {index} (token {token_ids[index]}) is {numbers[3 * index]}: the served policy has diverged"
         )
     return logprobs
+
+
+def _routing(value: Any, num_tokens: int, shape: RoutingShape) -> np.ndarray:
+    """Return SGLang's base64 of int32 [tokens, layers, experts a token] in the smallest type."""
+    if not isinstance(value, str):
+        raise AnswerError("no routed_experts: start the server with --enable-return-routed-experts")
+    try:
+        numbers = np.frombuffer(base64.b64decode(value, validate=True), np.int32)
+    except (binascii.Error, ValueError) as error:
+        raise AnswerError(f"routed_experts is no base64 of int32 ({error})") from None
+    expected = num_tokens, shape.num_layers, shape.experts_per_token
+    if numbers.size != math.prod(expected):
+        raise AnswerError(
+            f"routed_experts has {numbers.size} numbers, not {math.prod(expected)}: tokens, layers and experts a token of "
+            f"this model are {expected}"
+        )
+    if numbers.size and not (0 <= numbers.min() and numbers.max() < shape.num_experts):
+        raise AnswerError(f"experts span {numbers.min()}..{numbers.max()}, the model has {shape.num_experts}")
+    return numbers.reshape(expected).astype(shape.dtype)
 
 
 def _check_count(value: Any, expected: int, what: str) -> None:

@@ -113,6 +113,16 @@ BROKEN = [
     ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 3, "parallel__ep_size": 2}),
     ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 2}),
     ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
+    ("rollout.routing_replay", {"rollout__routing_replay": True}),
+    (
+        "rollout.routing_replay",
+        {
+            "rollout__engine": "sglang",
+            "rollout__routing_replay": True,
+            "model__recompute_granularity": "selective",
+            "megatron": {"recompute_modules": ["moe", "core_attn"]},
+        },
+    ),
     ("sglang.api_key_file", {**GIVEN_SERVERS, "sglang__api_key_file": ""}),
     ("sglang.weight_sync_transport", {**GIVEN_SERVERS, "sglang__weight_sync_transport": "shared_memory"}),
     ("sglang.placement", {**GIVEN_SERVERS, "sglang__placement": "colocated"}),
@@ -330,6 +340,7 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
         ("parallel.ep_size", {"parallel__ep_size": 2, "parallel__cp_size": 2}),
         ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 16}),
         ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 5}),
+        ("rollout.routing_replay", {"rollout__engine": "sglang", "rollout__routing_replay": True}),
     ],
 )
 def test_architecture_rules(path: str, values: dict[str, Any]) -> None:

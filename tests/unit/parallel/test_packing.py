@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -235,6 +236,30 @@ def test_samples_whose_fields_do_not_fit_are_errors() -> None:
         pack([TrainSample(**{**vars(sample), "prompt_length": 0})], [1.0], ParallelLayout(1))
     with pytest.raises(ValueError, match="1 samples but 2 loss weights"):
         pack([sample], [1.0, 1.0], ParallelLayout(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_routing_stands_at_the_token_that_was_routed(dtype: torch.dtype) -> None:
+    samples = [make_sample(6, 2, 1, "a"), make_sample(5, 3, 2, "b"), make_sample(4, 1, 3, "c")]
+    routed = [
+        sample
+        if sample.sample_id == "b"
+        else replace(sample, routing=torch.randint(0, 200, (sample.num_tokens - 1, 3, 2)).to(dtype))
+        for sample in samples
+    ]
+    layout = ParallelLayout(4, tensor=2, context=2, sequence_parallel=True)
+    batch = pack(routed, [1.0] * 3, layout)
+    assert batch.routing.dtype == dtype and batch.routing.shape == (batch.num_tokens, 3, 2)
+    known = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    for start, sample in zip(batch.cu_seqlens.tolist(), routed, strict=False):
+        if sample.routing is not None:  # the engine did not read the last token
+            assert torch.equal(batch.routing[start : start + sample.num_tokens - 1], sample.routing)
+            known[start : start + sample.num_tokens - 1] = True
+    assert torch.equal(batch.is_routed, known)
+    assert pack(samples, [1.0] * 3, layout).routing is None and pack(samples, [1.0] * 3, layout).is_routed is None
+    short = replace(samples[0], routing=torch.zeros(4, 3, 2, dtype=dtype))
+    with pytest.raises(ValueError, match="sample 'a': the experts of 4 tokens, the engine read 5"):
+        pack([short], [1.0], layout)
 
 
 def test_values_are_aligned_with_the_log_probs_of_their_tokens() -> None:

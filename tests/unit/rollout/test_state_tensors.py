@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.engines.base import completion_from_json
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
 from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.trainer.checkpointing import collector_state
+from megatron_dapo.types import Completion
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,3 +104,28 @@ def test_parts_of_two_checkpoints_are_refused() -> None:
         ValueError, match=r"tokens \[0, 3\), the tensors hold 2 tokens and 2 log-probs: .* one checkpoint"
     ):
         join_state(document, others)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_routing_comes_back_in_its_type_and_shape(tmp_path: Path, dtype: type) -> None:
+    draws = np.random.default_rng(0)
+    routing = {name: draws.integers(0, 200, (rows, 3, 2)).astype(dtype) for name, rows in (("0", 4), ("2", 2))}
+    responses = {
+        "0": {**response([7, 8], [-0.5, -0.25]), "routing": routing["0"]},
+        "1": response([9], [-1.0]),  # begun before the run replayed the routing
+        "2": {**response([3], [-2.0]), "routing": routing["2"]},
+    }
+    document, tensors = split_state({"pool": [{"completions": responses}]})
+    assert "7, 8" not in json.dumps(document) and tensors["routing"].numel() == 4 * 6 + 2 * 6
+    read = through_files({"pool": [{"completions": responses}]}, tmp_path)["pool"][0]["completions"]
+    assert all(
+        read[name]["routing"].dtype == dtype and (read[name]["routing"] == routing[name]).all() for name in routing
+    )
+    assert "routing" not in read["1"] and completion_of(read["1"]).routing is None
+    assert (completion_of(read["2"]).routing == routing["2"]).all()
+    with pytest.raises(ValueError, match=r"a response's routing is \[24, 36\), the tensor holds 30 numbers"):
+        join_state(document, {**tensors, "routing": tensors["routing"][:30]})
+
+
+def completion_of(value: Mapping[str, Any]) -> Completion:
+    return completion_from_json({**value, "finish_reason": "stop", "versions": ()})

@@ -35,7 +35,7 @@ class FakeActor:
     """A policy that gives every token the log-prob -1 - `steps made` / 10; records the requests."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
-    architecture = SimpleNamespace(attention_parity=0)
+    architecture, replays_routing = SimpleNamespace(attention_parity=0), False
 
     def __init__(self) -> None:
         self.num_steps = 0

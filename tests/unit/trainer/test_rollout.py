@@ -138,7 +138,7 @@ def test_an_error_of_the_collection_reaches_all_ranks_where_they_can_save(error:
     rollout = Rollout(engines, collector, coordination, filter_overlong=False)
     if not is_shared:
         with pytest.raises(type(error)):
-            rollout.generate(4, lambda samples: ())
+            rollout.generate(4, lambda samples: ((), ()))
         return
-    batch = rollout.generate(4, lambda samples: ())
+    batch = rollout.generate(4, lambda samples: ((), ()))
     assert batch.error is error and not batch.samples and batch.generation_step == 7

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, parse_generation
-from megatron_dapo.types import GenerationRequest, SamplingParams
+from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, generate_body, parse_generation
+from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
 VOCAB_SIZE = 300
 REQUEST = GenerationRequest("a", (5, 6, 7), SamplingParams(max_new_tokens=6, stop_token_ids=(3, 9)), seed=11)
@@ -238,3 +240,54 @@ def test_no_other_shape_of_log_probs_passes(entries: str) -> None:
 def test_what_is_no_answer_is_refused(body: bytes) -> None:
     with pytest.raises(AnswerError):
         parsed(body)
+
+
+# Two layers, two of 300 experts a token; three tokens of the prompt and two of the response, of which the last was not read.
+ROUTED = replace(REQUEST, with_routing=True)
+EXPERTS = np.arange(4 * 2 * 2, dtype=np.int32).reshape(4, 2, 2) * 19
+
+
+def routed_answer(routing: object) -> bytes:
+    meta = {
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
+        "finish_reason": {"type": "stop", "matched": 9},
+        "weight_version": "3",
+        "routed_experts": routing,
+    }
+    return json.dumps({"output_ids": [7, 9], "meta_info": meta}, separators=(",", ":")).encode()
+
+
+def encoded(experts: np.ndarray) -> str:
+    return base64.b64encode(experts.tobytes()).decode()
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(300, np.int16), (286, np.int16), (256, np.uint8)])
+def test_routing_is_read_in_the_smallest_type(num_experts: int, dtype: type) -> None:
+    experts = EXPERTS if num_experts > 256 else EXPERTS % 256
+    read = parse_generation(
+        routed_answer(encoded(experts)), ROUTED, vocab_size=VOCAB_SIZE, routing=RoutingShape(2, 2, num_experts)
+    )
+    assert read.routing.dtype == dtype and (read.routing == experts).all() and read.token_ids.tolist() == [7, 9]
+    assert parse_generation(routed_answer(None), REQUEST, vocab_size=VOCAB_SIZE).routing is None
+    assert generate_body(ROUTED, "a")["return_routed_experts"] and "return_routed_experts" not in generate_body(
+        REQUEST, "a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        (None, "start the server with --enable-return-routed-experts"),
+        ("no base64!", "no base64 of int32"),
+        (encoded(EXPERTS)[:-4], "no base64 of int32"),
+        (
+            encoded(EXPERTS[:3]),
+            r"has 12 numbers, not 16: tokens, layers and experts a token of this model are \(4, 2, 2\)",
+        ),
+        (encoded(EXPERTS + 20), "experts span 20..305, the model has 300"),
+        (encoded(EXPERTS - 1), "experts span -1..284, the model has 300"),
+    ],
+)
+def test_routing_of_another_form_or_model_is_refused(routing: object, message: str) -> None:
+    with pytest.raises(AnswerError, match=message):
+        parse_generation(routed_answer(routing), ROUTED, vocab_size=VOCAB_SIZE, routing=RoutingShape(2, 2, 300))

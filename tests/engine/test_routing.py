@@ -1,0 +1,128 @@
+"""Experts that a real SGLang server chose, as its answers hold them: those that transformers chooses for the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
+
+SHAPE = RoutingShape(num_layers=2, experts_per_token=2, num_experts=8)
+DEADLINE_S = 240.0
+PROMPT = (5, 6, 7, 250, 9, 31, 100, 5, 5, 17)
+
+
+@pytest.fixture(scope="module")
+def server(server_factory: Callable[..., SglangServer], moe_model: Path) -> SglangServer:
+    return server_factory(moe_model, routing=True, seeded=True, max_total_tokens=4096)
+
+
+@pytest.fixture
+def engine(server: SglangServer) -> Iterator[SglangEngine]:
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=DEADLINE_S))
+    client.update_weight_version(0)
+    settings = SglangEngineSettings(client.max_length(), 300, routing=SHAPE, poll_wait_s=0.2, abort_s=DEADLINE_S)
+    with SglangEngine([client], settings) as engine:
+        engine.set_policy_version(0)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def chosen(moe_model: Path) -> Callable[[Completion], np.ndarray]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32).eval()
+
+    def of(completion: Completion) -> np.ndarray:
+        tokens = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            layers = model(tokens, use_cache=False, output_router_logits=True).router_logits
+        return torch.stack([logits.topk(2).indices.sort().values for logits in layers], dim=1)[:-1].numpy()
+
+    return of
+
+
+def requests(count: int, **fields: object) -> list[GenerationRequest]:
+    sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(2,))
+    return [
+        GenerationRequest(str(index), PROMPT, sampling, seed=index, **{"with_routing": True, **fields})
+        for index in range(count)
+    ]
+
+
+def drain(engine: SglangEngine) -> list[Completion]:
+    completions, end = [], time.monotonic() + DEADLINE_S
+    while engine.num_unfinished:
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
+        completions += engine.poll()
+    return completions
+
+
+def test_answers_hold_the_experts_of_every_token_but_the_last(
+    engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]
+) -> None:
+    engine.submit(requests(6))
+    for done in drain(engine):
+        assert done.routing is not None and done.routing.dtype == np.uint8
+        assert done.routing.shape == (len(PROMPT) + done.num_tokens - 1, 2, 2)
+        assert (np.sort(done.routing) == chosen(done)).all()
+    engine.submit(requests(1, with_routing=False))
+    assert drain(engine)[0].routing is None
+
+
+def test_continued_responses_have_the_experts_of_the_last_reading(
+    engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]
+) -> None:
+    """The engine reads a prefix again, perhaps with other weights: the routing behind it belongs to that reading."""
+    engine.submit(requests(4))
+    whole = drain(engine)
+    marked = []
+    for request, done in zip(requests(4), whole, strict=True):
+        earlier = np.full_like(done.routing[: len(PROMPT) + 3], 7)
+        numbers = {"token_ids": done.token_ids[:4], "logprobs": done.logprobs[:4], "routing": earlier}
+        prefix = replace(done, finish_reason="abort", versions=(VersionRange(0, 4, 0),), **numbers)
+        marked.append(replace(request, prefix=prefix))
+    engine.submit(marked)
+    for done, before in zip(drain(engine), whole, strict=True):
+        assert done.token_ids.tolist() == before.token_ids.tolist()
+        assert (np.sort(done.routing) == chosen(done)).all()
+
+
+def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]) -> None:
+    sampling = SamplingParams(max_new_tokens=800)
+    engine.submit([replace(request, sampling=sampling) for request in requests(3)])
+    end = time.monotonic() + DEADLINE_S
+    aborted: list[Completion] = []
+    while not any(done.num_tokens for done in aborted):
+        assert time.monotonic() < end
+        time.sleep(0.3)
+        aborted = engine.abort()
+        if not any(done.num_tokens for done in aborted):
+            engine.submit([replace(request, sampling=sampling) for request in requests(3)])
+            engine.poll()
+    for done in aborted:
+        if done.num_tokens:
+            assert (np.sort(done.routing) == chosen(done)).all()
+
+
+def test_a_server_that_cannot_say_is_an_error(
+    server_factory: Callable[..., SglangServer], moe_model: Path, server: SglangServer
+) -> None:
+    other = server_factory(moe_model, max_total_tokens=4096)
+    client = SglangClient(other.url, read_key(other.key_file), Timeouts(generate_s=DEADLINE_S))
+    client.update_weight_version(0)
+    with SglangEngine([client], SglangEngineSettings(client.max_length(), 300, routing=SHAPE, max_tries=1)) as engine:
+        engine.set_policy_version(0)
+        engine.submit(requests(1))
+        with pytest.raises(Exception, match="--enable-return-routed-experts"):
+            drain(engine)
