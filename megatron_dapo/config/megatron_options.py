@@ -94,7 +94,8 @@ DENIED: Mapping[str, str] = {
     "num_distributed_optimizer_instances|preserve_fp32_weights|check_for_nan_in_grad|check_for_large_grads": _BUFFERS,
     "param_name_patterns_for_fp32_local_accumulation": _BUFFERS,
     "flash_decode|.*inference.*|nccl_all_reduce_for_prefill|symmetric_ar_type|batch_invariant_mode": _INFERENCE,
-    "moe_enable_routing_replay|moe_pad_experts_for_cuda_graph_inference|use_inference_optimized_layers": _INFERENCE,
+    "moe_enable_routing_replay": "set rollout.routing_replay, which brings the engine's experts to the router",
+    "moe_pad_experts_for_cuda_graph_inference|use_inference_optimized_layers": _INFERENCE,
     "moe_extended_tp|moe_use_legacy_grouped_gemm|moe_enable_deepep": "later versions of megatron-core have dropped it",
     "async_tensor_model_parallel_allreduce|enable_cuda_graph|external_cuda_graph": "later versions of megatron-core have dropped it",
     "moe_single_grouped_.*|use_grouped_gemm_.*": (

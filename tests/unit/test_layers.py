@@ -49,6 +49,7 @@ HEAVY = {
     "sglang": {"engines"},
     "aiohttp": {"engines"},
     "simdjson": {"engines"},
+    "pybase64": {"engines"},
     "transformer_engine": {"megatron", "ops", "doctor"},  # doctor asks it, in a process of its own
     "triton": {"ops"},
     "modelopt": {"quantization"},

@@ -95,7 +95,9 @@ def _keep_torch_products(enable_bmm: bool = True) -> None:
     """In place of SGLang's switch to batch-invariant Triton kernels."""
 
 
-def _keep_in_plain_memory(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+def _keep_in_plain_memory(
+    cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str, device: str = "cpu"
+) -> None:
     """Initialize the host's copy of what layers chose for each token, which SGLang wants in pinned memory."""
     cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
     cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
