@@ -112,9 +112,7 @@ DENIED: Mapping[str, str] = {
     "suggested_communication_unit_size": _BUFFERS,
     "mlp_chunks_for_prefill": _INFERENCE,
     "cuda_graph_.*": "micro-batches differ in shape, and a graph is of one",
-    "overlap_param_gather|align_param_gather|param_sync_func": (
-        "weight sync, checkpoints and evaluation read parameters between steps, when gathers would still be under way"
-    ),
+    "align_param_gather|param_sync_func": "stages gather when their own forward pass needs it; set overlap_param_gather",
     "test_mode|config_logger_dir|barrier_with_L1_time": "it is for megatron-core's own tests and training script",
 }
 

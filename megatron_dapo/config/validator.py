@@ -451,6 +451,12 @@ RULES = (
         reason="they are the modules that selective recomputation computes again",
     ),
     Rule(
+        "parallel.use_distributed_optimizer",
+        "set parallel.use_distributed_optimizer = true",
+        where='any(table.get("overlap_param_gather") for table in (megatron, critic.megatron))',
+        reason="else no rank has to gather weights that others have stepped",
+    ),
+    Rule(
         'model.recompute_granularity == "full"',
         'set model.recompute_granularity = "full"',
         where='any(key in table for key in ("recompute_method", "recompute_num_layers") for table in (megatron, critic.megatron))',

@@ -122,6 +122,13 @@ def one_name_an_expert(path: str) -> str:
     return _GROUPED.sub(r"local_experts.\2.\1.weight", path)
 
 
+class ExpertWeights(torch.nn.Module):
+    """The matrices of one layer of all experts of a rank."""
+
+    def forward(self) -> None:
+        """Run the hooks of a forward pass alone: megatron-core's gather of the weights waits for them."""
+
+
 class GroupedExperts(SequentialMLP):
     """This rank's experts with the parameters of megatron-core's TEGroupedMLP, in its names and order, computed one after
     another: what a machine without Transformer Engine has in its place."""
@@ -132,12 +139,18 @@ class GroupedExperts(SequentialMLP):
         del self.local_experts
         self.local_experts = experts  # no longer a module of this one: its parameters are registered below
         for layer, dim in (("linear_fc1", 0), ("linear_fc2", 1)):
-            weights = torch.nn.Module()
+            weights = ExpertWeights()
             for index, expert in enumerate(experts):
                 weight = getattr(expert, layer).weight
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
                 weights.register_parameter(f"weight{index}", weight)
             setattr(self, layer, weights)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the experts as SequentialMLP does."""
+        self.linear_fc1()
+        self.linear_fc2()
+        return super().forward(*inputs)
 
 
 def experts_spec(

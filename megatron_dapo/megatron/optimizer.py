@@ -81,6 +81,14 @@ def build_optimizer(
         return get_megatron_optimizer(core_config, list(chunks), use_gloo_process_groups=False)
 
 
+def finish_param_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather the weights of every bucket that no forward pass has gathered since the last step. Collective over data x context
+    ranks."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
 @torch.no_grad()
 def guarded_step(
     optimizer: Any, learning_rate: float, settings: OptimizerConfig, group: dist.ProcessGroup | None = None

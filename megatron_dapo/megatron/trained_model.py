@@ -23,7 +23,7 @@ from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
 from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.model_state import ModelState
-from megatron_dapo.megatron.optimizer import build_optimizer, guarded_step, wrap_data_parallel
+from megatron_dapo.megatron.optimizer import build_optimizer, finish_param_gathers, guarded_step, wrap_data_parallel
 from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
 from megatron_dapo.megatron.precision import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
@@ -124,6 +124,7 @@ class TrainedModel:
             own_memory(named_local_parameters(chunks).values())
         distributed, options = settings.use_distributed_optimizer, settings.model.megatron
         self.chunks = wrap_data_parallel(chunks, self.config, distributed, options)
+        self._gathers_are_due = False
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part, options)
         set_main_params(self.named_local_parameters(), self.optimizer, exact)
 
@@ -140,7 +141,14 @@ class TrainedModel:
     def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}"."""
         self.onload(("weights",))
+        self.finish_steps()
         return named_local_parameters(self.chunks)
+
+    def finish_steps(self) -> None:
+        """Gather the weights of the last step, which `overlap_param_gather` leaves to the next forward pass; else do nothing."""
+        if self._gathers_are_due:
+            finish_param_gathers(self.chunks)
+        self._gathers_are_due = False
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
@@ -154,6 +162,7 @@ class TrainedModel:
 
     def offload(self, keep: Sequence[str] = ()) -> None:
         """Move the kinds of tensors that settings.offload names to host memory, except those in `keep`."""
+        self.finish_steps()
         kinds = OFFLOADS[self.settings.offload].difference(keep)
         if "gradients" in kinds:
             self._host.discard(self._tensors("gradients"))
@@ -175,6 +184,7 @@ class TrainedModel:
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The
         tensors are live; of offloaded ones they are the host copies."""
+        self.finish_steps()
         found, description = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
         tensors = {name: self._to_save(tensor) for name, tensor in found.items()}
         return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}, description
@@ -250,6 +260,7 @@ class TrainedModel:
         metrics = self._accumulate(micro_batches, read, loss_fn)
         self.onload(("optimizer",))
         grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer, self.part.group)
+        self._gathers_are_due = self.chunks[0].ddp_config.overlap_param_gather
         return StepResult(metrics, grad_norm, applied)
 
 

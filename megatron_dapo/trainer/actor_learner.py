@@ -137,6 +137,7 @@ class PolicyLearner:
                 for mini_batch in mini_batches:
                     steps.append(self._step(mini_batch, train_step, mismatch))
                     add_sums(totals, steps[-1].metrics)
+            self.actor.finish_steps()
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
     def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:

@@ -83,6 +83,7 @@ class CriticLearner:
                 mini_batch = self._updater.pack(part, loss_weights(part, self._config.critic.aggregation))
                 steps.append(self._updater.step(mini_batch, self._loss, train_step))
                 add_sums(totals, steps[-1].metrics)
+        self.critic.finish_steps()
         return self._metrics(totals, steps, train_step)
 
     def _cut(self, samples: Sequence[TrainSample], train_step: int, epoch: int) -> list[list[TrainSample]]:

@@ -18,6 +18,13 @@ RESUMED: list[dict[str, Any]] = [
         "dtype": "bfloat16",
         "megatron": {"overlap_grad_reduce": True, "bucket_size": 4096},
     },
+    {  # weights that are gathered by the forward pass after a step
+        "model": "qwen2-tied",
+        "layout": {},
+        "distributed": True,
+        "dtype": "bfloat16",
+        "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4096},
+    },
 ]
 
 

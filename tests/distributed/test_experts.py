@@ -10,6 +10,8 @@ from launcher import run_distributed
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 GROUPED = {"moe_grouped_gemm": True}  # the names and order of Transformer Engine's grouped layers
+# Sums while the backward pass runs, and weights that the next forward pass gathers.
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4096}
 CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe", "layout": {"expert": 4}},
     {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": False},  # two replicas of each expert
@@ -37,6 +39,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
     {"expert": 2, "pipeline": 2, "megatron": GROUPED},
     {**SEQUENCE, "expert": 2, "megatron": GROUPED},
+    {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": OVERLAPPED},
+    {"expert": 2, "megatron": {**GROUPED, **OVERLAPPED}},
 ]
 
 

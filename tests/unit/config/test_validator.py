@@ -113,6 +113,10 @@ BROKEN = [
     ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 3, "parallel__ep_size": 2}),
     ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 2}),
     ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
+    (
+        "parallel.use_distributed_optimizer",
+        {"megatron": {"overlap_param_gather": True}, "parallel__use_distributed_optimizer": False},
+    ),
     ("rollout.routing_replay", {"rollout__routing_replay": True}),
     (
         "rollout.routing_replay",
