@@ -51,6 +51,7 @@ RUN_BY = {
     "benchmarks/checkpoint_plan_scale.py": "test_checkpoint_plan_scale",
     "benchmarks/rewards.py": "test_rewards",
     "benchmarks/rollout_throughput.py": "test_rollout_throughput",
+    "benchmarks/routing_replay.py": "test_routing_replay",
     "benchmarks/scale_start.py": "test_scale_start",
     "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
     "benchmarks/train_step.py": "test_train_step",
@@ -323,6 +324,13 @@ def test_rollout_throughput(repository: Path) -> None:
     for side in result["rounds"][0].values():
         assert 16 <= side["tokens"] <= 16 * 256 and side["tokens_per_second"] > 0
     assert result["sglang_vs_embedded"] > 0
+
+
+@pytest.mark.long
+def test_routing_replay(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/routing_replay.py", "--tiny")
+    assert result["mean_ratio"] < 0.8 and result["max_ratio"] < 0.5 and result["kl_ratio"] < 0.5
+    assert 0 < result["changed_share"] < 0.2 and result["bytes_per_token"] == 4
 
 
 def test_tppo_efficiency_simulated(repository: Path) -> None:
