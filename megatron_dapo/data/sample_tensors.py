@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +16,7 @@ Description = dict[str, Any]  # JSON-serializable
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]. Values and returns of a critic are not included: ranks compute them.
+    [sum R]; `routing`, flat, where samples have it. Values and returns of a critic are not included: ranks compute them.
     """
     description = {
         "sample_ids": [sample.sample_id for sample in samples],
@@ -23,11 +24,14 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "num_tokens": [sample.num_tokens for sample in samples],
         "prompt_length": [sample.prompt_length for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
+        "routing": [None if sample.routing is None else list(sample.routing.shape) for sample in samples],
     }
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
     tensors["staleness"] = _joined([_staleness(sample) for sample in samples], torch.float32)
+    if routed := [sample.routing.flatten() for sample in samples if sample.routing is not None]:
+        tensors["routing"] = _joined(routed, routed[0].dtype)
     return description, tensors
 
 
@@ -44,6 +48,8 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
+    shapes = description.get("routing", [None] * len(num_tokens))
+    routing = iter(_split_routing(tensors.get("routing", torch.zeros(0, dtype=torch.uint8)), [s for s in shapes if s]))
     critic_contexts = description.get("critic_context", description.get("judgement", [None] * len(num_tokens)))
     return [
         TrainSample(
@@ -52,6 +58,7 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
             tokens=tokens[index],
             prompt_length=prompt_length[index],
             critic_context=critic_context_from_json(critic_contexts[index]),
+            routing=next(routing) if shapes[index] else None,
             **{name: parts[index] for name, parts in responses.items()},
         )
         for index in range(len(num_tokens))
@@ -61,6 +68,12 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
 def critic_context_from_json(value: Mapping[str, Any] | None) -> CriticContext | None:
     """Invert `dataclasses.asdict` of a context; None for None."""
     return None if value is None else CriticContext(**{**value, "window": Window(**value["window"])})
+
+
+def _split_routing(routing: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    sizes = [math.prod(shape) for shape in shapes]
+    _check_total("routing", routing, sum(sizes))
+    return [part.view(tuple(shape)) for part, shape in zip(routing.split(sizes), shapes, strict=True)]
 
 
 def _staleness(sample: TrainSample) -> torch.Tensor:

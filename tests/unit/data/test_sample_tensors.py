@@ -61,3 +61,20 @@ def test_critic_contexts_are_restored():
     back = from_tensors(json.loads(json.dumps(description)), tensors)
 
     assert [sample.critic_context for sample in back] == [judged.critic_context, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_routing_is_restored(dtype):
+    routing = [torch.randint(0, 200, (rows, 3, 2)).to(dtype) for rows in (7, 1)]
+    samples = [
+        replace(_sample(0, 3, 5), routing=routing[0]),
+        _sample(1, 2, 2),
+        replace(_sample(2, 1, 1), routing=routing[1]),
+    ]
+    description, tensors = to_tensors(samples)
+    assert tensors["routing"].dtype == dtype
+    back = from_tensors(json.loads(json.dumps(description)), tensors)
+    assert torch.equal(back[0].routing, routing[0]) and torch.equal(back[2].routing, routing[1])
+    assert back[1].routing is None and back[0].routing.dtype == dtype
+    with pytest.raises(ValueError, match="routing holds 47 values, its lengths add up to 48"):
+        from_tensors(description, {**tensors, "routing": tensors["routing"][:-1]})
