@@ -133,8 +133,8 @@ class _Joined:
 
 def _moved_response(value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined, routing: _Joined) -> dict[str, Any]:
     rest = {name: part for name, part in value.items() if name not in _NUMBERS}
-    span = tokens.add(value["token_ids"])
-    assert span == logprobs.add(value["logprobs"]), f"{tokens.size} tokens, {logprobs.size} log-probs"
+    span, span_of_logprobs = tokens.add(value["token_ids"]), logprobs.add(value["logprobs"])
+    assert span == span_of_logprobs, f"{tokens.size} tokens, {logprobs.size} log-probs"
     if (routed := value.get("routing")) is not None:
         rest[_ROUTING_SPAN] = {"start": routing.add(routed)[0], "shape": list(routed.shape)}
     return {**rest, _SPAN: span}
