@@ -15,7 +15,7 @@ from megatron_dapo.proof.check_loss import check_loss, run_check_loss
 from megatron_dapo.types import TrainSample
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     assert check_loss(2, json_output=True) == 0
     report = json.loads(capfd.readouterr().out)

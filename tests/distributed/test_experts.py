@@ -22,13 +22,15 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe-mixed", "layout": {"context": 2, "expert": 2}, "recompute": "selective"},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "expert": 4, "expert_tensor": 1}, "recompute": "full"},
     {"model": "qwen3-moe-mixed", "layout": {"expert": 2, "pipeline": 2}},
-    {"model": "qwen3-moe", "layout": {"expert": 2}, "megatron": GROUPED},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "pipeline": 2}, "megatron": GROUPED, "recompute": "full"},
     # The engine's experts, also where layers are computed again after other micro-batches' forwards, or see padding.
-    {"model": "qwen3-moe-replayed", "layout": {"expert": 2, "pipeline": 2, "virtual_pipeline": 2}, "recompute": "full"},
-    {"model": "qwen3-moe-replayed", "layout": {**SEQUENCE, "context": 2, "expert": 2}},
-    {"model": "qwen3-moe-mixed-replayed", "layout": {**SEQUENCE, "pipeline": 2}, "recompute": "full", "padded": True},
-    {"model": "qwen3-moe-mixed-replayed", "layout": {"expert": 4}, "megatron": GROUPED, "recompute": "selective"},
+    {
+        "model": "qwen3-moe-replayed",
+        "layout": {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2},
+        "recompute": "full",
+        "padded": True,
+    },
+    {"model": "qwen3-moe-mixed-replayed", "layout": {"context": 2, "expert": 2}, "megatron": GROUPED},
 ]
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -37,10 +39,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"expert": 2, "pipeline": 2},
     {**SEQUENCE, "expert": 2},
     {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
-    {"expert": 2, "pipeline": 2, "megatron": GROUPED},
+    {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": {**GROUPED, **OVERLAPPED}},
     {**SEQUENCE, "expert": 2, "megatron": GROUPED},
-    {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": OVERLAPPED},
-    {"expert": 2, "megatron": {**GROUPED, **OVERLAPPED}},
 ]
 
 

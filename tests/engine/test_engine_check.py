@@ -20,6 +20,7 @@ def test_log_probs_of_a_served_directory_are_transformers(tiny_model, engine_pyt
     assert compare([logprobs_of(model, sample) for sample in samples], served).max_abs < 1e-4
 
 
+@pytest.mark.long
 def test_an_unservable_directory_raises_the_engines_error(tmp_path, tiny_model, engine_python) -> None:
     (tmp_path / "config.json").write_text(
         (tiny_model / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 60')

@@ -17,6 +17,7 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.rewards.pool import VerifierPool
 from tests.reward_samples import FIELDS
 
+pytestmark = pytest.mark.long
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
 
 

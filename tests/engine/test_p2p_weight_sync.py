@@ -76,7 +76,7 @@ class Site:
         return self.updates(lambda handles, coordination: P2PTransport(self.world.plan, handles, coordination))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2], ids=["tp1", "tp2"])
 def site(request, filled_server, tiny_model_untied: Path) -> Site:
     return make_site(filled_server(tiny_model_untied, request.param), tiny_model_untied, request.param)
 

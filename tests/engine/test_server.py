@@ -170,6 +170,7 @@ def test_seeds_draw_from_the_models_distribution(http: httpx.Client, tiny_model:
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
+@pytest.mark.long
 def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     server_factory: Callable[..., SglangServer], tiny_model_untied: Path
 ) -> None:

@@ -61,7 +61,9 @@ def _read_config(directory: Path) -> None:
     readers = (
         read_architecture,
         lambda path: ModelArchitecture.from_directory(path, heads=HEADS).shapes(),
-        lambda path: Expectation.of(SimpleNamespace(model_path=path, dtype="float32", tensor_parallel=1, seeded=False)),
+        lambda path: Expectation.of(
+            SimpleNamespace(model_path=path, dtype="float32", tensor_parallel=1, seeded=False, routing=False)
+        ),
     )
     _all(readers, directory)
 
