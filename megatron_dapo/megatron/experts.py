@@ -142,7 +142,8 @@ class GroupedExperts(SequentialMLP):
             weights = ExpertWeights()
             for index, expert in enumerate(experts):
                 weight = getattr(expert, layer).weight
-                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                if not hasattr(weight, "tensor_model_parallel"):  # later versions of megatron-core mark it themselves
+                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
                 weights.register_parameter(f"weight{index}", weight)
             setattr(self, layer, weights)
 
