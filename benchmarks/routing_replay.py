@@ -1,9 +1,9 @@
 """How far trainer and engine differ on a mixture of experts, each by its own routing and with the engine's replayed.
 
-    python benchmarks/routing_replay.py [--json] [--tiny] [--seeds 3] [--steps 3] [--engine-python P] [--set a.b=value]...
+    python benchmarks/routing_replay.py [--json] [--tiny] [--seeds 3] [--steps 3] [--layout dp2] [--engine-python P] [--set a.b=value]...
 
-The same short runs with `rollout.routing_replay` off and on, from the same random weights in bfloat16: two trainer processes and
-a stock SGLang server. Where the two round apart, a token goes to other experts in one of them (`changed_share` of the choices),
+The same short runs with `rollout.routing_replay` off and on, from the same random weights in bfloat16: two trainer processes
+(`--layout tp1`: one, as on a single GPU) and a stock SGLang server. Where the two round apart, a token goes to other experts in one of them (`changed_share` of the choices),
 and its log-prob differs by far more than by rounding. `mean_ratio`, `max_ratio` and `kl_ratio` are the mean and the largest
 |log-prob difference| and the k3 estimate of the KL with replay / without, over all steps; `bytes_per_token` is what the routing
 of a token adds to the 8 bytes of its id and log-prob.
@@ -90,11 +90,11 @@ def save_model(directory: Path, sizes: dict[str, int], seed: int) -> None:
         shutil.copy(base / name, directory / name)
 
 
-def run(model: Path, directory: Path, replays: bool, overrides: Sequence[str]) -> dict[str, float]:
+def run(model: Path, directory: Path, layout: str, replays: bool, overrides: Sequence[str]) -> dict[str, float]:
     """Train; return the figures over all steps."""
     values = [*SETTINGS, f"model.path={model}", f"rollout.routing_replay={str(replays).lower()}", *overrides]
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train"]
-    command += [str(QUICKSTART / "quickstart_sglang.toml"), "--layout", "dp2", "--output-dir", str(directory)]
+    command += [str(QUICKSTART / "quickstart_sglang.toml"), "--layout", layout, "--output-dir", str(directory)]
     command += [part for value in values for part in ("--set", value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -111,6 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="of the weights and the run")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layout", default="dp2", help="of the trainer")
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--tiny", action="store_true", help="one step of a smaller model: checks the program")
@@ -130,7 +131,7 @@ def main() -> None:
             model, chosen = Path(scratch) / f"model_{seed}", [*overrides, f"run.seed={seed}"]
             save_model(model, sizes, seed)
             sides = {
-                name: run(model, Path(scratch) / f"{name}_{seed}", name == "replayed", chosen)
+                name: run(model, Path(scratch) / f"{name}_{seed}", arguments.layout, name == "replayed", chosen)
                 for name in ("own", "replayed")
             }
             rows.append({"seed": seed, **sides})

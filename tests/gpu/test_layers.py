@@ -13,6 +13,7 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 
 BF16 = 2.0**-8  # largest relative error of rounding to bf16
+REPLAYED_EXPERTS = "qwen3-moe-replayed"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def references(tmp_path_factory) -> str:
     from actor_checks import write_reference
 
     directory = tmp_path_factory.mktemp("references")
-    for name in ("qwen2", "qwen3", "llama3"):
+    for name in ("qwen2", "qwen3", "llama3", REPLAYED_EXPERTS):
         write_reference(directory, name)
     return str(directory)
 
@@ -46,15 +47,17 @@ def build(want: Any, layout: Any, settings: Any) -> Any:
 
 def errors_against_fp64(references: str, name: str, dtype: str) -> dict[str, float]:
     """Return the differences of log-probs (largest) and of each parameter's gradient (norm) on ragged packed micro-batches."""
-    from actor_checks import TEMPERATURE, Reference, loss_fn, ragged_batch
+    from actor_checks import REPLAYED, TEMPERATURE, Reference, loss_fn, ragged_batch
 
     from megatron_dapo.megatron.actor import ActorSettings
     from megatron_dapo.megatron.model_config import ModelSettings
     from megatron_dapo.parallel.layout import ParallelLayout
 
     want, layout = Reference.read(references, name), ParallelLayout(1)
-    actor = build(want, layout, ActorSettings(model=ModelSettings(dtype=dtype)))
-    micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
+    replays = name.endswith(REPLAYED)
+    actor = build(want, layout, ActorSettings(model=ModelSettings(dtype=dtype), replays_routing=replays))
+    batch = ragged_batch().of_rank(layout, 0, want.architecture.experts if replays else None)
+    micro_batches = [on_device(micro_batch) for _, micro_batch in batch]
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
     logprob = max(
         float((out.logprobs[micro.loss_mask.bool()].double().cpu() - right).abs().max())
@@ -73,7 +76,7 @@ def _gradient_error(actor: Any, gradients: Any) -> float:
     return max(float((found[name] - right).norm() / right.norm().clamp(min=1e-12)) for name, right in expected.items())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", REPLAYED_EXPERTS])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("bfloat16", 0.1)])
 def test_own_layers_against_fp64(references, monkeypatch, name, dtype, bound) -> None:
     without_transformer_engine(monkeypatch)
@@ -82,7 +85,7 @@ def test_own_layers_against_fp64(references, monkeypatch, name, dtype, bound) ->
 
 
 @pytest.mark.usefixtures("transformer_engine")
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", REPLAYED_EXPERTS])
 def test_transformer_engines_layers_against_fp64(references, name) -> None:
     found = errors_against_fp64(references, name, "bfloat16")
     assert max(found.values()) < 0.1, found
