@@ -3,10 +3,10 @@
     python benchmarks/routing_replay.py [--json] [--tiny] [--seeds 3] [--steps 3] [--layout dp2] [--engine-python P] [--set a.b=value]...
 
 The same short runs with `rollout.routing_replay` off and on, from the same random weights in bfloat16: two trainer processes
-(`--layout tp1`: one, as on a single GPU) and a stock SGLang server. Where the two round apart, a token goes to other experts in one of them (`changed_share` of the choices),
-and its log-prob differs by far more than by rounding. `mean_ratio`, `max_ratio` and `kl_ratio` are the mean and the largest
-|log-prob difference| and the k3 estimate of the KL with replay / without, over all steps; `bytes_per_token` is what the routing
-of a token adds to the 8 bytes of its id and log-prob.
+(`--layout tp1`: one, as on a single GPU) and a stock SGLang server. Where the two round apart, a token goes to other experts
+in one of them (`changed_share` of the choices), and its log-prob differs by far more than by rounding. `mean_ratio`,
+`max_ratio` and `kl_ratio` are the mean and the largest |log-prob difference| and the k3 estimate of the KL with replay /
+without, over all steps; `bytes_per_token` is what the routing of a token adds to the 8 bytes of its id and log-prob.
 """
 
 from __future__ import annotations
