@@ -42,6 +42,9 @@ class FakeActor:
         self.calls: list[str] = []
         self.ratios: list[float] = []
 
+    def finish_steps(self) -> None:
+        """The weights are whole."""
+
     def _outputs(self, num_tokens: int) -> Outputs:
         return Outputs(torch.full((num_tokens,), -1.0 - self.num_steps / 10), torch.zeros(num_tokens))
 

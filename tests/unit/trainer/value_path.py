@@ -43,6 +43,10 @@ class FakeCritic:
     layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(1))
     architecture: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(attention_parity=0))
     rank: int = 0
+    replays_routing: bool = False
+
+    def finish_steps(self) -> None:
+        """The weights are whole."""
 
     def forward_values(self, micro_batches):
         return [micro_batch.token_ids.float() / 10 + self.num_steps for micro_batch in micro_batches]
@@ -66,7 +70,10 @@ class FakePolicy:
     """A policy with log-prob -1 for each token; records the advantages of its samples."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
-    architecture = SimpleNamespace(attention_parity=0)
+    architecture, replays_routing = SimpleNamespace(attention_parity=0), False
+
+    def finish_steps(self) -> None:
+        """The weights are whole."""
 
     def __init__(self) -> None:
         self.num_steps = 0

@@ -25,7 +25,7 @@ class OneAtATime(SglangClient):
         self.decode_s = decode_s
         self.turn: asyncio.Lock | None = None
 
-    async def generate(self, http: object, request: GenerationRequest, rid: str, *, vocab_size: int) -> Generation:
+    async def generate(self, http: object, request: GenerationRequest, rid: str, **model: object) -> Generation:
         self.turn = self.turn or asyncio.Lock()
         async with self.turn:
             await asyncio.sleep(self.decode_s or 3600)
