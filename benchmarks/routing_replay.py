@@ -1,4 +1,4 @@
-"""How far trainer and engine differ on a mixture of experts, each by its own routing and with the engine's replayed.
+"""Difference of trainer and engine on a mixture of experts, each by its own routing and with the engine's replayed.
 
     python benchmarks/routing_replay.py [--json] [--tiny] [--seeds 3] [--steps 3] [--layout dp2] [--engine-python P] [--set a.b=value]...
 

@@ -79,35 +79,11 @@ def tiny_model_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE directory with random float32 weights: 2 layers, 8 experts, 2 of them a token."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from fp8_world import save_model
 
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("moe")
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():  # far from uniform: wrong weights must show
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return directory
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, **experts}
+    return save_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", vocab_size=VOCAB_SIZE, **sizes)
 
 
 @pytest.fixture(scope="session")
