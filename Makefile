@@ -28,7 +28,7 @@ SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-cpu-py311.txt
 SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
-TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py
+TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py
 MODELOPT_TESTS := tests/unit/quantization
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python

@@ -124,6 +124,7 @@ def draw(generator: random.Random) -> dict[str, Any]:
         "sequences": generator.choice((1, 2, 4)),
         "length": generator.choice((128, 192, 256)),
         "micro_batches": 2 * pipeline,
+        "kept_bytes": generator.choice((0, 10**8)),  # all logits of the largest micro-batch are 6 MB
     }
 
 
@@ -157,7 +158,12 @@ def planned(case: Mapping[str, Any], stage: int, directory: Path) -> dict[str, i
     parallel = {FIELDS[name]: size for name, size in case["layout"].items()}
     config = config_from_dict(
         {
-            "model": {"path": str(directory), "dtype": case["dtype"], "recompute_granularity": granularity},
+            "model": {
+                "path": str(directory),
+                "dtype": case["dtype"],
+                "recompute_granularity": granularity,
+                "logprob_kept_gb": case["kept_bytes"] / 1e9,
+            },
             "megatron": dict(options),
             "data": {"train_paths": ["rows.jsonl"], "max_prompt_tokens": 1},
             "rollout": {"max_response_tokens": case["length"] - 1},
@@ -175,7 +181,9 @@ def rows_of(case: Mapping[str, Any], ranks: Sequence[Mapping[str, int]], directo
         measured = {name: max(rank[name] for rank in ranks if rank["stage"] == stage) for name in COMPONENTS}
         plan, total = planned(case, stage, directory), sum(measured.values())
         errors = {name: (plan[name] - size) / size for name, size in measured.items() if size > SMALLEST_SHARE * total}
-        label = {name: case[name] for name in ("family", "processes", "layout", "dtype", "mode", "distributed")}
+        label = {
+            name: case[name] for name in ("family", "processes", "layout", "dtype", "mode", "distributed", "kept_bytes")
+        }
         yield {**label, "stage": stage, "measured": measured, "planned": plan, "errors": errors}
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/head.py [--json] [--save] [--only triton,te_fp8] [--shape 8192,4096,151936]
 
-Cases are "<side> <tokens>x<width>x<vocabulary>". Sides: this package's `reference`, `chunked`, `triton` and `te_fp8`;
+Cases are "<side> <tokens>x<width>x<vocabulary>". Sides: this package's `reference`, `chunked`, `triton`, `triton_tuned` and
+`te_fp8`, those that end in `_kept` with the logits kept for the backward pass (three products, as 6 T H V counts them);
 Liger's fused linear cross entropy, verl's and Apple's kernels where they can be imported. bf16 hidden states and weight; all
 backpropagate the log-probs to both. Every figure is the median over rounds of events on the device. Effective TFLOP/s count
 the three products that training needs (6 T H V), whatever a side computes twice; `tflops_with_recompute` counts a fourth
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -26,7 +28,7 @@ import program
 import torch
 from program import Benchmark, Missing, Row, Rows, rounds_of
 
-from megatron_dapo.ops.lm_head.select import IMPLEMENTATIONS, TRITON, HeadSpec, choose
+from megatron_dapo.ops.lm_head.select import IMPLEMENTATIONS, TRITON, TRITON_TUNED, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,12 +42,21 @@ TRITON_TFLOPS, FP8_FORWARD_SPEEDUP = 550.0, 1.5
 LOSS_TOLERANCE = 0.01
 
 
-def own(name: str, place: HeadSpec) -> Loss:
+KEPT = "_kept"
+OWN = (*IMPLEMENTATIONS, *(f"{name}{KEPT}" for name in (TRITON, TRITON_TUNED)))
+
+
+def own(side: str, place: HeadSpec) -> Loss:
+    name, keep_bytes = side.removesuffix(KEPT), sys.maxsize if side.endswith(KEPT) else 0
     try:
         choose(name, place)
     except ValueError as error:
         raise Missing(str(error)) from None
-    return lambda inputs: -vocab_parallel_logprobs(*inputs, vocab_size=inputs[1].size(0), implementation=name)[0].mean()
+    return lambda inputs: (
+        -vocab_parallel_logprobs(*inputs, vocab_size=inputs[1].size(0), implementation=name, keep_bytes=keep_bytes)[
+            0
+        ].mean()
+    )
 
 
 def liger(place: HeadSpec) -> Loss:
@@ -161,7 +172,7 @@ def shapes_of(arguments: argparse.Namespace) -> list[Shape]:
 
 def cases(arguments: argparse.Namespace) -> list[str]:
     """Those the targets are about first: time may end before the others."""
-    sides = (TRITON, *(name for name in reversed(IMPLEMENTATIONS) if name != TRITON), *PEERS)
+    sides = (TRITON, *(name for name in reversed(OWN) if name != TRITON), *PEERS)
     return [name_of(side, shape) for shape in shapes_of(arguments) for side in sides]
 
 
@@ -189,7 +200,7 @@ def set_blocks(text: str) -> None:
 
 
 def blocks_in_use(hidden: torch.Tensor) -> Any:
-    return importlib.import_module("megatron_dapo.ops.lm_head.fused")._blocks(hidden)
+    return importlib.import_module("megatron_dapo.ops.lm_head.fused").fixed_blocks("sums", hidden, hidden)
 
 
 def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
@@ -198,11 +209,12 @@ def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
 
 def verdicts(rows: Rows, shape: Shape) -> dict[str, bool]:
     """Return target -> met, for the targets whose sides ran."""
-    sides = {side: rows[name] for side in (*IMPLEMENTATIONS, *PEERS) if (name := name_of(side, shape)) in rows}
+    sides = {side: rows[name] for side in (*OWN, *PEERS) if (name := name_of(side, shape)) in rows}
     peers = [sides[name]["forward_backward_ms"] for name in PEERS if name in sides]
     found: dict[str, bool] = {}
-    if "triton" in sides:
-        found["triton_tflops"] = sides["triton"]["effective_tflops"] >= TRITON_TFLOPS
+    for side, row in sides.items():
+        if side.startswith(TRITON):
+            found[f"{side}_tflops"] = row["effective_tflops"] >= TRITON_TFLOPS
     if "triton" in sides and peers:
         found["triton_not_slower_than_the_best_peer"] = sides["triton"]["forward_backward_ms"] <= min(peers)
     if {"triton", "te_fp8"} <= set(sides):

@@ -113,7 +113,8 @@ class Meter:
 
         def measured(name: str) -> Any:
             kernels = kernels_of(name)
-            return SimpleNamespace(sums=self._of_head(kernels.sums), gradients=self._of_head(kernels.gradients))
+            sums, gradients = self._of_head(kernels.sums), self._of_head(kernels.gradients)
+            return SimpleNamespace(room=kernels.room, sums=sums, gradients=gradients)
 
         logprob.kernels_of = measured
         try:
@@ -123,13 +124,14 @@ class Meter:
             logprob.kernels_of = kernels_of
 
     def _of_head(self, function: Any) -> Any:
-        def run(inputs: Any, *others: Any) -> Any:
+        def run(inputs: Any, other: Any) -> Any:
+            kept = getattr(other, "kept", other)  # of the forward pass, or among what the backward pass gets
             # Hidden states that the head keeps are its own, not the layers'.
             self._excluded.add(inputs.hidden.untyped_storage()._cdata)
             with Allocations() as allocations:
-                result = function(inputs, *others)
-            hidden = inputs.hidden.untyped_storage().nbytes()
-            self.head = max(self.head, hidden + allocations.live.peak)
+                result = function(inputs, other)
+            before = inputs.hidden.untyped_storage().nbytes() + (kept.values.nbytes if kept is not None else 0)
+            self.head = max(self.head, before + allocations.live.peak)
             return result
 
         return run
@@ -194,6 +196,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         model=ModelSettings(dtype=case["dtype"], recompute=case["recompute"], megatron=case["megatron"]),
         use_distributed_optimizer=case["distributed"],
         chunk_tokens=case["chunk_tokens"],
+        head_keep_bytes=case["kept_bytes"],
     )
     actor = MegatronActor(architecture, layout, settings, fill)
     micro_batches = micro_batches_of(case, layout, architecture.vocab_size)

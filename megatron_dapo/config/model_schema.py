@@ -17,7 +17,7 @@ from megatron_dapo.config.section import (
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionImplementation = Literal["auto", "flash"]
-LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "te_fp8"]
+LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "triton_tuned", "te_fp8"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -52,8 +52,8 @@ class ModelConfig(Section):
 
     logprob_implementation: LogprobImplementation = "auto"
     """What computes log-probs and entropy. auto: triton for a 16-bit model on compute capability 8.0 or more, else
-    chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. te_fp8: FP8
-    products, an approximation."""
+    chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. triton_tuned:
+    the same, compiled in the shapes that were the fastest here, once measured. te_fp8: FP8 products, an approximation."""
 
     attention_implementation: AttentionImplementation = "auto"
     """Kernels of attention. auto: Transformer Engine's within its layers, else torch's. flash: torch's flash
@@ -63,6 +63,11 @@ class ModelConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is
     large."""
+
+    logprob_kept_gb: NonNegativeFloat = 0.0
+    """Most memory of a rank, in GB (10^9 bytes), in which a training pass keeps a micro-batch's logits until its backward
+    pass, which otherwise computes them again: one of four matrix products of the head. They take 2 bytes for each response
+    token and column of the rank's vocabulary by Triton's kernels, else 4; a micro-batch with more keeps none."""
 
 
 class ParallelConfig(Section):

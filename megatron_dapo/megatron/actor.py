@@ -57,6 +57,7 @@ class HeadSettings:
     temperature: float = 1.0
     chunk_tokens: int | None = None  # tokens whose logits are in memory at a time; None: chosen by size
     implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for its rule
+    keep_bytes: int = 0  # most memory for logits between a forward and its backward pass
     keeps_input: bool = False  # give the loss what the head saw, for a divergence from another model
 
 
@@ -120,6 +121,9 @@ def token_outputs(
         group=head.group,
         implementation=settings.implementation,
         chunk_tokens=settings.chunk_tokens,
+        keep_bytes=settings.keep_bytes,
+        # A divergence gives the weight another gradient, through autograd.
+        adds_to_main_grad=not settings.keeps_input,
     )
     return TokenOutputs(head.spread(logprobs), head.spread(entropy), head if settings.keeps_input else None)
 
@@ -136,6 +140,7 @@ class ActorSettings(TrainingSettings):
 
     chunk_tokens: int | None = None
     head_implementation: str = AUTO
+    head_keep_bytes: int = 0
     keeps_head_input: bool = False  # in training
     replays_routing: bool = False
 
@@ -223,5 +228,11 @@ class MegatronActor(TrainedModel):
         return partial(token_outputs, settings=replace(self._head(temperature), keeps_input=keeps_input))
 
     def _head(self, temperature: float) -> HeadSettings:
-        chunk_tokens, requested = self.settings.chunk_tokens, self.settings.head_implementation
-        return HeadSettings(self.architecture.vocab_size, temperature, chunk_tokens, requested)
+        settings = self.settings
+        return HeadSettings(
+            self.architecture.vocab_size,
+            temperature,
+            settings.chunk_tokens,
+            settings.head_implementation,
+            settings.head_keep_bytes,
+        )

@@ -6,7 +6,8 @@ With logits z_j = (hidden . weight_j) / temperature over the V real columns, and
     entropy = log Z - sum_j p_j z_j               d entropy / d z_j = -p_j (log p_j + entropy)
 
 The logits are taken in tiles of tokens x columns, so at most one tile of them lives at a time, and the backward pass
-computes each tile again from `hidden` and `weight` (kept anyway) and three saved numbers a token. The vocabulary may be
+computes each tile again from `hidden` and `weight` (kept anyway) and three saved numbers a token, unless there is room to
+keep them all: that saves one of four matrix products. The vocabulary may be
 sharded over a tensor-parallel group: per call, forward does one all-reduce of the maxima and one of the stacked (sum
 exp, sum exp * logit, target logit), both of [tokens] size; backward does none, because the gradient of `hidden` is left
 as this rank's partial sum.
@@ -40,6 +41,8 @@ def vocab_parallel_logprobs(
     implementation: str = "auto",
     chunk_tokens: int | None = None,
     chunk_columns: int | None = None,
+    keep_bytes: int = 0,
+    adds_to_main_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of `targets` and the entropy of the whole distribution, both [P] and differentiable.
 
@@ -47,7 +50,11 @@ def vocab_parallel_logprobs(
     matrix, rows in rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are
     padding. group: ranks over which the rows are sharded, None for one shard. implementation: a name of
     `lm_head.select.IMPLEMENTATIONS` or "auto". chunk_tokens, chunk_columns: tokens and columns whose logits live at a
-    time; None: by the device's cache or memory. `triton` has tiles of its own.
+    time; None: by the device's cache or memory. `triton` has tiles of its own. keep_bytes: most memory that this call may
+    hold until its backward pass for logits, which then need not be computed again. adds_to_main_grad: add the weight's
+    gradient to its fp32 `main_grad`, where it has one, as megatron-core's layers with fused accumulation do: autograd gets
+    a tensor without meaning and `grad_added_to_main_grad` says so, hence nothing but an embedding of the same weight
+    (`zero_out_wgrad`) may give it another gradient. `reference` has neither.
     Sums run in fp32 (fp64 for fp64 inputs) and the results have that type. The gradient of `hidden` is this rank's
     partial sum over its columns: the caller reduces it over `group`. Every rank gets the same values bit for bit.
     Values that are not finite come out as values that are not finite, in their token's row.
@@ -62,7 +69,7 @@ def vocab_parallel_logprobs(
     if name == REFERENCE:
         logprobs, entropy = reference.logprobs_and_entropy(inputs)
         return _nan_outside_vocabulary(logprobs, targets, vocab_size), entropy
-    return _Head.apply(hidden, weight, inputs, kernels_of(name))
+    return _Head.apply(hidden, weight, inputs, kernels_of(name), keep_bytes, adds_to_main_grad)
 
 
 def shard_of(
@@ -115,11 +122,21 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, inputs: HeadInputs, kernels: ModuleType
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        inputs: HeadInputs,
+        kernels: ModuleType,
+        keep_bytes: int,
+        adds_to_main_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy, maxima, log_totals = combine(*kernels.sums(inputs), inputs.shard)
+        kept = kernels.room(inputs, keep_bytes) if keep_bytes and any(ctx.needs_input_grad) else None
+        logprobs, entropy, maxima, log_totals = combine(*kernels.sums(inputs, kept), inputs.shard)
         ctx.save_for_backward(hidden, weight, inputs.targets, entropy, maxima, log_totals)
-        ctx.shard, ctx.tiles, ctx.kernels = inputs.shard, inputs.tiles, kernels
+        ctx.shard, ctx.tiles, ctx.kernels, ctx.kept = inputs.shard, inputs.tiles, kernels, kept
+        is_added = adds_to_main_grad and ctx.needs_input_grad[1]
+        # The parameter itself: what is saved for the backward pass comes back without its attributes.
+        ctx.parameter, ctx.main_grad = weight, _main_grad(weight, maxima.dtype) if is_added else None
         # An unused entropy then costs nothing in the backward pass: its gradient is None, not zeros.
         ctx.set_materialize_grads(False)
         return _nan_outside_vocabulary(logprobs, inputs.targets, inputs.shard.vocab_size), entropy
@@ -130,7 +147,7 @@ class _Head(torch.autograd.Function):
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None
+            return (None,) * 6
         hidden, weight, targets, *of_forward = ctx.saved_tensors
         inputs = HeadInputs(hidden, weight, targets, ctx.shard, ctx.tiles)
         upstream = Upstream(
@@ -138,8 +155,31 @@ class _Head(torch.autograd.Function):
             _over_temperature(grad_logprobs, ctx.shard),
             _over_temperature(grad_entropy, ctx.shard),
             *ctx.needs_input_grad[:2],
+            ctx.kept,
+            ctx.main_grad,
         )
-        return *ctx.kernels.gradients(inputs, upstream), None, None
+        ctx.kept = None  # overwritten: another backward pass over this graph computes the logits again
+        to_hidden, to_weight = ctx.kernels.gradients(inputs, upstream)
+        if ctx.main_grad is not None:
+            to_weight = _gradient_beside_main_grad(ctx.parameter)
+        return to_hidden, to_weight, None, None, None, None
+
+
+def _main_grad(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the tensor that sums the weight's gradients over micro-batches, if it has the type of the head's sums."""
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad if main_grad is not None and main_grad.dtype == dtype else None
+
+
+def _gradient_beside_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd gets for a weight whose gradient is in its `main_grad`: megatron-core's hook wants a tensor of its
+    shape and ignores it."""
+    if getattr(
+        weight, "zero_out_wgrad", False
+    ):  # the hook adds what comes from the embedding, so nothing may be added to it
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
 
 
 def _over_temperature(gradient: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:

@@ -99,6 +99,7 @@ def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = 
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
+        head_keep_bytes=round(1e9 * config.model.logprob_kept_gb),
         keeps_head_input=config.algorithm.gkl.coefficient > 0,
         replays_routing=replays_routing,
         seed=config.run.seed,

@@ -383,7 +383,7 @@ def model_settings(case: Mapping[str, Any]) -> ModelSettings:
 
 
 def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed"}.
+    """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed", "keep_bytes"}.
 
     Micro-batches of a pipeline are made equal in length where the case has "padded".
     """
@@ -393,6 +393,7 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
         settings = ActorSettings(
             model=model_settings(case),
             use_distributed_optimizer=case.get("distributed", True),
+            head_keep_bytes=case.get("keep_bytes", 0),
             replays_routing=case["model"].endswith(REPLAYED),
         )
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])

@@ -10,18 +10,19 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"pipeline": 2, "virtual_pipeline": 2},
     {"context": 2, "tensor": 2, "sequence_parallel": True},
 )
+ALL_LOGITS = 1 << 30
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4096}  # elements of a bucket
 CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in LAYOUTS for model in MODELS] + [
     {"model": "qwen3", "layout": {"tensor": 4}},  # more tensor ranks than key-value heads
     {"model": "qwen2-tied", "layout": {"pipeline": 4}, "distributed": False},
     {"model": "qwen2", "layout": {"context": 4}, "recompute": "selective"},
-    {"model": "llama3", "layout": {}},
+    {"model": "llama3", "layout": {}, "keep_bytes": ALL_LOGITS},
     {"model": "qwen3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "recompute": "full"},
     {"model": "qwen3", "layout": {"pipeline": 2, "first_stage_layers": 1}},
     {"model": "qwen2-tied", "layout": {"pipeline": 2, "tensor": 2, "first_stage_layers": 3, "last_stage_layers": 1}},
     # Micro-batches of equal length, whose stages do not exchange lengths.
     {"model": "qwen2", "layout": {"pipeline": 2}, "padded": True},
-    {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "padded": True},
+    {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "padded": True, "keep_bytes": ALL_LOGITS},
     {"model": "llama3", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "padded": True},
     {"model": "qwen2-tied", "layout": {"context": 2, "pipeline": 2}, "padded": True},
     {"model": "qwen3-moe", "layout": {"expert": 2, "pipeline": 2}, "padded": True},
@@ -29,7 +30,12 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
     {"model": "qwen2", "layout": {}, "megatron": BUCKETS},
     {"model": "qwen2-tied", "layout": {"pipeline": 2}, "megatron": BUCKETS},
     {"model": "qwen3", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "megatron": BUCKETS},
-    {"model": "llama3", "layout": {"context": 2, "tensor": 2, "sequence_parallel": True}, "megatron": BUCKETS},
+    {
+        "model": "llama3",
+        "layout": {"context": 2, "tensor": 2, "sequence_parallel": True},
+        "megatron": BUCKETS,
+        "keep_bytes": ALL_LOGITS,
+    },
     {"model": "qwen3-moe", "layout": {"expert": 2}, "megatron": BUCKETS, "distributed": False},
     {"model": "qwen2", "layout": {"tensor": 2}, "recompute": "selective", "megatron": {"recompute_modules": ["mlp"]}},
     {

@@ -49,6 +49,48 @@ def test_bf16_against_fp64(available, device, name, shape, temperature) -> None:
     assert not found.to_weight[vocab_size:].any()
 
 
+@pytest.mark.parametrize("name", ["chunked", "triton", "te_fp8"])
+@pytest.mark.parametrize("shape", [(0, 128, 40, 128), (129, 128, 1009, 1024), (300, 896, 32003, 32128)])
+def test_kept_logits_give_the_gradients_of_those_computed_again(available, device, name, shape) -> None:
+    num_tokens, width, vocab_size, rows = shape
+    available(name, width=width, rows=rows)
+    inputs = make(num_tokens, width, vocab_size, rows, scale=width**-0.5, dtype=torch.bfloat16, device=device)
+    kept = run(inputs, vocab_size=vocab_size, implementation=name, temperature=0.7, keep_bytes=GIB)
+    again = run(inputs, vocab_size=vocab_size, implementation=name, temperature=0.7)
+    assert torch.equal(kept.logprobs, again.logprobs) and torch.equal(kept.entropy, again.entropy)
+    assert relative_norm(kept.to_hidden, again.to_hidden) <= 3e-3
+    assert relative_norm(kept.to_weight, again.to_weight) <= 3e-3
+
+
+@pytest.mark.parametrize("keep_bytes", [0, GIB])
+def test_tuned_blocks_compute_the_same(available, device, keep_bytes) -> None:
+    """All candidates are compiled and measured: about a minute a use, unless Triton's cache has them."""
+    inputs = make(300, 512, 32003, 32128, scale=0.05, dtype=torch.bfloat16, device=device)
+    name = available("triton_tuned", width=512, rows=32128)
+    found = run(inputs, vocab_size=32003, implementation=name, keep_bytes=keep_bytes)
+    right = exact(inputs, vocab_size=32003)
+    assert (found.logprobs.double() - right.logprobs).abs().max() <= 2e-3
+    assert relative_norm(found.to_hidden, right.to_hidden) <= 1e-2
+    assert relative_norm(found.to_weight, right.to_weight) <= 1e-2
+
+
+@pytest.mark.parametrize("tokens", [300, 9000])  # one tile of tokens, and more
+@pytest.mark.parametrize("name", ["chunked", "triton", "te_fp8"])
+def test_the_weights_gradient_is_added_to_main_grad(available, device, name, tokens) -> None:
+    available(name, width=256, rows=1024)
+    hidden, weight, targets = make(tokens, 256, 1000, 1024, scale=0.1, dtype=torch.bfloat16, device=device)
+    parameter = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.full(weight.shape, 0.5, device=device)
+    for _ in range(2):
+        settings = {"vocab_size": 1000, "implementation": name, "adds_to_main_grad": True}
+        vocab_parallel_logprobs(hidden, parameter, targets, **settings)[0].sum().backward()
+        assert parameter.grad is not None and parameter.grad_added_to_main_grad
+        parameter.grad = None
+    leaf = weight.clone().requires_grad_()
+    vocab_parallel_logprobs(hidden, leaf, targets, vocab_size=1000, implementation=name)[0].sum().backward()
+    assert relative_norm((parameter.main_grad - 0.5) / 2, leaf.grad) <= 3e-3
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_targets_in_every_column(available, device, name) -> None:
     hidden, weight, _ = make(1030, 64, 1030, 1152, scale=0.125, dtype=torch.bfloat16, device=device)

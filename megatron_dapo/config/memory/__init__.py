@@ -25,7 +25,7 @@ from megatron_dapo.config.memory.engine import (
     engine_weight_bytes,
     kv_bytes_per_token,
 )
-from megatron_dapo.config.memory.head import Tiles, head_tiles
+from megatron_dapo.config.memory.head import KEPT_GROUP, Tiles, head_tiles, kept_logit_bytes
 from megatron_dapo.config.memory.model import TRAINER_CONTEXT, ModelMemory, model_memory, stage_memory
 from megatron_dapo.config.memory.parameters import (
     ITEM_SIZES,

@@ -22,6 +22,8 @@ MIN_TILE_COLUMNS = 512
 # its copy in the model's type.
 DEVICE_HEAD_TILES = 4
 CPU_HEAD_TILES = 2  # logits and exponentials
+# Columns that share the largest logit which kept 16-bit ones are relative to.
+KEPT_GROUP = 64
 
 
 class Tiles(NamedTuple):
@@ -47,33 +49,54 @@ def head_tiles(
     return Tiles(tokens, min(columns, width))
 
 
+def kept_logit_bytes(num_tokens: int, num_columns: int, item: int, is_grouped: bool) -> int:
+    """Return the bytes of logits of `item` bytes that are kept for the backward pass, with the largest of each group or
+    without."""
+    groups = -(-num_columns // KEPT_GROUP) if is_grouped else 0
+    return num_tokens * (item * num_columns + FP32 * groups)
+
+
 def head_bytes(
     config: Config, architecture: ArchitectureFacts, kernels: Kernels = "transformer_engine", trains: bool = True
 ) -> int:
-    """Return the bytes of the log-prob head: hidden states of all tokens and tiles of logits; where it `trains` also the hidden
-    states' gradient, in fp32 and in the model's type, and the output weight's."""
+    """Return the bytes of the log-prob head: hidden states of all tokens and tiles of logits; where it `trains` also logits that
+    are kept, the hidden states' gradient, in fp32 and in the model's type, and what stands for the output weight's, which goes
+    to its sum over micro-batches."""
     item, tokens = ITEM_SIZES[config.model.dtype], tokens_of_rank(config)
     tensor, width = config.parallel.tp_size, architecture.hidden_size
     rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
+    columns = min(rows, architecture.vocab_size)
     if config.model.logprob_implementation == "reference":
         tiles = 3 * FP32 * tokens * rows  # of all tokens: logits, probabilities and their gradient
     elif kernels == "torch":
-        return _torch_head_bytes(config, tokens, min(rows, architecture.vocab_size), width, trains)
+        return _torch_head_bytes(config, tokens, columns, width, trains)
     else:
-        tiles = DEVICE_HEAD_TILES * FP32 * min(DEVICE_TILE_ELEMENTS, tokens * rows)
+        tiles = DEVICE_HEAD_TILES * FP32 * min(DEVICE_TILE_ELEMENTS, tokens * rows) + _kept(
+            config, tokens, columns, trains
+        )
+    # Of the weight's shape there is one tensor in its type; an fp32 one is allowed for, without which plans fell 1 % short of
+    # what a device had allocated.
     gradients = tokens * width * (item + FP32) + (item + FP32) * rows * width
     return tokens * width * item + tiles + gradients * trains
+
+
+def _kept(config: Config, tokens: int, columns: int, trains: bool, on_cpu: bool = False) -> int:
+    """Return the most bytes of kept logits: those of a full micro-batch, or where it has too many, of a smaller one."""
+    is_fused = not on_cpu and config.model.logprob_implementation in ("auto", "triton", "triton_tuned")
+    item = ITEM_SIZES[config.model.dtype] if is_fused else FP32
+    return trains * min(round(1e9 * config.model.logprob_kept_gb), kept_logit_bytes(tokens, columns, item, is_fused))
 
 
 def _torch_head_bytes(config: Config, tokens: int, columns: int, width: int, trains: bool) -> int:
     """Return the larger of what the forward and the backward pass of the head in tiles hold on a CPU."""
     item = ITEM_SIZES[config.model.dtype]
     tile = head_tiles(tokens, columns, True, config.model.logprob_chunk_tokens)
-    logits = FP32 * min(tile.tokens, tokens) * tile.columns
+    logits, kept = FP32 * min(tile.tokens, tokens) * tile.columns, _kept(config, tokens, columns, trains, on_cpu=True)
     # Rows of a 16-bit weight are widened for its products, and in the backward pass tokens.
     widened = FP32 * width * tile.columns if item < FP32 else 0
     forward = CPU_HEAD_TILES * logits + widened
-    backward = logits + tokens * width * (FP32 + item) + item * columns * width
-    if widened:  # and the weight's gradient is rounded from fp32
-        backward += 2 * widened + FP32 * width * min(tile.tokens, tokens)
-    return item * tokens * width + (max(forward, backward) if trains else forward)
+    backward = (0 if kept else logits) + tokens * width * FP32
+    if widened:
+        # Its widened tokens have gone when the gradient of the hidden states is rounded.
+        backward += widened + FP32 * width * min(tile.tokens, tokens)
+    return item * tokens * width + kept + (max(forward, backward) if trains else forward)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dapo.config.memory import kept_logit_bytes
 from megatron_dapo.ops.lm_head.inputs import (
     Gradients,
     HeadInputs,
+    KeptLogits,
     Upstream,
     accumulation_dtype,
     add_product,
@@ -69,7 +71,18 @@ def accumulate(
     totals[1] += logits.mul_(exponentials).sum(dim=1)
 
 
-def sums(inputs: HeadInputs, source: TileLogits | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def room(inputs: HeadInputs, most_bytes: int) -> KeptLogits | None:
+    """Return memory for the products of all tokens and columns as they are, None where it takes more than `most_bytes`."""
+    dtype = accumulation_dtype(torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype))
+    num_tokens, num_columns = inputs.hidden.size(0), inputs.shard.num_columns
+    if kept_logit_bytes(num_tokens, num_columns, dtype.itemsize, is_grouped=False) > most_bytes:
+        return None
+    return KeptLogits(inputs.hidden.new_empty(num_tokens, num_columns, dtype=dtype))
+
+
+def sums(
+    inputs: HeadInputs, kept: KeptLogits | None = None, source: TileLogits | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the sums of `lm_head`, from the logits of `source`."""
     source = source or TileLogits(inputs)
     num_tokens = inputs.hidden.size(0)
@@ -81,6 +94,8 @@ def sums(inputs: HeadInputs, source: TileLogits | None = None) -> tuple[torch.Te
         source.enter(columns)
         for tokens in inputs.token_tiles():
             products, in_tile = source.logits(tokens), column[tokens] - columns.start
+            if kept is not None:
+                kept.values[tokens, columns] = products
             source.accumulate(maxima[tokens], totals[:, tokens], products, in_tile, inputs.shard.temperature)
     return maxima, totals
 
@@ -96,7 +111,7 @@ def _within(column: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch
 
 
 class TileGradients:
-    """Gradients of raw products, tile by tile: the tile's logits computed again and turned into their gradient."""
+    """Gradients of raw products, tile by tile: the tile's logits, kept or computed again, turned into their gradient."""
 
     def __init__(self, inputs: HeadInputs, upstream: Upstream) -> None:
         self._temperature, self._upstream = inputs.shard.temperature, upstream
@@ -104,7 +119,9 @@ class TileGradients:
 
     def of(self, source: TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
         """Return [c, n] for these tokens and the entered columns; the next call may overwrite it."""
-        logits = scaled(source.logits(tokens), self._temperature)
+        kept = self._upstream.kept
+        products = source.logits(tokens) if kept is None else kept.values[tokens, columns]
+        logits = scaled(products, self._temperature)
         return logit_gradients(logits, self._upstream, tokens, self._column[tokens] - columns.start)
 
 
@@ -118,12 +135,16 @@ def gradients(
     source, tile_gradients = source or TileLogits(inputs), tile_gradients or TileGradients(inputs, upstream)
     hidden, weight, dtype = inputs.hidden, inputs.weight, upstream.maxima.dtype
     to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
-    to_weight = torch.empty_like(weight) if upstream.needs_weight else None
+    main_grad = upstream.main_grad
+    to_weight = torch.empty_like(weight) if upstream.needs_weight and main_grad is None else None
     # The product of all tokens at once is summed in fp32 inside and rounded once, as a sum over tiles of tokens would be.
     is_one_product = 0 < hidden.size(0) <= inputs.tiles.tokens
     for columns in inputs.column_tiles():
         source.enter(columns)
-        to_rows = None if is_one_product else _accumulator(to_weight, columns, dtype)
+        if main_grad is not None:
+            to_rows: torch.Tensor | None = main_grad[columns]
+        else:
+            to_rows = None if is_one_product else _accumulator(to_weight, columns, dtype)
         for tokens in inputs.token_tiles():
             grad = tile_gradients.of(source, tokens, columns).to(source.rows().dtype)
             if to_hidden is not None:

@@ -18,7 +18,7 @@ import torch
 from megatron_dapo.ops.fp8 import BLOCK, Quantized, quantize_hidden, quantize_weight
 from megatron_dapo.ops.lm_head import chunked
 from megatron_dapo.ops.lm_head.compat import FP8_BLOCKS, import_failure, transformer_engine_obstacle
-from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, Tiles, Upstream
+from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, KeptLogits, Tiles, Upstream
 
 TRANSFORMER_ENGINE, SCALED_MM, EMULATED = "Transformer Engine", "torch scaled_mm", "emulated in fp32"
 MIN_CAPABILITY = (9, 0)
@@ -174,10 +174,13 @@ def _in_blocks(inputs: HeadInputs) -> HeadInputs:
     return replace(inputs, tiles=Tiles(inputs.tiles.tokens, columns))
 
 
-def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
+room = chunked.room
+
+
+def sums(inputs: HeadInputs, kept: KeptLogits | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the sums of `lm_head`."""
     inputs = _in_blocks(inputs)
-    maxima, totals = chunked.sums(inputs, Fp8Logits(inputs))
+    maxima, totals = chunked.sums(inputs, kept, Fp8Logits(inputs))
     # A conversion that saturates makes 448 of infinity: 0 * infinity puts a NaN in its place.
     totals[0].add_(inputs.hidden.abs().amax(dim=1).mul(0.0))
     return maxima, totals

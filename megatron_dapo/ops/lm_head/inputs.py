@@ -45,6 +45,18 @@ class HeadInputs:
 
 
 @dataclass(frozen=True)
+class KeptLogits:
+    """Logits of a training pass for its backward pass, which then multiplies nothing again.
+
+    In 16 bits each is relative to the largest of its token in its group of columns: rounding changes a probability by
+    2^-12 of the distance to that largest logit, and where the distance is large there is little probability to change.
+    """
+
+    values: torch.Tensor  # [P, columns], divided by the temperature
+    largest: torch.Tensor | None = None  # [P, groups of columns] fp32, what to add to `values`; None: nothing
+
+
+@dataclass(frozen=True)
 class Upstream:
     """Results of the forward pass and gradients of its outputs, each [P].
 
@@ -59,6 +71,9 @@ class Upstream:
     to_entropy: torch.Tensor | None
     needs_hidden: bool
     needs_weight: bool
+    kept: KeptLogits | None = None
+    # The fp32 sum of the weight's gradients over micro-batches [rows, h]: the gradient is added there and not returned.
+    main_grad: torch.Tensor | None = None
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]

@@ -16,10 +16,11 @@ import torch
 from megatron_dapo.ops.lm_head import fp8_logits
 from megatron_dapo.ops.lm_head.compat import import_failure
 
-AUTO, REFERENCE, CHUNKED, TRITON, TE_FP8 = "auto", "reference", "chunked", "triton", "te_fp8"
+AUTO, REFERENCE, CHUNKED, TE_FP8 = "auto", "reference", "chunked", "te_fp8"
+TRITON, TRITON_TUNED = "triton", "triton_tuned"
 _PACKAGE = "megatron_dapo.ops.lm_head"
-# Modules with `sums` and `gradients`. `fused` is imported when it is selected: Triton may not be installed.
-_MODULES = MappingProxyType({CHUNKED: "chunked", TRITON: "fused", TE_FP8: "fp8_logits"})
+# Modules of `lm_head`. Those of Triton are imported when they are selected: Triton may not be installed.
+_MODULES = MappingProxyType({CHUNKED: "chunked", TRITON: "fused", TRITON_TUNED: "fused_tuned", TE_FP8: "fp8_logits"})
 # `reference` is one differentiable function and has no such module.
 IMPLEMENTATIONS = (REFERENCE, *_MODULES)
 MIN_CAPABILITY = (8, 0)
@@ -58,7 +59,7 @@ def choose(requested: str, spec: HeadSpec) -> Choice:
             f"log-prob head: no implementation {requested!r}; choose one of {AUTO}, {', '.join(IMPLEMENTATIONS)}"
         )
     obstacle = None
-    if requested == TRITON:
+    if requested in (TRITON, TRITON_TUNED):
         obstacle = _triton_obstacle(spec)
     elif requested == TE_FP8:
         obstacle = fp8_logits.obstacle(spec.device, spec.dtype, spec.width, spec.rows)
@@ -69,7 +70,7 @@ def choose(requested: str, spec: HeadSpec) -> Choice:
 
 
 def kernels_of(name: str) -> ModuleType:
-    """Return the module with `sums` and `gradients` of an implementation other than `reference`."""
+    """Return the module of an implementation other than `reference`."""
     return importlib.import_module(f"{_PACKAGE}.{_MODULES[name]}")
 
 

@@ -160,8 +160,10 @@ def test_targets_of_the_head_are_judged_from_what_ran(head) -> None:
     assert head.verdicts(rows, shape) == {"triton_tflops": True}
     rows[head.name_of("liger", shape)] = {"forward_backward_ms": 49.0}
     rows[head.name_of("te_fp8", shape)] = {"forward_ms": 9.0}
+    rows[head.name_of("triton_tuned_kept", shape)] = {"effective_tflops": 540.0}
     assert head.verdicts(rows, shape) == {
         "triton_tflops": True,
+        "triton_tuned_kept_tflops": False,
         "triton_not_slower_than_the_best_peer": False,
         "te_fp8_forward_speedup": True,
     }

@@ -31,14 +31,16 @@ def row(seconds: float, extra: int, loss: float = 5.0) -> dict:
 
 def test_ratios_are_of_the_least_figures(benchmark) -> None:
     rows = {"chunked": [row(6.0, 30), row(5.0, 20)], "logits": [row(4.0, 400)], "cross_entropy": [row(2.5, 100)]}
-    keys = benchmark.compare(rows)
+    keys = benchmark.compare({**rows, "kept": [row(4.5, 250), row(4.0, 200)]})
+    assert keys["kept_memory_ratio"] == pytest.approx(0.5) and keys["kept_time_ratio"] == pytest.approx(0.8)
     assert keys["memory_ratio"] == pytest.approx(0.05) and keys["time_ratio"] == pytest.approx(1.25)
     assert keys["time_ratio_cross_entropy"] == pytest.approx(2.0)
     assert keys["wall_time_ratio"] == pytest.approx(1.25)
 
 
-def test_sides_that_compute_something_else_are_an_error(benchmark) -> None:
-    rows = {"chunked": [row(1.0, 1)], "logits": [row(1.0, 1, loss=5.1)], "cross_entropy": [row(1.0, 1)]}
+@pytest.mark.parametrize("wrong", ["logits", "kept"])
+def test_sides_that_compute_something_else_are_an_error(benchmark, wrong) -> None:
+    rows = {side: [row(1.0, 1)] for side in benchmark.SIDES} | {wrong: [row(1.0, 1, loss=5.1)]}
     with pytest.raises(ValueError, match="do not compute the same"):
         benchmark.compare(rows)
 

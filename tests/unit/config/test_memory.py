@@ -336,6 +336,21 @@ def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_
     assert 0.45 * exact < formula < exact
 
 
+@pytest.mark.parametrize(
+    ("implementation", "item"), [("auto", 2 + 4 / 64), ("triton_tuned", 2 + 4 / 64), ("te_fp8", 4)]
+)
+def test_kept_logits_are_counted_up_to_their_limit(implementation: str, item: float) -> None:
+    def head(kept_gb: float, stage: int = 1) -> int:
+        model = {"logprob_implementation": implementation, "logprob_kept_gb": kept_gb}
+        config = run_of(model=model, parallel={"tp_size": 4, "pp_size": 2}, training={"micro_batch_tokens": 8192})
+        return stage_memory(config, facts_of(QWEN_7B), 8, stage).head
+
+    exact = int(8192 * (152064 / 4) * item)
+    assert head(2.0) - head(0.0) == exact
+    assert head(0.1) - head(0.0) == 10**8, "micro-batches with fewer tokens keep them"
+    assert head(2.0, stage=0) == 0
+
+
 def test_a_stage_with_more_layers_has_more_parameters_and_activations() -> None:
     even = ParallelConfig(pp_size=4)
     uneven = ParallelConfig(pp_size=4, first_stage_layers=13, last_stage_layers=19)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,70 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_dapo.ops.lm_head import fused, fused_kernels
+from megatron_dapo.config.memory import KEPT_GROUP
+from megatron_dapo.ops.lm_head import fused, fused_kernels, fused_tuned
+from megatron_dapo.ops.lm_head.fused import Blocks
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 OF_THE_MODEL = ("hidden", "weight", "gradients")
-IN_FP32 = ("logits", "maxima", "sums", "one_over_totals", "constants", "slopes", "to_targets")
-USES = (
-    (fused_kernels.partial_sums, False),
-    (fused_kernels.logit_gradients, False),
-    (fused_kernels.logit_gradients, True),
+IN_FP32 = ("logits", "maxima", "sums", "kept_largest", "one_over_totals", "constants", "slopes", "to_targets")
+SUMS, GRADIENTS = fused_kernels.partial_sums, fused_kernels.logit_gradients
+# Every use of the kernels with products: for log-probs and for training with logits kept; without a slope and with one.
+USES: tuple[tuple[Any, dict[str, bool]], ...] = (
+    (SUMS, {"KEEP": False}),
+    (SUMS, {"KEEP": True}),
+    (GRADIENTS, {"HAS_SLOPE": False}),
+    (GRADIENTS, {"HAS_SLOPE": True}),
 )
 
 
-def cases() -> Iterator[tuple[Any, bool, fused.Blocks, str, int]]:
-    for (size, is_hopper), blocks in fused._BLOCKS.items():
-        for kernel, has_slope in USES:
-            yield kernel, has_slope, blocks, {2: "bf16", 4: "fp32"}[size], 90 if is_hopper else 80
+@dataclass(frozen=True)
+class Case:
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    kind: str  # of the model
+    capability: int
+    blocks: str = ""
+
+
+def cases() -> Iterator[Case]:
+    chosen = [
+        (kind, blocks, *key) for key, blocks in fused._BLOCKS.items() for kind in [{2: "bf16", 4: "fp32"}[key[0]]]
+    ]
+    tuned = [("bf16", blocks, 2, is_hopper) for blocks in fused_tuned.CANDIDATES for is_hopper in (True, False)]
+    for kind, blocks, size, is_hopper in chosen + [row for row in tuned if row[3] or not row[1].has_tma]:
+        for kernel, use in USES:
+            if blocks != fused._BLOCKS[size, is_hopper] and use in ({"KEEP": True}, {"HAS_SLOPE": False}):
+                continue  # a candidate is compiled as it is measured
+            constants = {
+                **blocks.meta(),
+                **use,
+                "PRECISION": "ieee" if kind == "fp32" else "tf32",
+                "WIDEN": False,
+                "GROUP": KEPT_GROUP,
+            }
+            name = describe(blocks)
+            yield Case(kernel, constants, blocks.num_warps, blocks.num_stages, kind, 90 if is_hopper else 80, name)
     for capability in (80, 90):
-        blocks = fused.Blocks(4, 1024, 0, num_warps=4, num_stages=3)
-        yield fused_kernels.sums_of_logits, False, blocks, "fp32", capability
+        yield Case(fused_kernels.sums_of_logits, {"BLOCK_TOKENS": 4, "BLOCK_COLUMNS": 1024}, 4, 3, "fp32", capability)
+        constants = {"BLOCK_TOKENS": 32, "GROUP": KEPT_GROUP, "HAS_SLOPE": True}
+        yield Case(fused_kernels.gradients_of_kept, constants, 4, 3, "bf16", capability)
+
+
+def describe(blocks: Blocks) -> str:
+    return (
+        f"{blocks.tokens}x{blocks.columns}x{blocks.width},{blocks.num_warps} warps,{blocks.num_stages} stages"
+        f"{',tma' * blocks.has_tma}{',flat' * blocks.is_flattened}"
+    )
 
 
 def signature_of(name: str, kind: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if name == "kept":
+        return "*fp32" if kind == "fp32" else "*fp16"
     if name in OF_THE_MODEL:
         return f"*{kind}"
     if name in IN_FP32:
@@ -44,11 +85,10 @@ def signature_of(name: str, kind: str, constants: dict[str, Any]) -> str:
     return {"target_columns": "*i64", "one_over_temperature": "fp32"}.get(name, "i32")
 
 
-def compile_case(kernel: Any, has_slope: bool, blocks: fused.Blocks, kind: str, capability: int) -> dict[str, Any]:
-    names = kernel.arg_names
-    asked = {**blocks.arguments("ieee" if kind == "fp32" else "tf32"), "HAS_SLOPE": has_slope}
-    constants = {name: value for name, value in asked.items() if name in names}
-    signature = {name: signature_of(name, kind, constants) for name in names}
+def compile_case(case: Case) -> dict[str, Any]:
+    kernel, names = case.kernel, case.kernel.arg_names
+    constants = {name: value for name, value in case.constants.items() if name in names}
+    signature = {name: signature_of(name, case.kind, constants) for name in names}
     # As at the sizes of a model: all but the temperature is divisible by 16.
     attributes = {
         (index,): [["tt.divisibility", 16]]
@@ -58,17 +98,19 @@ def compile_case(kernel: Any, has_slope: bool, blocks: fused.Blocks, kind: str, 
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
     )
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
     ptx = compiled.asm["ptx"]
+    words = {"wgmma": "wgmma", "mma.sync": "mma.sync", "fma.rn.f32": "fma", "cp.async.bulk.tensor": "tma"}
     return {
         "kernel": kernel.__name__,
-        "capability": capability,
-        "type": kind,
-        "slope": has_slope,
+        "capability": case.capability,
+        "type": case.kind,
+        "use": ",".join(f"{name}={case.constants.get(name)}" for name in ("KEEP", "HAS_SLOPE") if name in names),
+        "blocks": case.blocks,
         "shared": compiled.metadata.shared,
-        "products": ",".join(word for word in ("wgmma", "mma.sync", "fma.rn.f32") if word in ptx),
-        "assembler": assembled(ptx, capability),
+        "products": ",".join(name for word, name in words.items() if word in ptx),
+        "assembler": assembled(ptx, case.capability),
     }
 
 
@@ -84,4 +126,4 @@ def assembled(ptx: str, capability: int) -> str:
 
 if __name__ == "__main__":
     for case in cases():
-        print("\t".join(f"{key}={value}" for key, value in compile_case(*case).items()))
+        print("\t".join(f"{key}={value}" for key, value in compile_case(case).items()), flush=True)

@@ -65,7 +65,7 @@ def exact(inputs, *, temperature: float = 1.0, vocab_size: int) -> Result:
 
 
 def run(inputs, *, vocab_size: int, **settings) -> Result:
-    """Call `vocab_parallel_logprobs`; settings: implementation, temperature, chunk_tokens, chunk_columns, group."""
+    """Call `vocab_parallel_logprobs`; settings: those of its keywords that remain."""
     leaves = inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_()
     return _differentiate(vocab_parallel_logprobs(*leaves, inputs[2], vocab_size=vocab_size, **settings), leaves)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,22 +11,23 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
+from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards, upstream_of
 from packaging.version import Version
 
 from megatron_dapo.ops.lm_head import chunked
 from megatron_dapo.ops.lm_head.inputs import HeadInputs, Tiles, VocabShard, combine
-from megatron_dapo.ops.lm_head.select import HeadSpec, choose
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose, kernels_of
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 TILES = {
     "reference": {},
     "chunked": {"chunk_tokens": 5, "chunk_columns": 8},
     "triton": {"chunk_tokens": 24, "chunk_columns": 40},
+    "triton_tuned": {"chunk_tokens": 24, "chunk_columns": 40},
 }
 # Triton reads the variable when it is imported, which other tests of this process may have done before.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-RUNNING = ["triton"] if IS_INTERPRETED else ["reference", "chunked"]
+RUNNING = ["triton", "triton_tuned"] if IS_INTERPRETED else ["reference", "chunked"]
 
 
 def interpreter_is_broken() -> bool:
@@ -138,6 +140,140 @@ def test_forward_without_gradients_is_the_training_forward_bit_for_bit(settings)
     assert torch.equal(old[0], training.logprobs) and torch.equal(old[1], training.entropy)
 
 
+# ---- logits kept for the backward pass
+
+
+@pytest.fixture
+def keeping(settings, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Settings with room for all logits; computing one of them again in the backward pass is an error."""
+    if settings["implementation"] == "reference":
+        pytest.skip("it has all logits anyway")
+    kernels = kernels_of(settings["implementation"])
+    gradients = kernels.gradients
+
+    def without_products(*arguments):
+        def fail(*_):
+            raise AssertionError("logits were computed again")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(chunked.TileLogits, "logits", fail)
+            if IS_INTERPRETED:
+                patch.setattr(importlib.import_module("megatron_dapo.ops.lm_head.fused"), "launch_gradients", fail)
+            return gradients(*arguments)
+
+    monkeypatch.setattr(kernels, "gradients", without_products)
+    return {**settings, "keep_bytes": 1 << 30}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "rows"), [(5, 3, 3), (200, 400, 512), (37, 129, 256), (0, 37, 37)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kept_logits_give_the_same_gradients(keeping, num_tokens, vocab_size, rows, dtype) -> None:
+    inputs = make(num_tokens, 64, vocab_size, rows, scale=0.3, dtype=dtype)
+    found = run(inputs, vocab_size=vocab_size, temperature=0.7, **keeping)
+    right = exact(inputs, vocab_size=vocab_size, temperature=0.7)
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative_norm(found.to_hidden, right.to_hidden) <= bound
+    assert relative_norm(found.to_weight, right.to_weight) <= bound
+    assert not found.to_weight[vocab_size:].any() and found.to_weight.dtype == dtype
+    assert torch.equal(found.logprobs, run(inputs, vocab_size=vocab_size, temperature=0.7, **keeping).logprobs)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_rounding_of_kept_logits_is_lost_in_that_of_the_gradients(settings, scale) -> None:
+    """Logits of up to 3, 30 and 300."""
+    inputs = make(64, 64, 500, scale=scale, dtype=torch.bfloat16)
+    right = exact(inputs, vocab_size=500)
+    kept = run(inputs, vocab_size=500, keep_bytes=1 << 30, **settings)
+    again = run(inputs, vocab_size=500, **settings)
+    for name in ("to_hidden", "to_weight"):
+        errors = [relative_norm(getattr(result, name), getattr(right, name)) for result in (kept, again)]
+        assert errors[0] <= 1.1 * errors[1], (name, errors)
+
+
+def test_logits_that_exceed_the_room_are_computed_again(settings, monkeypatch) -> None:
+    if settings["implementation"] == "reference":
+        pytest.skip("it has all logits anyway")
+    inputs, kernels, asked = make(9), kernels_of(settings["implementation"]), []
+    room, least = kernels.room, 9 * (37 * 4 + (4 if IS_INTERPRETED else 0))
+    monkeypatch.setattr(kernels, "room", lambda *arguments: asked.append(room(*arguments)) or asked[-1])
+    right = exact(inputs, vocab_size=37)
+    for keep_bytes in (least - 1, least):
+        found = run(inputs, vocab_size=37, keep_bytes=keep_bytes, **settings)
+        torch.testing.assert_close(found.to_weight.double(), right.to_weight, rtol=2e-5, atol=2e-5)
+    assert [kept is None for kept in asked] == [True, False]
+    with torch.no_grad():  # nothing to keep them for
+        vocab_parallel_logprobs(*inputs, vocab_size=37, keep_bytes=least, **settings)
+    assert len(asked) == 2
+
+
+def test_a_second_backward_pass_has_the_gradients_of_the_first(settings) -> None:
+    inputs = make(21, vocab_size=75)
+    hidden, weight = (tensor.requires_grad_() for tensor in inputs[:2])
+    logprobs, _ = vocab_parallel_logprobs(hidden, weight, inputs[2], vocab_size=75, keep_bytes=1 << 20, **settings)
+    first, second = (torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# ---- gradients added to main_grad
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_to_main_grad(settings, dtype, keep_bytes) -> None:
+    if settings["implementation"] == "reference":
+        pytest.skip("autograd differentiates it")
+    inputs = make(50, 64, 130, 256, scale=0.3, dtype=dtype)
+    hidden, weight = inputs[0].requires_grad_(), torch.nn.Parameter(inputs[1])
+    weight.main_grad, weight.grad_added_to_main_grad = torch.full((256, 64), 0.5), False
+    for _ in range(2):  # micro-batches
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, inputs[2], vocab_size=130, keep_bytes=keep_bytes, adds_to_main_grad=True, **settings
+        )
+        upstream = upstream_of(50, hidden.device)
+        (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+        # What a hook of data parallelism sees, and throws away.
+        assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad_added_to_main_grad
+        weight.grad = None
+    right = exact((inputs[0].detach(), *inputs[1:]), vocab_size=130)
+    found = (weight.main_grad - 0.5) / 2
+    # In fp32 over both micro-batches, so not even the rounding of a 16-bit gradient is left.
+    assert relative_norm(found, right.to_weight) <= (1e-5 if dtype == torch.float32 else 6e-3)
+    assert not found[130:].any()
+    assert relative_norm(hidden.grad / 2, right.to_hidden) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_the_gradient_of_an_embedding_with_the_same_weight_is_left_to_autograd(settings) -> None:
+    if settings["implementation"] == "reference":
+        pytest.skip("autograd differentiates it")
+    _, weight, targets = make(9)
+    weight = torch.nn.Parameter(weight)
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
+    hidden = weight[targets]
+    vocab_parallel_logprobs(hidden, weight, targets, vocab_size=37, adds_to_main_grad=True, **settings)[
+        0
+    ].sum().backward()
+    oracle = weight.detach().double().requires_grad_()
+    exact_outputs(oracle[targets], oracle, targets, 1.0, 37)[0].sum().backward()
+    # As megatron-core's hook does it.
+    torch.testing.assert_close((weight.main_grad + weight.grad).double(), oracle.grad, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("main_grad", [None, torch.zeros(37, 16, dtype=torch.bfloat16)])
+def test_a_gradient_is_returned_where_no_fp32_one_awaits_it(settings, main_grad) -> None:
+    hidden, weight, targets = make(9)
+    weight = torch.nn.Parameter(weight)
+    if main_grad is not None:
+        weight.main_grad = main_grad
+    outputs = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=37, adds_to_main_grad=True, **settings)
+    outputs[0].sum().backward()
+    oracle = weight.detach().double().requires_grad_()
+    exact_outputs(hidden, oracle, targets, 1.0, 37)[0].sum().backward()
+    torch.testing.assert_close(weight.grad.double(), oracle.grad, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 61), (100, 7), (64, 16), (7, 60), (None, None)])
 def test_chunked_does_not_depend_on_its_tiles(tiles) -> None:
     inputs = make(100, vocab_size=61)
@@ -213,7 +349,7 @@ def test_tiles_of_another_product_are_reduced_by_the_kernel_as_by_torch() -> Non
     inputs = HeadInputs(hidden, weight, targets, VocabShard(0, 75, 75, 0.7, None), Tiles(18, 40))
     source = chunked.TileLogits(inputs)
     source.accumulate = fused.accumulate
-    by_kernel = combine(*chunked.sums(inputs, source), inputs.shard)
+    by_kernel = combine(*chunked.sums(inputs, source=source), inputs.shard)
     by_torch = combine(*chunked.sums(inputs), inputs.shard)
     for one, other in zip(by_kernel, by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
