@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -104,7 +105,8 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
             critic if roles.critic_is_apart else None,
             engine if roles.is_sglang else None,
             cluster.processes_per_node(processes),
-        ),
+        )
+        + _routing_bytes(config, architecture, processes, cluster),
         num_engines=cluster.num_engines(config, processes),
         engine_memory=engine,
         policy=roles.policy,
@@ -206,6 +208,21 @@ def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
     num_bytes = {"none": 0, "node": 2, "peer": 4}[checkpoint.memory_copies] * saved
     limit = int(checkpoint.memory_copies_gib * GIB)
     return min(num_bytes, limit) if limit else num_bytes
+
+
+def _routing_bytes(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> int:
+    """Return the bytes of the experts of a step's responses, all of the longest: rank 0 holds those of all, and every rank those of
+    its replica's share."""
+    rollout, parallel = config.rollout, config.parallel
+    if not rollout.routing_replay:
+        return 0
+    item = 1 if architecture.num_experts <= 256 else 2
+    a_token = item * architecture.num_layers * architecture.num_experts_per_token
+    responses = rollout.prompts_per_step * rollout.group_size
+    a_response = a_token * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    replicas = (processes - config.num_critic_processes) // (parallel.tp_size * parallel.pp_size * parallel.cp_size)
+    shares = cluster.processes_per_node(processes) * -(-responses // replicas)
+    return a_response * (math.ceil(rollout.oversample * responses) + shares)
 
 
 def _host_bytes(
