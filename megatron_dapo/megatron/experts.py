@@ -113,6 +113,26 @@ def normalize_probabilities(chunk: torch.nn.Module, normalize: bool) -> None:
             module.normalize = normalize
 
 
+def forget_dispatched_tokens(chunk: torch.nn.Module) -> None:
+    """Have each layer's dispatcher let go of a micro-batch's probabilities when the layer has computed it.
+
+    megatron-core's keep them until the next micro-batch: [tokens, experts] a layer while engines generate, and through their
+    graph, which Python's collector cannot see into, the whole model when nothing else refers to it.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_forget)
+
+
+def _forget(layer: MoELayer, *_: Any) -> None:
+    # Attributes of the dispatcher and, in the flexible one, of the manager of its communication.
+    dispatcher = layer.token_dispatcher
+    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        for name, value in list(vars(holder).items()) if holder is not None else ():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(holder, name, None)
+
+
 # Of an expert's matrix in a grouped layer. Transformer Engine has one parameter an expert, so only names and order differ.
 _GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.weight(\d+)$")
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
 from megatron_dapo.config.memory import padded_vocabulary
-from megatron_dapo.megatron.experts import normalize_probabilities, one_name_an_expert
+from megatron_dapo.megatron.experts import forget_dispatched_tokens, normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
 from megatron_dapo.ops.value import token_values
@@ -152,6 +152,7 @@ def _build_chunk(
     mark_sharded_parameters(chunk)
     if architecture.experts is not None:
         normalize_probabilities(chunk, architecture.experts.normalize)
+        forget_dispatched_tokens(chunk)
     if chunk.post_process:
         group = chunk.pg_collection.tp
         if architecture.head == TOKEN_VALUE:

@@ -7,6 +7,7 @@ The reference is computed once, by `write_reference` in the process that starts 
 from __future__ import annotations
 
 import itertools
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,7 @@ def build_actor(want: Reference, layout: ParallelLayout, settings: ActorSettings
     def load(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
         fill_local(local, tensors, dist.get_rank(), want.weights)
 
+    gc.collect()  # the actors of cases before: their groups have threads
     return MegatronActor(want.architecture, layout, settings or ActorSettings(), load)
 
 

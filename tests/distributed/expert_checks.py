@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def train_and_export(model: str, case: dict[str, Any], directory: Path) -> dict[
     fields = {name: value for name, value in case.items() if name != "megatron"}
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
     settings = ActorSettings(model=model_settings(case), use_distributed_optimizer=fields.get("expert", 1) != 4)
+    gc.collect()  # the actors of cases before: their groups have threads
     actor = MegatronActor.build(model, layout, settings)
     if dist.get_rank() == 0:
         directory.mkdir()
