@@ -6,8 +6,8 @@ The reference is computed once, by `write_reference` in the process that starts 
 
 from __future__ import annotations
 
-import itertools
 import gc
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
