@@ -368,6 +368,41 @@ def generic_gemm(
     return [D, of_bias, None, extra_output]
 
 
+@compiled
+def te_general_grouped_gemm(*values: Any) -> list[torch.Tensor]:
+    left, transposes_left, right, transposes_right, outputs, _, sizes, biases, _, is_one, gelus = values[:11]
+    grad, workspace, workspace_size, accumulates, splits = values[11:16]
+    assert not any(tensor.numel() for tensor in (*biases, *gelus)), "not stood in for"
+    outputs = outputs[0].split(list(sizes)) if is_one else outputs
+    for one, other, output in zip(left, right, outputs, strict=True):
+        if output.numel():
+            arguments = (transposes_left, other, transposes_right, output, None, None, None, None, False, None)
+            generic_gemm(one, *arguments, grad, workspace[0], workspace_size, accumulates, splits)
+    return list(biases)
+
+
+@compiled
+def fused_multi_row_padding(*values: Any) -> None:
+    rows, padded, sizes, padded_sizes = values
+    for part, place in zip(rows.split(list(sizes)), padded.zero_().split(list(padded_sizes)), strict=True):
+        place[: len(part)] = part
+
+
+@compiled
+def fused_multi_row_unpadding(*values: Any) -> None:
+    padded, rows, padded_sizes, sizes = values
+    for part, place in zip(padded.split(list(padded_sizes)), rows.split(list(sizes)), strict=True):
+        place.copy_(part[: len(place)])
+
+
+@compiled
+def split_quantize(
+    tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool
+) -> list[Any]:
+    parts = tensor.split(list(split_sections))
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+
+
 def _leading(matrix: Any) -> tuple[int, ...]:
     return tuple(matrix.size())[:-1]
 
@@ -434,6 +469,54 @@ def fused_attn_bwd(*values: Any) -> list[Any]:
     with torch.enable_grad():
         out = _packed(*inputs, bounds, scale)
     return [*torch.autograd.grad(out, inputs, upstream.view(out.shape)), None, None]
+
+
+@compiled
+def fused_rope_forward(
+    input: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    cosines, sines = _angles(input, freqs, qkv_format, interleaved, cu_seqlens, cp_size)
+    return (input.float() * cosines + _half_turned(input.float()) * sines).to(input.dtype)
+
+
+@compiled
+def fused_rope_backward(
+    output_grads: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    cosines, sines = _angles(output_grads, freqs, qkv_format, interleaved, cu_seqlens, cp_size)
+    grads = output_grads.float()
+    return (grads * cosines - _half_turned(grads * sines)).to(output_grads.dtype)
+
+
+def _angles(
+    packed: torch.Tensor, freqs: torch.Tensor, kind: Any, interleaved: bool, bounds: torch.Tensor | None, cp_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [tokens, 1, width] of packed sequences; positions begin at 0 in each."""
+    assert kind.name == "NVTE_THD" and not interleaved and cp_size == 1, f"not stood in for: {kind}, {cp_size} ranks"
+    assert bounds is not None and freqs.size(-1) == packed.size(-1) and int(bounds[-1]) <= packed.size(0)
+    tokens = torch.arange(packed.size(0))
+    first = bounds[torch.searchsorted(bounds.contiguous(), tokens, right=True).sub(1).clamp(max=len(bounds) - 2)]
+    angles = freqs[(tokens - first).clamp(max=freqs.size(0) - 1)][:, 0]
+    return angles.cos(), angles.sin()
+
+
+def _half_turned(values: torch.Tensor) -> torch.Tensor:
+    left, right = values.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)
 
 
 @compiled

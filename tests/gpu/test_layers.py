@@ -309,8 +309,10 @@ def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_par
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize("name", ["bf16", "fp8_blockwise"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused) -> None:
+def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused, request) -> None:
     """The same log-probs and gradients up to the order of sums, and a state that the other form has saved."""
+    if fused and request.config.getoption("--stand-in", default=False):
+        pytest.skip("Triton's kernels of the fused permutation have no stand-in")
     from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot
 
     want, layout, settings = wide_settings(recipe(name), "experts")
