@@ -29,7 +29,11 @@ _BUFFERS = "weight sync and checkpoints read the buffers of megatron-core's own 
 _INFERENCE = "SGLang or the embedded engine generates, not megatron-core"
 _UNSUPPORTED_LAYER = "the layers, converters and engines of the supported families have none"
 _INITIALIZATION = "weights come from model.path"
-_MOMENTS = "checkpoints hold fp32 main params and moments; they could not be resumed"
+# Measured: where gradients become ten times smaller, 300 steps later a bf16 moment with beta2 = 0.999 is 1.34 times the fp32 one.
+_MOMENTS = (
+    "a second moment in 16 bits does not decay at beta2 = 0.999, whose steps are below its spacing; where memory is short, "
+    'set model.offload = "optimizer"'
+)
 
 # A pattern of whole names -> the reason for refusing it and, where there is one, the key to set instead.
 DENIED: Mapping[str, str] = {

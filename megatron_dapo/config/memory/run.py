@@ -96,17 +96,13 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
     trains = [phase.total for phase in phases if phase.phase not in GENERATING]
     generates = [phase.total for phase in phases if phase.phase in GENERATING and phase.device != "trainer"]
     engine, critic = roles.engine, roles.critic
+    served = engine if roles.is_sglang else None
+    separate = critic if roles.critic_is_apart else None
     return RunMemory(
         trainer=max(trains),
         engine=max(generates, default=0) if roles.is_sglang else 0,
-        host=_host_bytes(
-            config,
-            roles.models,
-            critic if roles.critic_is_apart else None,
-            engine if roles.is_sglang else None,
-            cluster.processes_per_node(processes),
-        )
-        + _routing_bytes(config, architecture, processes, cluster),
+        host=_host_bytes(config, roles.models, separate, served, cluster.processes_per_node(processes))
+        + _routing_bytes(config, architecture, processes, cluster, served),
         num_engines=cluster.num_engines(config, processes),
         engine_memory=engine,
         policy=roles.policy,
@@ -210,19 +206,22 @@ def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
     return min(num_bytes, limit) if limit else num_bytes
 
 
-def _routing_bytes(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> int:
-    """Return the bytes of the experts of a step's responses, all of the longest: rank 0 holds those of all, and every rank those of
-    its replica's share."""
-    rollout, parallel = config.rollout, config.parallel
+def _routing_bytes(
+    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster, engine: EngineMemory | None
+) -> int:
+    """Return the bytes of chosen experts on the first node: rank 0 holds those of a step's responses, all of the longest, each rank
+    those of its replica's share, and each rank of a server an int32 for every token of its KV cache."""
+    rollout, parallel, sglang = config.rollout, config.parallel, config.sglang
     if not rollout.routing_replay:
         return 0
-    item = 1 if architecture.num_experts <= 256 else 2
-    a_token = item * architecture.num_layers * architecture.num_experts_per_token
+    choices = architecture.num_layers * architecture.num_experts_per_token
     responses = rollout.prompts_per_step * rollout.group_size
-    a_response = a_token * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    a_response = choices * (1 if architecture.num_experts <= 256 else 2)
+    a_response *= config.data.max_prompt_tokens + rollout.max_response_tokens
     replicas = (processes - config.num_critic_processes) // (parallel.tp_size * parallel.pp_size * parallel.cp_size)
     shares = cluster.processes_per_node(processes) * -(-responses // replicas)
-    return a_response * (math.ceil(rollout.oversample * responses) + shares)
+    of_servers = 4 * choices * engine.kv_tokens * sglang.servers_per_node * sglang.tp_size if engine else 0
+    return a_response * (math.ceil(rollout.oversample * responses) + shares) + of_servers
 
 
 def _host_bytes(

@@ -340,19 +340,25 @@ def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_
 def test_experts_of_the_responses_of_a_step_are_host_memory(num_experts: int, item: int) -> None:
     facts = facts_of({**EXPERTS, "num_experts": num_experts})
 
-    def host(replay: bool, oversample: float = 1.0) -> int:
+    def memory_of(replay: bool, oversample: float = 1.0, engine: str = "embedded") -> Any:
         rollout = {"routing_replay": replay, "oversample": oversample, "prompts_per_step": 8, "group_size": 4}
         config = run_of(
-            rollout={**rollout, "max_response_tokens": 900},
+            rollout={**rollout, "max_response_tokens": 900, "engine": engine},
             parallel={"tp_size": 2, "pp_size": 2},
             data={"train_paths": ["/t"], "max_prompt_tokens": 100},
+            sglang={"servers_per_node": 2, "tp_size": 4},
         )
-        return run_memory(config, facts, 16, Cluster(num_nodes=2, gpus_per_node=8)).host
+        return run_memory(config, facts, 16, Cluster(num_nodes=2, gpus_per_node=8))
 
-    a_response = 1000 * facts.num_layers * facts.num_experts_per_token * item
+    choices = facts.num_layers * facts.num_experts_per_token
+    a_response = 1000 * choices * item
     # All of them on rank 0, and on each of the node's 8 ranks those of one of 4 replicas.
-    assert host(True) - host(False) == a_response * (32 + 8 * 8)
-    assert host(True, 1.5) - host(False, 1.5) == a_response * (48 + 8 * 8)
+    assert memory_of(True).host - memory_of(False).host == a_response * (32 + 8 * 8)
+    assert memory_of(True, 1.5).host - memory_of(False, 1.5).host == a_response * (48 + 8 * 8)
+    served = memory_of(True, engine="sglang")
+    of_servers = 8 * served.engine_memory.kv_tokens * 4 * choices
+    assert of_servers > 0
+    assert served.host - memory_of(False, engine="sglang").host == a_response * (32 + 8 * 8) + of_servers
 
 
 @pytest.mark.parametrize(
