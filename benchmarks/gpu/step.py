@@ -261,6 +261,7 @@ def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
 
 def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Namespace) -> Row:
     work, device = work_of(arguments), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     try:
         actor, layout = build(side, architecture, arguments.recompute)
     except (ValueError, ImportError) as error:  # a precision, head or attention that cannot run here
@@ -308,7 +309,8 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "num_steps": len(losses),
         "first_nll": losses[0],
         "last_nll": losses[-1],
-        "peak_gb": peak_bytes / 1e9 if peak_bytes else None,
+        "peak_gb": (peak_bytes - held_bytes) / 1e9 if peak_bytes else None,
+        "held_gb": held_bytes / 1e9,  # by what the side before has left
         **(profiled(lambda: train(micro_batches), device) if arguments.profile else {}),
     }
 
