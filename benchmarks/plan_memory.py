@@ -14,7 +14,8 @@ drawn by the seed. Each makes two train steps; in the second, storages are count
 than 5 % of their stage's total; of the ranks of a stage the one with most bytes counts.
 
 Seeds 0 and 1 were drawn while the formulas were still wrong in three places (0.058 and 0.083: tiles of the head, recomputed
-attention under context parallelism, heads of one group); seed 2 was drawn after that.
+attention under context parallelism, heads of one group); seed 2 was drawn after that. Kept logits came later, and with them other
+cases of every seed.
 
 It measures this project's own layers and attention on a CPU, not Transformer Engine's on a GPU, whose inventory of saved
 tensors is another one (`config/memory/activations.py`). Two things are as the plan assumes: sequences of a micro-batch are
