@@ -39,6 +39,7 @@ class Blocks:
     is_flattened: bool = False  # of the forward kernel; that of the backward pass has one tile a program
 
     def meta(self) -> dict[str, int | bool]:
+        """Return them as arguments of a kernel."""
         return {
             "BLOCK_TOKENS": self.tokens,
             "BLOCK_COLUMNS": self.columns,
@@ -63,13 +64,14 @@ ChooseBlocks = Callable[[Use, torch.Tensor, torch.Tensor], Blocks]  # of a use, 
 
 
 def fixed_blocks(use: Use, hidden: torch.Tensor, weight: torch.Tensor) -> Blocks:
+    """Return the blocks for every use of factors of this type on this device."""
     if fused_kernels.IS_INTERPRETED:
         return INTERPRETED_BLOCKS
     return _BLOCKS[hidden.element_size(), is_hopper(hidden.device)]
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's shared memory and its tensor memory accelerator, as data center Blackwells have."""
+    """Return True for Hopper's shared memory and tensor memory accelerator, which data center Blackwells have too."""
     return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 

@@ -23,7 +23,7 @@ LEAST_HALF = tl.constexpr(-65504.0)  # the least fp16
 
 @triton.jit
 def _rows(matrix, num_rows, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """What `_tile` loads a factor from: the pointer, or a description of the matrix that stands before it."""
+    """A factor as `_tile` loads it: its pointer or, for TMA, a description of the matrix."""
     if TMA:
         return tl.make_tensor_descriptor(matrix, [num_rows, width], [stride, 1], [BLOCK_ROWS, BLOCK_WIDTH])
     else:

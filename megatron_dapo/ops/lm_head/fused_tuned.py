@@ -73,6 +73,7 @@ INTERPRETED_BLOCKS = Blocks(16, 64, 32, num_warps=1, num_stages=1, has_tma=True,
 
 
 def allows_tma(*factors: torch.Tensor) -> bool:
+    """Return True if the tensor memory accelerator can copy rows of all factors."""
     return all(
         factor.data_ptr() % TMA_BYTES == 0 and factor.stride(0) * factor.element_size() % TMA_BYTES == 0
         for factor in factors
