@@ -472,40 +472,22 @@ def fused_attn_bwd(*values: Any) -> list[Any]:
 
 
 @compiled
-def fused_rope_forward(
-    input: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    cosines, sines = _angles(input, freqs, qkv_format, interleaved, cu_seqlens, cp_size)
-    return (input.float() * cosines + _half_turned(input.float()) * sines).to(input.dtype)
+def fused_rope_forward(*values: Any) -> torch.Tensor:
+    cosines, sines = _angles(*values)
+    wide = values[0].float()
+    return (wide * cosines + _half_turned(wide) * sines).to(values[0].dtype)
 
 
 @compiled
-def fused_rope_backward(
-    output_grads: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    cosines, sines = _angles(output_grads, freqs, qkv_format, interleaved, cu_seqlens, cp_size)
-    grads = output_grads.float()
-    return (grads * cosines - _half_turned(grads * sines)).to(output_grads.dtype)
+def fused_rope_backward(*values: Any) -> torch.Tensor:
+    cosines, sines = _angles(*values)
+    wide = values[0].float()
+    return (wide * cosines - _half_turned(wide * sines)).to(values[0].dtype)
 
 
-def _angles(
-    packed: torch.Tensor, freqs: torch.Tensor, kind: Any, interleaved: bool, bounds: torch.Tensor | None, cp_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(packed: torch.Tensor, freqs: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [tokens, 1, width] of packed sequences; positions begin at 0 in each."""
+    _, kind, interleaved, bounds, cp_size, _ = others
     assert kind.name == "NVTE_THD" and not interleaved and cp_size == 1, f"not stood in for: {kind}, {cp_size} ranks"
     assert bounds is not None and freqs.size(-1) == packed.size(-1) and int(bounds[-1]) <= packed.size(0)
     tokens = torch.arange(packed.size(0))

@@ -64,7 +64,7 @@ def test_kept_logits_give_the_gradients_of_those_computed_again(available, devic
 
 @pytest.mark.parametrize("keep_bytes", [0, GIB])
 def test_tuned_blocks_compute_the_same(available, device, keep_bytes) -> None:
-    """All candidates are compiled and measured: about a minute a use, unless Triton's cache has them."""
+    """All candidates are compiled and measured, unless Triton's cache has the choice."""
     inputs = make(300, 512, 32003, 32128, scale=0.05, dtype=torch.bfloat16, device=device)
     name = available("triton_tuned", width=512, rows=32128)
     found = run(inputs, vocab_size=32003, implementation=name, keep_bytes=keep_bytes)

@@ -1,7 +1,7 @@
 """The head by Triton's kernels with the blocks that were the fastest on this device.
 
-The first call for a hidden size and a number of columns compiles every candidate and measures it at TOKENS tokens, which
-takes a minute or two of the first step. Triton's cache (`TRITON_CACHE_DIR`, by default `~/.triton/cache`) keeps the choice, until the kernels,
+The first call for a hidden size and a number of columns compiles every candidate and measures it at TOKENS tokens; a
+candidate takes about a second to compile. Triton's cache (`TRITON_CACHE_DIR`, by default `~/.triton/cache`) keeps the choice, until the kernels,
 the candidates, Triton or the device change. Token counts differ from one micro-batch to the next and have no say.
 """
 

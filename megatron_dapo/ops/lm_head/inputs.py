@@ -52,7 +52,7 @@ class KeptLogits:
     2^-12 of the distance to that largest logit, and where the distance is large there is little probability to change.
     """
 
-    values: torch.Tensor  # [P, columns], divided by the temperature
+    values: torch.Tensor  # [P, columns]; raw products by torch, divided by the temperature by Triton
     largest: torch.Tensor | None = None  # [P, groups of columns] fp32, what to add to `values`; None: nothing
 
 
