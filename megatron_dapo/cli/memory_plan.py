@@ -78,9 +78,10 @@ def _parts(config: Config, model: ModelMemory, ranks: int) -> str:
     if config.parallel.use_distributed_optimizer and replicas > 1:
         experts = f", of experts {of_experts}" if of_experts != replicas else ""
         cut = f" (cut over {replicas} ranks{experts})"
+    where = "" if model.piece is None else f" in host memory, {_gib(model.piece)} of them at a time on the GPU"
     return (
         f"weights {_gib(model.weights)}, fp32 gradients {_gib(model.gradients)}, main params and moments "
-        f"{_gib(model.optimizer)}{cut}, activations {_gib(model.training - model.state)}"
+        f"{_gib(model.optimizer)}{cut}{where}, activations {_gib(model.training - model.state)}"
     )
 
 

@@ -174,6 +174,8 @@ def _trainer_fix(config: Config) -> str:
         if value != "all" and config.has_critic
     ]
     ways += offload
+    if not config.optimizer.on_host and not config.precision.fp8_param:
+        ways.append("set optimizer.on_host = true")
     ways.append(
         "cut the model over more processes (parallel.tp_size, parallel.pp_size) or its optimizer over more nodes"
     )

@@ -37,6 +37,11 @@ LAYOUT_RULES = (
         Rule(f'{path} != "all"', f'set {path} = "optimizer"', where="precision.fp8_param")
         for path in ("model.offload", "critic.offload")
     ),
+    # Their quantization takes the largest values of all data ranks' shards at once.
+    *(
+        Rule(f"not {path}", f"set {path} = false", where="precision.fp8_param")
+        for path in ("optimizer.on_host", "critic.optimizer.on_host")
+    ),
 )
 
 # Of the processes that hold the policy (or the critic, on processes of its own).

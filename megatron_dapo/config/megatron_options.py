@@ -32,7 +32,7 @@ _INITIALIZATION = "weights come from model.path"
 # Measured: where gradients become ten times smaller, 300 steps later a bf16 moment with beta2 = 0.999 is 1.34 times the fp32 one.
 _MOMENTS = (
     "a second moment in 16 bits does not decay at beta2 = 0.999, whose steps are below its spacing; where memory is short, "
-    'set model.offload = "optimizer"'
+    "set optimizer.on_host = true"
 )
 
 # A pattern of whole names -> the reason for refusing it and, where there is one, the key to set instead.
@@ -85,7 +85,7 @@ DENIED: Mapping[str, str] = {
     "(initial_)?loss_scale|loss_scale_window|min_loss_scale|hysteresis": "they are for fp16, which is not supported",
     "use_precision_aware_optimizer|main_(grads|params)_dtype|exp_avg(_sq)?_dtype|store_param_remainders": _MOMENTS,
     "optimizer_cpu_offload|optimizer_offload_fraction|use_torch_optimizer_for_cpu_offload|overlap_cpu_optimizer_.*|pin_cpu_.*": (
-        'set model.offload = "optimizer", which checkpoints follow'
+        "set optimizer.on_host = true: checkpoints follow it, and the update stays on the GPU"
     ),
     "optimizer_cuda_graph|overlap_param_gather_with_optimizer_step": "a step is made by all ranks or by none, after a check of the norm",
     ".*_func|timers|_cpu_offloading_context|(embedding_|output_layer_)?init_method": _FUNCTION,

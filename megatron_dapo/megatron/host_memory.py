@@ -46,13 +46,23 @@ class HostMemory:
         self._offloaded: dict[int, _Offloaded] = {}
         self._kept: dict[int, torch.Tensor] = {}  # host copies, also of onloaded storages
 
-    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the tensors' storages to the host and empty them, unless they are offloaded already."""
-        self._empty(tensors, is_copied=True)
+    def offload(self, tensors: Iterable[torch.Tensor], release: bool = True) -> None:
+        """Copy the tensors' storages to the host and empty them, unless they are offloaded already.
+
+        Without `release` the memory stays in this process's allocator, for what it brings to the device next.
+        """
+        self._empty(tensors, is_copied=True, release=release)
 
     def discard(self, tensors: Iterable[torch.Tensor]) -> None:
         """Empty the tensors' storages without a copy; onloading gives zeros."""
-        self._empty(tensors, is_copied=False)
+        self._empty(tensors, is_copied=False, release=True)
+
+    def forget_others(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drop the host copies of all but these tensors: those of tensors that nobody uses any more."""
+        used = set(map(storage_key, tensors))
+        for copies in (self._offloaded, self._kept):
+            for key in copies.keys() - used:
+                del copies[key]
 
     def onload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Fill the tensors' storages again, where they are offloaded."""
@@ -91,7 +101,7 @@ class HostMemory:
         typed = found.host.view(tensor.dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _empty(self, tensors: Iterable[torch.Tensor], is_copied: bool) -> None:
+    def _empty(self, tensors: Iterable[torch.Tensor], is_copied: bool, release: bool) -> None:
         start, emptied = time.perf_counter(), []
         for tensor in tensors:
             key = storage_key(tensor)
@@ -109,7 +119,7 @@ class HostMemory:
         _synchronize()
         for one in emptied:
             one.storage.untyped_storage().resize_(0)
-        if torch.cuda.is_available():
+        if release and torch.cuda.is_available():
             # Freed blocks stay in PyTorch's cache, out of reach of an engine on the same device.
             torch.cuda.empty_cache()
         copied = sum(one.num_bytes for one in emptied if one.host is not None)

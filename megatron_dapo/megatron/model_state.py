@@ -206,7 +206,6 @@ class ModelState:
         with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)
-            model.onload()
             buffers = model.loading_state()
             self._fill(saved, buffers)
             model.finish_loading(buffers, self._steps(saved))
@@ -219,48 +218,43 @@ class ModelState:
                 logger.info(
                     "%s/%s was saved by another layout: random states start from the seed", saved.path, saved.name
                 )
-            model.offload()
 
     def _fill(self, saved: SavedModel, buffers: Mapping[str, torch.Tensor]) -> None:
         """Fill the buffers of `loading_state`, and zero what is padding."""
-        model, rank = self._model, self.rank
-        group = model.part.collective_group
-        shapes = model.tensors.local_shapes(rank)
-        padded = {local for local, holes in local_holes(model.tensors.shards(rank), shapes).items() if holes}
-        for key, buffer in buffers.items():
-            if key.partition("/")[2] in padded:
-                buffer.zero_()
-        with ThreadPoolExecutor(_READERS, "checkpoint read") as readers:
-            rounds = self._rounds(saved, buffers, readers)
-            with _failing_together(group):
-                current = next(rounds, None)
-            while current is not None:
-                with _failing_together(group):
-                    # Storage works on the next round while this one is sent.
-                    following = next(rounds, None)
-                    current.wait()
-                current.exchange(group)
-                current = following
-
-    def _rounds(
-        self, saved: SavedModel, buffers: Mapping[str, torch.Tensor], readers: ThreadPoolExecutor
-    ) -> Iterator[_Round]:
-        """Yield the rounds of a load, the same number on every rank, each once its reads have begun."""
-        layout, rank = self.layout, self.rank
+        model, layout = self._model, self.layout
+        shapes = model.tensors.local_shapes(self.rank)
+        padded = {local for local, holes in local_holes(model.tensors.shards(self.rank), shapes).items() if holes}
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
         updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
         plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
-        for kind, dtype in saved.kinds.items():
-            needs = weights if kind == PARAMETER else updates
-            mine = _of_rank(needs, rank)
-            named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
-            for indices in plan.rounds:
-                receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
-                begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
-                for index in plan.read_by(rank, indices):
-                    begun.read(saved, kind, pieces[index], str(index), readers)
-                yield begun
+        with ThreadPoolExecutor(_READERS, "checkpoint read") as readers:
+            for kind in saved.kinds:
+                named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
+                needs = weights if kind == PARAMETER else updates
+                # One kind at a time: the device may not have room for all of an optimizer that is on the host.
+                with model.on_device(list(named.values())):
+                    for local in named.keys() & padded:
+                        named[local].zero_()
+                    _make(self._rounds(saved, kind, plan, needs, named, readers), model.part.collective_group)
+
+    def _rounds(
+        self,
+        saved: SavedModel,
+        kind: str,
+        plan: ReadPlan,
+        needs: Needs,
+        named: Mapping[str, torch.Tensor],
+        readers: ThreadPoolExecutor,
+    ) -> Iterator[_Round]:
+        """Yield the rounds of a kind, the same number on every rank, each once its reads have begun."""
+        rank, dtype, mine = self.rank, saved.kinds[kind], _of_rank(needs, self.rank)
+        for indices in plan.rounds:
+            receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
+            begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
+            for index in plan.read_by(rank, indices):
+                begun.read(saved, kind, plan.pieces[index], str(index), readers)
+            yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
         """Return the optimizer steps of each local parameter; each is read by one rank."""
@@ -308,6 +302,19 @@ def _exchanged(live: Mapping[str, Range], model: TrainedModel) -> list[dict[str,
         return [dict(live)]
     everyone = (broadcast_json(live if source == model.rank else None, source, group) for source in range(count))
     return [{local: (start, end) for local, (start, end) in ranges.items()} for ranges in everyone]
+
+
+def _make(rounds: Iterator[_Round], group: torch.distributed.ProcessGroup | None) -> None:
+    """Read and exchange round after round. Collective."""
+    with _failing_together(group):
+        current = next(rounds, None)
+    while current is not None:
+        with _failing_together(group):
+            # Storage works on the next round while this one is sent.
+            following = next(rounds, None)
+            current.wait()
+        current.exchange(group)
+        current = following
 
 
 def _needs_of_updates(layout: StateLayout) -> Needs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.model_schema import PIECE_ELEMENTS, OptimizerConfig
 from megatron_dapo.megatron.apex import use_apex
+from megatron_dapo.megatron.host_memory import HostMemory
+from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.model_config import data_parallel_fields, optimizer_fields
 from megatron_dapo.megatron.parallel_state import world_is
+from megatron_dapo.megatron.state import OwnedShard, has_main_param, owned_shards, update_tensors
 from megatron_dapo.parallel.rank_set import RankSet
 
 
@@ -91,13 +95,19 @@ def finish_param_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
 
 @torch.no_grad()
 def guarded_step(
-    optimizer: Any, learning_rate: float, settings: OptimizerConfig, group: dist.ProcessGroup | None = None
+    optimizer: Any,
+    learning_rate: float,
+    settings: OptimizerConfig,
+    chunks: Sequence[DistributedDataParallel],
+    host: HostMemory,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[float, bool]:
     """Clip and step if the gradient norm is finite on every rank of `group`; else change nothing on any rank.
 
-    Returns the norm of the whole model before clipping, and whether the step was made.
+    Under `settings.on_host` main params and moments are in `host`. Returns the norm of the whole model before clipping, and
+    whether the step was made.
     """
-    # prepare_grads copies gradients to the main params; step_with_ready_grads below must not do it again.
+    # prepare_grads copies gradients to the main params; the step below must not do it again.
     found_inf = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not _all_ranks(math.isfinite(norm) and not found_inf, group):
@@ -111,8 +121,72 @@ def guarded_step(
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, settings.clip_grad, norm)
-    optimizer.step_with_ready_grads()
+    if settings.on_host:
+        step_by_pieces(optimizer, chunks, host)
+    else:
+        optimizer.step_with_ready_grads()
     return norm, True
+
+
+def step_by_pieces(optimizer: Any, chunks: Sequence[DistributedDataParallel], host: HostMemory) -> None:
+    """Do what `step_with_ready_grads` does with main params and moments that are in host memory, and leave them there.
+
+    AdamW updates each element by itself, so that the results are the same bits.
+    """
+    for _, shards in groupby(
+        owned_shards(named_local_parameters(chunks), optimizer), key=lambda shard: id(shard.inner)
+    ):
+        _step_inner(list(shards), host)
+    wrapper = chunks[0].ddp_config
+    if wrapper.use_distributed_optimizer and not wrapper.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync()
+
+
+def _step_inner(shards: Sequence[OwnedShard], host: HostMemory) -> None:
+    """Step one optimizer piece by piece, and round the main params into the model's weights."""
+    groups = shards[0].inner.param_groups
+    whole, counts = [group["params"] for group in groups], [group.get("step") for group in groups]
+    stepped = list(counts)
+    for piece in _pieces(shards):
+        mains = {id(shard.main) for shard in piece}
+        host.onload(tensor for shard in piece for tensor in update_tensors(shard))
+        for index, group in enumerate(groups):
+            group["params"] = [main for main in whole[index] if id(main) in mains]
+            # Fused optimizers count the steps of a group, and would count each piece.
+            _set_count(group, counts[index])
+        shards[0].inner.step()
+        stepped = [
+            group.get("step") if group["params"] else count for group, count in zip(groups, stepped, strict=True)
+        ]
+        for shard in piece:
+            if has_main_param(shard):
+                shard.parameter.view(-1)[shard.start : shard.end].copy_(shard.main.view(-1))
+        # The moments of the first step have only been made by it.
+        host.offload((tensor for shard in piece for tensor in update_tensors(shard)), release=False)
+    for group, params, count in zip(groups, whole, stepped, strict=True):
+        group["params"] = params
+        _set_count(group, count)
+
+
+def _set_count(group: dict[str, Any], count: int | None) -> None:
+    if count is None:
+        group.pop("step", None)
+    else:
+        group["step"] = count
+
+
+def _pieces(shards: Sequence[OwnedShard]) -> Iterator[list[OwnedShard]]:
+    """Yield the shards in runs of at most PIECE_ELEMENTS; a larger shard is a piece of its own."""
+    piece, size = list[OwnedShard](), 0
+    for shard in shards:
+        if piece and size + shard.main.numel() > PIECE_ELEMENTS:
+            yield piece
+            piece, size = [], 0
+        piece.append(shard)
+        size += shard.main.numel()
+    if piece:
+        yield piece
 
 
 def _all_ranks(condition: bool, group: dist.ProcessGroup | None) -> bool:

@@ -27,6 +27,8 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_dapo.megatron.host_memory import HostMemory
+
 FORMAT = 1
 Buffers = Mapping[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,12 +78,17 @@ def _whole_shard(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> Ow
 def optimizer_tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield main params and moments: the optimizer's memory beside parameters and gradients."""
     for part in owned_shards(parameters, optimizer):
-        if _has_main_param(part):
-            yield part.main
-        for value in part.inner.state.get(part.main, {}).values():
-            # Step counts are scalars: not worth a copy.
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
-                yield value
+        yield from update_tensors(part)
+
+
+def update_tensors(part: OwnedShard) -> Iterator[torch.Tensor]:
+    """Yield the main param and the moments of one shard, as far as they are there."""
+    if has_main_param(part):
+        yield part.main
+    for value in part.inner.state.get(part.main, {}).values():
+        # Step counts are scalars: not worth a copy.
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            yield value
 
 
 def state_shards(
@@ -94,7 +101,7 @@ def state_shards(
     ranges: dict[str, list[int]] = {}
     for part in owned_shards(parameters, optimizer):
         ranges[part.name] = [part.start, part.end]
-        if _has_main_param(part):
+        if has_main_param(part):
             tensors[f"master/{part.name}"] = part.main.detach()
         state = part.inner.state.get(part.main, {})
         if state:
@@ -121,7 +128,8 @@ def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
     return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
 
 
-def _has_main_param(part: OwnedShard) -> bool:
+def has_main_param(part: OwnedShard) -> bool:
+    """Return False where the optimizer updates the parameter itself, which is fp32."""
     return part.parameter.dtype != torch.float32
 
 
@@ -153,7 +161,7 @@ def load_state_shards(
 
 
 def _load_shard(part: OwnedShard, tensors: Mapping[str, torch.Tensor]) -> None:
-    if _has_main_param(part):
+    if has_main_param(part):
         part.main.copy_(tensors[f"master/{part.name}"])
     if f"step/{part.name}" not in tensors:
         part.inner.state.pop(part.main, None)
@@ -185,7 +193,7 @@ def _check(
             )
     shapes = {f"parameter/{name}": parameter.shape for name, parameter in parameters.items()}
     for part in parts:
-        kinds = (("master",) if _has_main_param(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
+        kinds = (("master",) if has_main_param(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
         shapes.update({f"{kind}/{part.name}": part.main.shape for kind in kinds})
     missing = sorted(set(shapes) - set(tensors))
     if missing:
@@ -211,11 +219,15 @@ def set_random_states(states: dict[str, torch.Tensor]) -> None:
 # ---- loading in place
 
 
-def loading_state(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
+def loading_state(
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: Any,
+    host: HostMemory | None = None,
+) -> dict[str, torch.Tensor]:
     """Return tensors to load this rank's parameters, main params and moments into, by their names in `state_shards`.
 
     They are the live ones, except of what cannot be written in place: weights held as FP8, and moments before the first
-    step. `finish_loading` puts these in place.
+    step. `finish_loading` puts these in place. New moments are offloaded to `host`, each before the next one is made.
     """
     found = {
         f"parameter/{name}": torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -225,12 +237,16 @@ def loading_state(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) 
     }
     for part in owned_shards(parameters, optimizer):
         state = part.inner.state.get(part.main, {})
-        if _has_main_param(part):
+        if has_main_param(part):
             found[f"master/{part.name}"] = part.main.detach()
         for moment in MOMENTS:
-            found[f"{moment}/{part.name}"] = (
-                state[moment] if moment in state else torch.zeros_like(part.main, dtype=torch.float32)
-            )
+            if moment in state:
+                found[f"{moment}/{part.name}"] = state[moment]
+                continue
+            new = torch.zeros(part.main.shape, dtype=torch.float32, device=part.main.device)
+            if host is not None:
+                host.offload([new], release=False)
+            found[f"{moment}/{part.name}"] = new
     return found
 
 

@@ -6,7 +6,8 @@ sums over ranks, guarded step, exact state) is here. The model is always in trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -125,8 +126,14 @@ class TrainedModel:
         distributed, options = settings.use_distributed_optimizer, settings.model.megatron
         self.chunks = wrap_data_parallel(chunks, self.config, distributed, options)
         self._gathers_are_due = False
+        self._is_on_host = settings.optimizer.on_host
+        if self._is_on_host:
+            # Main params are made on the device, all of them; the memory of the gradients is room for them.
+            self._host.discard(self._tensors("gradients"))
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part, options)
         set_main_params(self.named_local_parameters(), self.optimizer, exact)
+        if self._is_on_host:
+            self._host.offload(self._tensors("optimizer"))
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -161,7 +168,8 @@ class TrainedModel:
         return self._host.moved
 
     def offload(self, keep: Sequence[str] = ()) -> None:
-        """Move the kinds of tensors that settings.offload names to host memory, except those in `keep`."""
+        """Move the kinds of tensors that settings.offload names to host memory, except those in `keep`. An optimizer that is on
+        the host stays there."""
         self.finish_steps()
         kinds = OFFLOADS[self.settings.offload].difference(keep)
         if "gradients" in kinds:
@@ -171,9 +179,18 @@ class TrainedModel:
         )
 
     def onload(self, kinds: Sequence[str] = EVERYTHING) -> None:
-        """Move these kinds of tensors back to the device, where they are offloaded."""
+        """Move these kinds of tensors back to the device, where they are offloaded; not an optimizer that is on the host."""
         if not self._host.is_empty:
-            self._host.onload([tensor for kind in kinds for tensor in self._tensors(kind)])
+            moving = [kind for kind in kinds if not (kind == "optimizer" and self._is_on_host)]
+            self._host.onload([tensor for kind in moving for tensor in self._tensors(kind)])
+
+    @contextmanager
+    def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have these of the model's tensors on the device inside the block, and afterwards where they were."""
+        away = [tensor for tensor in tensors if self._host.is_offloaded(tensor)]
+        self._host.onload(away)
+        yield
+        self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         parameters = named_local_parameters(self.chunks)
@@ -199,11 +216,12 @@ class TrainedModel:
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
         """Restore the state that `state_shards` returned on the same layout. ValueError where it does not fit."""
         self.onload()
-        state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
+        with self.on_device(self._tensors("optimizer")):
+            state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
         saved = _of_kind(FP8, tensors)
         if saved:
             load_scales(self.chunks, saved, get_fp8_recipe(self.config))
-        self.offload()
+        self._settle()
 
     @cached_property
     def saved_state(self) -> ModelState:
@@ -211,12 +229,23 @@ class TrainedModel:
         return ModelState(self)
 
     def loading_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to load this rank's state into; see `state.loading_state`."""
-        return state.loading_state(self.named_local_parameters(), self.optimizer)
+        """Return the tensors to load this rank's state into; see `state.loading_state`. Those of an optimizer that is on the
+        host are offloaded: fill them inside `on_device`."""
+        self.onload(("optimizer", "weights"))
+        host = self._host if self._is_on_host else None
+        return state.loading_state(self.named_local_parameters(), self.optimizer, host)
 
     def finish_loading(self, loaded: Mapping[str, torch.Tensor], steps: Mapping[str, float]) -> None:
         """Put loaded tensors in place; see `state.finish_loading`."""
         state.finish_loading(self.named_local_parameters(), self.optimizer, loaded, steps)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Offload what was loaded, and forget the host copies of what it has replaced."""
+        self.offload()
+        if self._is_on_host:
+            self._host.offload(self._tensors("optimizer"))
+        self._host.forget_others(tensor for kind in EVERYTHING for tensor in self._tensors(kind))
 
     def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore what belongs to this rank alone in `state_shards`: random states and scales of FP8 modules."""
@@ -259,7 +288,9 @@ class TrainedModel:
         """Run `_accumulate` and one guarded optimizer step."""
         metrics = self._accumulate(micro_batches, read, loss_fn)
         self.onload(("optimizer",))
-        grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer, self.part.group)
+        grad_norm, applied = guarded_step(
+            self.optimizer, learning_rate, self.settings.optimizer, self.chunks, self._host, self.part.group
+        )
         self._gathers_are_due = self.chunks[0].ddp_config.overlap_param_gather
         return StepResult(metrics, grad_norm, applied)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -210,7 +211,7 @@ def _with_the_rest(
         stages.append((2, 0, 0))
     for expert in experts:
         for chunk, first, last in stages:
-            for recompute in RECOMPUTE:
+            for recompute, on_host in itertools.product(RECOMPUTE, (False, True)):
                 yield {
                     "parallel.tp_size": tensor,
                     "parallel.pp_size": pipeline,
@@ -226,6 +227,8 @@ def _with_the_rest(
                     "model.recompute_granularity": recompute,
                     "model.offload": "all",
                     "critic.offload": "all",
+                    "optimizer.on_host": on_host,
+                    "critic.optimizer.on_host": on_host,
                     "critic.parallel.num_processes": 0,
                     "sglang.placement": "colocated",
                     "sglang.weight_sync_transport": "shared_memory",

@@ -135,7 +135,8 @@ def trainer_seconds(
 def _as_critic(config: Config) -> Config:
     tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
     training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-    return as_policy(config).model_copy(update={"training": training, "megatron": config.critic_megatron})
+    changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
+    return as_policy(config).model_copy(update=changes)
 
 
 def generation_queue(
@@ -171,9 +172,9 @@ def _training(model: Model, responses: int, lengths: Lengths, mini_batches: int,
 
 def _offload_seconds(config: Config, memory: RunMemory, gpu: Gpu) -> dict[str, float]:
     """Return the seconds in which models leave the GPU and come back, once a step."""
-    found = {"policy": 2 * memory.policy.on_host(config.model.offload) / gpu.host_bytes_s}
+    found = {"policy": 2 * memory.policy.moved(config.model.offload) / gpu.host_bytes_s}
     if memory.critic:
-        found["critic"] = 2 * memory.critic.on_host(config.critic.offload) / gpu.host_bytes_s
+        found["critic"] = 2 * memory.critic.moved(config.critic.offload) / gpu.host_bytes_s
     return {name: seconds for name, seconds in found.items() if seconds}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
 from megatron_dapo.config.memory.activations import is_fp8
-from megatron_dapo.config.memory.parameters import FP32, attention_sizes, layers_of_stage
+from megatron_dapo.config.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.config.schema import Config
 from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
 from megatron_dapo.plan.rollout import Lengths
@@ -158,8 +158,11 @@ def update_seconds(model: Model) -> dict[str, float]:
     p, a = model.config.parallel, model.architecture
     held = rank_parameters(a, p, 0, model.has_value_head)
     replicas, of_experts = optimizer_ranks(p, model.processes)
-    found = {"optimizer": UPDATE_BYTES * optimizer_share(p, held, model.processes) / model.gpu.memory_bytes_s}
-    item = ITEM_SIZES[model.config.model.dtype]
+    share, item = optimizer_share(p, held, model.processes), ITEM_SIZES[model.config.model.dtype]
+    found = {"optimizer": UPDATE_BYTES * share / model.gpu.memory_bytes_s}
+    if model.config.optimizer.on_host:
+        each = FP32 * (NUM_MOMENTS + (model.config.model.dtype != "float32"))
+        found["optimizer_on_host"] = 2 * each * share / model.gpu.host_bytes_s
     dense = held.dense + held.vocabulary
     gpu, per_node = model.gpu, model.gpus_per_node
     stride = p.tp_size  # context and data ranks follow the tensor ranks

@@ -1,5 +1,5 @@
 """Program of test_apex.py: python apex_checks.py MODE OUTPUT, MODE one of torch, installed (apex before megatron-core is
-imported), requested (by the recipe, in a process that had none)."""
+imported), requested (by the recipe, in a process that had none; with the optimizer on the host)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main(mode: str, output: Path) -> None:
     import torch.distributed as dist
 
     from megatron_dapo.config.model_schema import OptimizerConfig
+    from megatron_dapo.megatron import optimizer
     from megatron_dapo.megatron.actor import ActorSettings
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings
@@ -26,6 +27,7 @@ def main(mode: str, output: Path) -> None:
 
     if mode == "requested":
         sys.path.append(STAND_IN)
+    optimizer.PIECE_ELEMENTS = 1 << 12  # several pieces in a step
     from actor_checks import LEARNING_RATE, TEMPERATURE, Reference, build_actor, loss_fn, ragged_batch
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -33,7 +35,10 @@ def main(mode: str, output: Path) -> None:
     settings = ActorSettings(
         model=ModelSettings(megatron={"gradient_accumulation_fusion": True} if mode == "installed" else {}),
         optimizer=OptimizerConfig(
-            implementation="apex" if mode == "requested" else "auto", weight_decay=0.1, clip_grad=0.5
+            implementation="apex" if mode == "requested" else "auto",
+            weight_decay=0.1,
+            clip_grad=0.5,
+            on_host=mode == "requested",
         ),
     )
     actor = build_actor(want, layout, settings)

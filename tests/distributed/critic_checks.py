@@ -202,7 +202,11 @@ def distance(critic: MegatronCritic, local: Mapping[str, torch.Tensor], whole: M
 
 def settings_of(case: Mapping[str, Any]) -> CriticSettings:
     return CriticSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
+        model=ModelSettings(
+            dtype=case.get("dtype", "float32"),
+            recompute=case.get("recompute", "none"),
+            megatron=case.get("megatron", {}),
+        ),
         optimizer=OptimizerConfig(**OPTIMIZER),
         use_distributed_optimizer=case.get("distributed", True),
     )

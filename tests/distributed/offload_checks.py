@@ -1,8 +1,9 @@
-"""Steps of a critic that is offloaded between its phases, against one that never is."""
+"""Steps of a critic that is offloaded between its phases, or whose optimizer is on the host, against one that never is."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 from actor_checks import differing, largest_over_ranks
 from critic_checks import CriticReference, layout_of, of_rank, settings_of, snapshot, train
 
+from megatron_dapo.megatron import optimizer
 from megatron_dapo.megatron.critic import MegatronCritic
+from megatron_dapo.megatron.state import owned_shards
 
 SEEDS = (10, 11, 12)
+PIECE_ELEMENTS = 1 << 12  # several pieces in a step
+BYTES_EACH = 12  # main param and two moments
 
 
 def offload(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -21,14 +26,20 @@ def offload(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
-    settings = settings_of(case)
-    plain = MegatronCritic.build(want.directory, layout_of(case), settings)
-    offloaded = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
+    settings, layout = settings_of(case), layout_of(case)
+    plain = MegatronCritic.build(want.directory, layout, settings)
+    optimizer.PIECE_ELEMENTS = PIECE_ELEMENTS
+    on_host = settings.optimizer.model_copy(update={"on_host": case.get("on_host", False)})
+    changed = replace(settings, offload=case["offload"], optimizer=on_host)
+    offloaded = MegatronCritic.build(want.directory, layout, changed)
     same_values, history = True, []
+    held: list[torch.Tensor] = []
+    at_once = _count_bytes_at_once(offloaded, held)
     for seed in SEEDS:
         offloaded.offload()
         same_values = same_values and _same(_values(plain, seed), _values(offloaded, seed))
         offloaded.offload()
+        held[:] = offloaded._tensors("optimizer")
         history.append(train(plain, [seed]) == train(offloaded, [seed]))
     offloaded.offload()
     left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(offloaded, kind)]
@@ -36,15 +47,19 @@ def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     num_saved_otherwise = len(differing(snapshot(plain), saved))
     still_away = not _bytes(offloaded, "optimizer")
-    again = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
+    again = MegatronCritic.build(want.directory, layout, changed)
     again.offload()
     again.load_state_shards(saved, json.loads(json.dumps(description)))
     resumed = [train(model, [13]) for model in (plain, again, offloaded)]
+    parameters = offloaded.named_local_parameters()
     counts = {
         "saved": num_saved_otherwise,
         "differing": len(differing(snapshot(plain), snapshot(offloaded))),
         "resumed": len(differing(snapshot(plain), snapshot(again))),
         "moved": offloaded.moved.offloaded,
+        "at_once": max(at_once),
+        "allowed": BYTES_EACH
+        * max(PIECE_ELEMENTS, *(shard.main.numel() for shard in owned_shards(parameters, offloaded.optimizer))),
     }
     return {
         **largest_over_ranks(counts),
@@ -53,6 +68,19 @@ def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
         "left": left,
         "still_away": still_away,
     }
+
+
+def _count_bytes_at_once(model: MegatronCritic, tensors: list[torch.Tensor]) -> list[int]:
+    """Return a list that gets the bytes of `tensors` that are on the device after each onloading."""
+    found, host = [0], model._host
+    onload = host.onload
+
+    def counted(moving: Iterable[torch.Tensor]) -> None:
+        onload(moving)
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+
+    host.onload = counted  # type: ignore[method-assign]
+    return found
 
 
 def _values(model: MegatronCritic, seed: int) -> list[torch.Tensor | None]:

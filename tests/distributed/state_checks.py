@@ -13,6 +13,7 @@ from actor_checks import Reference, build_actor, differing, snapshot, train
 
 from megatron_dapo.checkpoints.piece_checksums import DamagedError
 from megatron_dapo.checkpoints.saved_model import SavedModel, index_file, rank_file
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
@@ -38,6 +39,7 @@ def build(arguments: Mapping[str, Any], case: Mapping[str, Any], side: Mapping[s
         return MegatronCritic.build(directory, critic_checks.layout_of(side), settings)
     settings = ActorSettings(
         model=ModelSettings(dtype=case.get("dtype", "float32"), megatron=side.get("megatron", {})),
+        optimizer=OptimizerConfig(on_host=side.get("on_host", False)),
         use_distributed_optimizer=side.get("distributed", True),
     )
     layout = ParallelLayout(world_size=dist.get_world_size(), **side["layout"])

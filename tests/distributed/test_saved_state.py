@@ -18,12 +18,16 @@ CASES: list[dict[str, Any]] = [
     {
         "model": "llama3",  # tied
         "source": {"layout": {"pipeline": 2, "virtual_pipeline": 2}},
-        "target": {"layout": {"tensor": 2, "pipeline": 2}},
+        "target": {"layout": {"tensor": 2, "pipeline": 2}, "on_host": True},
         "dtype": "bfloat16",
     },
     {
         "model": "qwen3-moe-mixed",
-        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}, "megatron": GROUPED},
+        "source": {
+            "layout": {"expert": 2, "tensor": 2, "sequence_parallel": True},
+            "megatron": GROUPED,
+            "on_host": True,
+        },
         "target": {"layout": {"pipeline": 2, "expert": 2, "first_stage_layers": 3}},
         "dtype": "bfloat16",
     },
@@ -42,7 +46,13 @@ CASES: list[dict[str, Any]] = [
             "megatron": GROUPED,
         },
     },
-    {"model": "qwen2", "source": {"layout": {"tensor": 2}}, "target": {"layout": {}}, "steps": 0},
+    {
+        "model": "qwen2",
+        "source": {"layout": {"tensor": 2}, "on_host": True},
+        "target": {"layout": {}, "on_host": True},
+        "dtype": "bfloat16",
+        "steps": 0,
+    },
     {"model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
     {"model": "qwen3-moe", "critic": True, "source": {"layout": {"expert": 2}}, "target": {"layout": {"pipeline": 2}}},
 ]  # fmt: skip

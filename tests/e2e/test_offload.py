@@ -11,7 +11,7 @@ from whole_runs import lines_of, pretrain, train
 from tools.prove_resume import write_recipe
 from tools.resume_proof.compare_runs import run_differences
 
-OFFLOADED = ('model.offload="all"', 'critic.offload="all"')
+OFFLOADED = ('model.offload="all"', 'critic.offload="all"', "optimizer.on_host=true")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def test_moving_is_a_phase_and_its_bytes_are_said(finished_vapo: Finished, offlo
 
 @pytest.mark.long
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(finished_vapo: Finished, tmp_path: Path) -> None:
-    kill_and_resume(finished_vapo, tmp_path / "killed", 'model.offload="all"', 'critic.offload="optimizer"')
+    settings = ('model.offload="all"', 'critic.offload="optimizer"', "critic.optimizer.on_host=true")
+    kill_and_resume(finished_vapo, tmp_path / "killed", *settings)
 
 
 @pytest.mark.long  # the run above trains both models offloaded

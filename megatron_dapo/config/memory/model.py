@@ -22,6 +22,7 @@ from megatron_dapo.config.memory.parameters import (
     own_share,
     rank_parameters,
 )
+from megatron_dapo.config.model_schema import PIECE_ELEMENTS
 from megatron_dapo.config.schema import Config
 
 # A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
@@ -40,6 +41,8 @@ class ModelMemory:
     gradients: int = 0
     main_params: int = 0
     moments: int = 0
+    # Those of them that are on the device in an optimizer step, where they are in host memory otherwise; None: all, always.
+    piece: int | None = None
     activations: int = 0  # kept for the backward pass, at their peak
     working: int = 0  # gradients inside the layer that the backward pass is in
     head: int = 0  # of the log-prob head
@@ -52,14 +55,27 @@ class ModelMemory:
         return self.main_params + self.moments
 
     @property
+    def state_parts(self) -> dict[str, int]:
+        """Bytes on the device between steps where nothing is offloaded, by what they are."""
+        parts = {"weights": self.weights, "gradients": self.gradients}
+        return parts if self.piece is not None else {**parts, "main_params": self.main_params, "moments": self.moments}
+
+    @property
+    def training_parts(self) -> dict[str, int]:
+        """Bytes at the peak of a training step, by what they are: in its passes, or in its update."""
+        passes = {"activations": self.activations, "working": self.working, "head": self.head}
+        is_update = self.piece is not None and self.piece > sum(passes.values())
+        return self.state_parts | ({"update": self.piece or 0} if is_update else passes)
+
+    @property
     def state(self) -> int:
-        """Bytes between steps where nothing is offloaded."""
-        return self.weights + self.gradients + self.optimizer
+        """Bytes on the device between steps where nothing is offloaded."""
+        return sum(self.state_parts.values())
 
     @property
     def training(self) -> int:
         """Bytes at the peak of a training step."""
-        return self.state + self.activations + self.working + self.head
+        return sum(self.training_parts.values())
 
     def resident(self, offload: str) -> int:
         """Return the bytes on the GPU while others use it."""
@@ -67,7 +83,12 @@ class ModelMemory:
 
     def on_host(self, offload: str) -> int:
         """Return the bytes of the host copies; gradients have none."""
-        return {"none": 0, "optimizer": self.optimizer, "all": self.weights + self.optimizer}[offload]
+        optimizer = self.optimizer if offload != "none" or self.piece is not None else 0
+        return optimizer + (self.weights if offload == "all" else 0)
+
+    def moved(self, offload: str) -> int:
+        """Return the bytes that leave the device for others and come back."""
+        return self.on_host(offload) - (self.optimizer if self.piece is not None else 0)
 
 
 def model_memory(
@@ -102,18 +123,22 @@ def stage_memory(
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head
     working = working_bytes(config, architecture)
     head = head_bytes(config, architecture, kernels) if has_head else 0
+    bytes_each = main_param + NUM_MOMENTS * FP32
+    largest = max(
+        held.vocabulary, 2 * architecture.intermediate_size * architecture.hidden_size // config.parallel.tp_size
+    )
     return ModelMemory(
         weights=_weight_bytes(config, held),
         gradients=FP32 * held.total,
         main_params=main_param * share,
         moments=NUM_MOMENTS * FP32 * share,
+        piece=bytes_each * min(share, max(PIECE_ELEMENTS, largest)) if config.optimizer.on_host else None,
         activations=activation_bytes(config, architecture, stage, kernels),
         working=working,
         head=head,
         # One layer after the other: what it reads and writes, and the products inside, are as large as their gradients.
         forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
-        saved=(ITEM_SIZES[config.model.dtype] + main_param + NUM_MOMENTS * FP32)
-        * own_share(config.parallel, held, processes),
+        saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, held, processes),
     )
 
 

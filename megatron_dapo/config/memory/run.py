@@ -120,7 +120,7 @@ def _roles(
     if config.has_critic:
         tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
         training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-        changes = {"training": training, "megatron": config.critic_megatron}
+        changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
         as_critic = as_policy(config).model_copy(update=changes)
         critic = model_memory(as_critic, architecture, own or processes, has_value_head=True, kernels=kernels)
     if config.algorithm.needs_reference:
@@ -142,13 +142,13 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     others = roles.resident - policy.resident(offload)
     if roles.reference:  # its weights are there while log-probs are computed or the policy is trained
         others += max(0, roles.reference.weights - roles.reference.resident(offload))
-    held = _state_parts(policy) if offload == "none" else {"weights": policy.weights}
+    held = policy.state_parts if offload == "none" else {"weights": policy.weights}
     yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward}, others))
-    yield PhaseMemory("train", device, _trainer_parts(roles, _training_parts(policy), others))
+    yield PhaseMemory("train", device, _trainer_parts(roles, policy.training_parts, others))
     if roles.critic:
         beside = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
         where: Device = "trainer" if roles.critic_is_apart else device
-        yield PhaseMemory("train_critic", where, _trainer_parts(roles, _training_parts(roles.critic), beside))
+        yield PhaseMemory("train_critic", where, _trainer_parts(roles, roles.critic.training_parts, beside))
     if roles.engine and roles.is_sglang:
         # The policy's weights are on the GPU until the servers have theirs and their caches.
         trainer = others + max(policy.weights, policy.resident(offload))
@@ -158,20 +158,6 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     yield PhaseMemory("checkpoint", device, _trainer_parts(roles, held, others))
     if roles.engine and roles.is_sglang:
         yield PhaseMemory("evaluation", "shared" if roles.shares else "engine", generating)
-
-
-def _state_parts(model: ModelMemory) -> dict[str, int]:
-    return {
-        "weights": model.weights,
-        "gradients": model.gradients,
-        "main_params": model.main_params,
-        "moments": model.moments,
-    }
-
-
-def _training_parts(model: ModelMemory) -> dict[str, int]:
-    passes = {"activations": model.activations, "working": model.working, "head": model.head}
-    return {**_state_parts(model), **passes}
 
 
 def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict[str, int]:

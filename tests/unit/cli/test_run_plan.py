@@ -97,7 +97,7 @@ def test_what_cannot_be_planned_is_refused(model: Path, tmp_path: Path) -> None:
     ):
         result = run(LAYOUT, model, *arguments)
         assert result.exit_code == 2 and words in result.output
-    none = run(LAYOUT, model, "--gpus", "8")
+    none = run(LAYOUT, model, "--gpus", "2")
     assert none.exit_code == 1 and "none fits: trainer memory in" in none.stdout
 
 

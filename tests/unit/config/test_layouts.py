@@ -25,6 +25,7 @@ DEFAULT = Machines()
 FIGURES = {
     "colocated_1node": (1, 8, 851, 32.0, 75.7, 350),
     "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 522),
+    "colocated_1node_32b": (1, 2, 664, 34.2, 76.0, 992),
     "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 299),
     "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 564),
     "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 217),

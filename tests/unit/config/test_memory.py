@@ -286,6 +286,22 @@ def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
     assert found["none"] == tokens * 28 * layer
 
 
+@pytest.mark.parametrize(("tokens", "peak"), [(512, "update"), (65536, "activations")])
+def test_an_optimizer_on_the_host_is_on_the_device_in_pieces(tokens: int, peak: str) -> None:
+    sections: dict[str, Any] = {"training": {"micro_batch_tokens": tokens}, "parallel": {"tp_size": 2}}
+    here = run_of(**sections, data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": tokens - 1})
+    there = here.model_copy(update={"optimizer": here.optimizer.model_copy(update={"on_host": True})})
+    whole, pieces = (model_memory(config, facts_of(QWEN_7B), 2) for config in (here, there))
+    assert pieces.state == whole.weights + whole.gradients == whole.state - whole.optimizer
+    vocabulary = rank_parameters(facts_of(QWEN_7B), here.parallel).vocabulary
+    assert pieces.piece == 12 * vocabulary and vocabulary > 1 << 26  # embedding and head are the largest shards
+    passes = whole.training - whole.state
+    assert pieces.training == pieces.state + max(pieces.piece, passes) and peak in pieces.training_parts
+    for offload, left in (("none", 0), ("optimizer", 0), ("all", whole.weights)):
+        assert pieces.on_host(offload) == whole.optimizer + left and pieces.moved(offload) == left
+        assert pieces.resident(offload) == min(pieces.state, whole.resident(offload))
+
+
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 def test_phases_add_up_to_the_peaks_of_a_run(placement: str) -> None:
     settings = {"placement": placement, "mem_fraction_static": 0.5, "tp_size": 2, "servers_per_node": 2}

@@ -174,7 +174,7 @@ OPERATIONAL = """
     training.micro_batch_tokens training.max_consecutive_skips evaluation.interval evaluation.at_start evaluation.at_end
     critic.path critic.offload critic.micro_batch_tokens critic.explained_variance_alarm value_pretraining.train_paths
     rollout.engine reward.shadow_verifier data.max_epochs run.callbacks critic.megatron
-    optimizer.implementation critic.optimizer.implementation
+    optimizer.implementation critic.optimizer.implementation optimizer.on_host critic.optimizer.on_host
 """.split()
 # ... and those without effect where another value of these recipes switches them off.
 SWITCHED_OFF = """
