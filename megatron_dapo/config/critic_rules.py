@@ -24,6 +24,14 @@ CRITIC_RULES = (
         "set critic.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, critic.mini_batch_prompts)}, or 0",
         where=f"{_CRITIC} and critic.mini_batch_prompts > 0",
     ),
+    Rule(
+        "critic.parallel.num_processes == 0 and critic.parallel.tp_size in (0, parallel.tp_size) and "
+        "critic.parallel.cp_size in (0, parallel.cp_size) and critic.micro_batch_tokens in (0, training.micro_batch_tokens)",
+        "set megatron.tp_comm_overlap = false, or give the critic the policy's processes, tp_size, cp_size and micro_batch_tokens",
+        path="megatron",
+        where=f'{_CRITIC} and (megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False))',
+        reason="tp_comm_overlap has buffers of one shape for all models of a process",
+    ),
     # Where the policy's tokens are too few even without padding, its own rule says so.
     Rule(
         "(critic.micro_batch_tokens or training.micro_batch_tokens) >= "

@@ -10,7 +10,16 @@ from megatron_dapo.config.rules import Rule, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
+_OVERLAPS = 'megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False)'
+
 LAYOUT_RULES = (
+    Rule(
+        'parallel.sequence_parallel and model.dtype == "bfloat16" and not computes_in_fp8',
+        "set megatron.tp_comm_overlap = false, or parallel.sequence_parallel = true with a bfloat16 model that computes in bf16",
+        path="megatron",
+        where=_OVERLAPS,
+        reason="tp_comm_overlap overlaps the gathers and scatters of sequence parallelism, in buffers of bf16",
+    ),
     # Megatron-core has no interleaved schedule for a single stage, and no sequence parallelism for a single tensor rank.
     Rule(
         "parallel.vpp_size == 1",

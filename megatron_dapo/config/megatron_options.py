@@ -110,7 +110,7 @@ DENIED: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm|ep_overlap_.*|delay_wgrad_compute|overlap_dispatch_backward_.*": (
         "it needs a schedule of megatron-core that splits layers, which packed micro-batches do not run"
     ),
-    "tp_comm_.*": "its buffers are of one length, and packed micro-batches have several",
+    "tp_comm_(split|atomic)_.*": "Transformer Engine chooses how to cut a product; set tp_comm_overlap",
     "use_ring_exchange_p2p": "it needs a torch that NVIDIA builds",
     "use_te_rng_tracker": "there is no dropout, and checkpoints hold the states of megatron-core's own tracker",
     "suggested_communication_unit_size": _BUFFERS,

@@ -43,7 +43,7 @@ class PreparedMicroBatch:
     """One micro-batch as this rank computes it, shared by all its chunks.
 
     The model computes `token_ids` and `position_ids` [P_padded]: those of the micro-batch, and masked sequences behind them
-    where the stages of a pipeline exchange equal lengths. Losses see the micro-batch alone.
+    where all have one length. Losses see the micro-batch alone.
     """
 
     index: int
@@ -53,8 +53,11 @@ class PreparedMicroBatch:
     position_ids: torch.Tensor
 
 
-def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int) -> list[PreparedMicroBatch]:
-    """Slice the micro-batches for this rank. ValueError where they cannot run on the layout."""
+def prepare(
+    micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int, fixed_tokens: int = 0
+) -> list[PreparedMicroBatch]:
+    """Slice the micro-batches for this rank, each padded to `fixed_tokens` where that is not 0. ValueError where they cannot run
+    on the layout, or are longer."""
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch")
     if layout.virtual_pipeline > 1 and len(micro_batches) % layout.pipeline:
@@ -64,7 +67,13 @@ def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: i
             f"pack into a multiple of {layout.pipeline}"
         )
     context_rank = layout.coordinates(rank).context
-    length = common_length([micro_batch.num_tokens for micro_batch in micro_batches]) if layout.pipeline > 1 else 0
+    lengths = [micro_batch.num_tokens for micro_batch in micro_batches]
+    if 0 < fixed_tokens < max(lengths):
+        raise ValueError(
+            f"a micro-batch has {max(lengths)} tokens, and the buffers of megatron.tp_comm_overlap are for {fixed_tokens}; "
+            "lower the packing limit or raise training.micro_batch_tokens"
+        )
+    length = fixed_tokens or (common_length(lengths) if layout.pipeline > 1 else 0)
     return [
         _prepare_one(index, micro_batch, layout, context_rank, length)
         for index, micro_batch in enumerate(micro_batches)

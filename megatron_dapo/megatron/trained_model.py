@@ -29,6 +29,7 @@ from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_st
 from megatron_dapo.megatron.precision import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
 from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params
+from megatron_dapo.megatron.tensor_overlap import initialize_overlap
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
@@ -57,6 +58,7 @@ class TrainingSettings:
     use_distributed_optimizer: bool = True  # shard the optimizer's state over data x context ranks
     seed: int = 0  # of the random-number tracker
     offload: str = "none"  # a name of OFFLOADS
+    fixed_tokens: int = 0  # length to which every micro-batch is padded; 0: their own, or a common one in a pipeline
     collective_timeout_s: float = 1800.0  # a rank that waits longer for the others fails
 
 
@@ -114,6 +116,8 @@ class TrainedModel:
             part=self.part,
         )
         self.config = transformer_config(architecture, layout, settings.model)
+        if self.config.tp_comm_overlap:
+            initialize_overlap(self.config, layout, settings.fixed_tokens)
         schedule.sum_gradients(self.config)
         chunks = build_chunks(architecture, layout, self.config, self.rank)
         self._check_parameters(named_local_parameters(chunks))
@@ -258,7 +262,7 @@ class TrainedModel:
         """Return `read` of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
         self.onload(("weights",))
         self.parallel_state.activate()
-        prepared = schedule.prepare(micro_batches, self.layout, self.rank)
+        prepared = schedule.prepare(micro_batches, self.layout, self.rank, self.settings.fixed_tokens)
         return schedule.forward(self.chunks, prepared, read)
 
     def _accumulate(
@@ -271,7 +275,7 @@ class TrainedModel:
         """Compute the gradients of the sum of all losses over data and context ranks; return the summed metrics."""
         self.onload(("gradients", "weights"))
         self.parallel_state.activate()
-        prepared = schedule.prepare(micro_batches, self.layout, self.rank)
+        prepared = schedule.prepare(micro_batches, self.layout, self.rank, self.settings.fixed_tokens)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -19,8 +19,10 @@ from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
+from megatron_dapo.megatron.tensor_overlap import overlapped_tokens
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.coordination import collective_timeout
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.checkpointing import load_training_state
 from megatron_dapo.trainer.critic_learner import CriticLearner
@@ -104,6 +106,7 @@ def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = 
         replays_routing=replays_routing,
         seed=config.run.seed,
         offload=config.model.offload,
+        fixed_tokens=_fixed_tokens(config.megatron, config.training.micro_batch_tokens, topology.policy_layout),
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
     )
     # Without permission the loader names the missing files, which says more than a random policy would.
@@ -112,6 +115,11 @@ def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = 
         logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
     seed = config.run.seed if is_random else None
     return MegatronActor.build(path, topology.policy_layout, settings, part=topology.policy, random_seed=seed)
+
+
+def _fixed_tokens(options: Mapping[str, Any], micro_batch_tokens: int, layout: ParallelLayout) -> int:
+    """Return the length of all of a model's micro-batches, 0 where they may differ."""
+    return overlapped_tokens(micro_batch_tokens, layout) if options.get("tp_comm_overlap") else 0
 
 
 def critic_start(config: Config) -> Path:
@@ -137,6 +145,9 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         seed=config.run.seed,
         offload=config.critic.offload,
+        fixed_tokens=_fixed_tokens(
+            config.critic_megatron, config.critic.micro_batch_tokens or config.training.micro_batch_tokens, layout
+        ),
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
         head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )

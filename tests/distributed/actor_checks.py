@@ -385,7 +385,8 @@ def model_settings(case: Mapping[str, Any]) -> ModelSettings:
 
 
 def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed", "keep_bytes"}.
+    """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed", "keep_bytes",
+    "fixed_tokens"}.
 
     Micro-batches of a pipeline are made equal in length where the case has "padded".
     """
@@ -397,6 +398,7 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
             use_distributed_optimizer=case.get("distributed", True),
             head_keep_bytes=case.get("keep_bytes", 0),
             replays_routing=case["model"].endswith(REPLAYED),
+            fixed_tokens=case.get("fixed_tokens", 0),
         )
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))

@@ -308,6 +308,46 @@ def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_par
 
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize("name", ["bf16", "fp8_blockwise"])
+def test_an_optimizer_on_the_host_makes_the_same_steps(recipe, name, monkeypatch) -> None:
+    """Three steps of one fused AdamW for all parameters, and of one called for each piece."""
+    from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot
+
+    from megatron_dapo.megatron import optimizer
+
+    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", 1 << 16)
+    want, layout, settings = wide_settings(recipe(name))
+    on_host = settings.optimizer.model_copy(update={"on_host": True})
+    micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
+    here, there = (build(want, layout, replace(settings, optimizer=each)) for each in (settings.optimizer, on_host))
+    for _ in range(3):
+        for actor in (here, there):
+            actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
+        for name, gradient in here.gradients().items():  # a backward pass of attention may round otherwise each time
+            there.gradients()[name].copy_(gradient)
+        first, second = (
+            optimizer.guarded_step(actor.optimizer, 1e-3, actor.settings.optimizer, actor.chunks, actor._host)
+            for actor in (here, there)
+        )
+        assert first == second and first[1]
+    assert there.moved.onloaded > 0 and not sum(one.untyped_storage().nbytes() for one in there._tensors("optimizer"))
+    right, found = ({key: tensor.cpu() for key, tensor in snapshot(actor).items()} for actor in (here, there))
+    assert set(right) == set(found) and not differing(right, found)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_buffers_of_overlapped_communication_are_asked_for_by_their_names() -> None:
+    """The buffers need several GPUs; the call at least is one of the installed version's."""
+    import inspect
+
+    from transformer_engine.pytorch.module import base
+
+    names = {"shape", "tp_size", "quantization_modes", "dtype", "bootstrap_backend"}
+    assert names <= set(inspect.signature(base.initialize_ub).parameters)
+    assert base.UserBufferQuantizationMode.NONE
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("name", ["bf16", "fp8_blockwise"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused, request) -> None:
     """The same log-probs and gradients up to the order of sums, and a state that the other form has saved."""

@@ -27,6 +27,7 @@ from megatron_dapo.config.schema import Config
 
 # A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
 FP8_COPIES = 2
+OVERLAP_BUFFERS = 12  # of Transformer Engine, [tokens of a context rank, hidden size], one for each product of a layer and its gradients
 # Of what no formula gives: measured orders of magnitude on H100, rounded up.
 CUDA_CONTEXT = int(0.5 * GIB)
 COMMUNICATION = 1 * GIB  # NCCL's buffers, and Transformer Engine's workspaces
@@ -46,6 +47,7 @@ class ModelMemory:
     activations: int = 0  # kept for the backward pass, at their peak
     working: int = 0  # gradients inside the layer that the backward pass is in
     head: int = 0  # of the log-prob head
+    overlap: int = 0  # buffers of tp_comm_overlap; all models of a process have the same
     forward: int = 0  # of a pass without gradients, with the head's
     saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run continues
 
@@ -136,10 +138,18 @@ def stage_memory(
         activations=activation_bytes(config, architecture, stage, kernels),
         working=working,
         head=head,
+        overlap=_overlap_bytes(config, architecture),
         # One layer after the other: what it reads and writes, and the products inside, are as large as their gradients.
         forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
         saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, held, processes),
     )
+
+
+def _overlap_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+    if not config.megatron.get("tp_comm_overlap"):
+        return 0
+    tokens = config.training.micro_batch_tokens // config.parallel.cp_size
+    return OVERLAP_BUFFERS * tokens * architecture.hidden_size * ITEM_SIZES[config.model.dtype]
 
 
 def _weight_bytes(config: Config, held: RankParameters) -> int:

@@ -83,6 +83,11 @@ class _Roles:
         return found + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
 
     @property
+    def communication(self) -> int:
+        """Bytes of a trainer process's buffers, which it keeps from start to end."""
+        return COMMUNICATION + max(self.policy.overlap, self.critic.overlap if self.critic else 0)
+
+    @property
     def resident(self) -> int:
         """Bytes of all these models while engines use the GPU."""
         return sum(model.resident(how) for model, how in self.models)
@@ -164,7 +169,7 @@ def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict
     """Return `parts` with what other models, the allocator, the process and an engine on the same GPU hold."""
     found = {**parts, "other_models": others}
     found["slack"] = int(FRAGMENTATION * sum(found.values()))
-    found |= {"context": CUDA_CONTEXT, "communication": COMMUNICATION}
+    found |= {"context": CUDA_CONTEXT, "communication": roles.communication}
     if roles.shares and roles.engine:
         found["engine_asleep"] = ENGINE_ASLEEP if roles.is_sglang else roles.engine.static
     return found
@@ -180,7 +185,7 @@ def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
         "engine_context": ENGINE_CONTEXT,
     }
     if roles.shares:
-        found |= {"trainer": trainer_bytes, "context": CUDA_CONTEXT, "communication": COMMUNICATION}
+        found |= {"trainer": trainer_bytes, "context": CUDA_CONTEXT, "communication": roles.communication}
     return found
 
 

@@ -145,3 +145,29 @@ def test_options_of_recomputation_need_its_granularity(tmp_path: Path, granulari
     recipe = write(tmp_path, RECIPE + f"[megatron]\n{line}\n")
     found = validate(load_config(recipe, [f"model.recompute_granularity={granularity}"]).config)
     assert [one.path for one in found] == ([] if fits else ["model.recompute_granularity"])
+
+
+BF16, SEQUENCE = 'model.dtype="bfloat16"', ("parallel.tp_size=2", "parallel.sequence_parallel=true")
+VAPO = ('algorithm.name="vapo"',)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ((BF16, *SEQUENCE), ""),
+        (SEQUENCE, "model.dtype"),
+        ((BF16, "parallel.tp_size=2"), "parallel.sequence_parallel"),
+        ((BF16, *SEQUENCE, 'precision.recipe="fp8_blockwise"'), "computes_in_fp8"),
+        ((BF16, *SEQUENCE, *VAPO), ""),
+        ((BF16, *SEQUENCE, *VAPO, "critic.parallel.tp_size=1"), "critic.parallel.tp_size"),
+        ((BF16, *SEQUENCE, *VAPO, "critic.parallel.num_processes=2"), "critic.parallel.num_processes"),
+        ((BF16, *SEQUENCE, *VAPO, "critic.micro_batch_tokens=65536"), "critic.micro_batch_tokens"),
+    ],
+)
+def test_overlapped_communication_needs_one_shape_for_all(
+    tmp_path: Path, overrides: tuple[str, ...], problem: str
+) -> None:
+    recipe = write(tmp_path, RECIPE + "[megatron]\ntp_comm_overlap = true\n")
+    found = [one for one in validate(load_config(recipe, overrides).config) if "tp_comm_overlap" in str(one)]
+    assert [one.path for one in found] == (["megatron"] if problem else [])
+    assert all(problem in one.values for one in found)

@@ -286,6 +286,17 @@ def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
     assert found["none"] == tokens * 28 * layer
 
 
+def test_buffers_of_overlapped_communication_stay_all_the_time() -> None:
+    sections: dict[str, Any] = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "model": {"dtype": "bfloat16"}}
+    training = {"micro_batch_tokens": 24576}
+    plain, overlapped = (
+        run_memory(run_of(**sections, training=training, megatron=options), facts_of(QWEN_7B), 2, Cluster())
+        for options in ({}, {"tp_comm_overlap": True})
+    )
+    for before, after in zip(plain.phases, overlapped.phases, strict=True):
+        assert after.total - before.total == 12 * 24576 * QWEN_7B["hidden_size"] * 2
+
+
 @pytest.mark.parametrize(("tokens", "peak"), [(512, "update"), (65536, "activations")])
 def test_an_optimizer_on_the_host_is_on_the_device_in_pieces(tokens: int, peak: str) -> None:
     sections: dict[str, Any] = {"training": {"micro_batch_tokens": tokens}, "parallel": {"tp_size": 2}}
