@@ -135,9 +135,30 @@ def has_main_param(part: OwnedShard) -> bool:
 
 def _step_of(part: OwnedShard) -> torch.Tensor:
     """Return a parameter's step count."""
-    # torch's Adam keeps it for each parameter, the fused optimizers of apex and Transformer Engine once a group.
-    step = part.inner.state[part.main].get("step", part.group.get("step", 0))
-    return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
+    holder = part.inner.state[part.main] if _counts_each_parameter(part) else part.group
+    return torch.as_tensor(holder.get("step", 0), dtype=torch.float32).reshape(()).clone()
+
+
+def _counts_each_parameter(part: OwnedShard) -> bool:
+    """Return True for torch's Adam, False for the fused ones of apex and Transformer Engine, which count the steps of a group."""
+    # A fused optimizer's group has no count before its first step, so what is there does not tell.
+    return isinstance(part.inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _set_update_state(part: OwnedShard, moments: dict[str, torch.Tensor], step: float) -> None:
+    """Put moments and step count in place. `step` 0: as before the first step."""
+    state: dict[str, torch.Tensor] = dict(moments)
+    if _counts_each_parameter(part):
+        # A step tensor of its own for every parameter: Adam adds in place.
+        state["step"] = torch.tensor(step, dtype=torch.float32)
+    elif step:
+        part.group["step"] = int(step)
+    else:
+        part.group.pop("step", None)
+    if step:
+        part.inner.state[part.main] = state
+    else:
+        part.inner.state.pop(part.main, None)
 
 
 def load_state_shards(
@@ -163,18 +184,12 @@ def load_state_shards(
 def _load_shard(part: OwnedShard, tensors: Mapping[str, torch.Tensor]) -> None:
     if has_main_param(part):
         part.main.copy_(tensors[f"master/{part.name}"])
-    if f"step/{part.name}" not in tensors:
-        part.inner.state.pop(part.main, None)
-        return
-    # Every parameter gets copies and a step tensor of its own: Adam adds in place, so a shared step would be increased once
-    # for each parameter.
-    state = {moment: tensors[f"{moment}/{part.name}"].to(part.main.device, copy=True) for moment in MOMENTS}
-    step = tensors[f"step/{part.name}"].clone()
-    if "step" in part.group:
-        part.group["step"] = int(step)
-    else:
-        state["step"] = step
-    part.inner.state[part.main] = state
+    step = float(tensors.get(f"step/{part.name}", torch.zeros(())))
+    moments = MOMENTS if step else ()
+    device = part.main.device
+    _set_update_state(
+        part, {moment: tensors[f"{moment}/{part.name}"].to(device, copy=True) for moment in moments}, step
+    )
 
 
 def _check(
@@ -262,17 +277,7 @@ def finish_loading(
         if is_float8tensor(parameter):
             parameter.copy_(loaded[f"parameter/{name}"])
     for part in owned_shards(parameters, optimizer):
-        step = steps[part.name]
-        if "step" in part.group:
-            part.group["step"] = int(step)
-        if not step:
-            part.inner.state.pop(part.main, None)  # as before the first step
-            continue
-        state = {moment: loaded[f"{moment}/{part.name}"] for moment in MOMENTS}
-        if "step" not in part.group:
-            # A step tensor of its own for every parameter: Adam adds in place.
-            state["step"] = torch.tensor(step, dtype=torch.float32)
-        part.inner.state[part.main] = state
+        _set_update_state(part, {moment: loaded[f"{moment}/{part.name}"] for moment in MOMENTS}, steps[part.name])
 
 
 # ---- main params from a checkpoint

@@ -28,7 +28,17 @@ def main(mode: str, output: Path) -> None:
     if mode == "requested":
         sys.path.append(STAND_IN)
     optimizer.PIECE_ELEMENTS = 1 << 12  # several pieces in a step
-    from actor_checks import LEARNING_RATE, TEMPERATURE, Reference, build_actor, loss_fn, ragged_batch
+    from actor_checks import (
+        LEARNING_RATE,
+        TEMPERATURE,
+        Reference,
+        build_actor,
+        differing,
+        loss_fn,
+        ragged_batch,
+        snapshot,
+    )
+    from state_checks import NAME, save
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     want, layout = Reference.read(str(output.parent), "qwen2"), ParallelLayout(1)
@@ -53,12 +63,26 @@ def main(mode: str, output: Path) -> None:
     tensors, description = actor.state_shards()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     history.append(step(actor))
-    resumed = build_actor(want, layout, settings)
+    resumed, loaded = build_actor(want, layout, settings), build_actor(want, layout, settings)
     resumed.load_state_shards(saved, description)
+    save(resumed, output.with_suffix(""))
+    loaded.saved_state.load(output.with_suffix(""), NAME)
+    again = [step(model) for model in (resumed, loaded)]
+    states = [snapshot(model) for model in (actor, resumed, loaded)]
     calls = [sys.modules[name].CALLS for name in ("amp_C", "fused_weight_gradient_mlp_cuda") if name in sys.modules]
     torch.save({name: tensor for name, tensor in tensors.items() if name.startswith("parameter/")}, output)
     rows = {row.op: row.name for row in implementations(actor.config)}
-    print(json.dumps({"history": history, "resumed": step(resumed), "calls": calls, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "history": history,
+                "resumed": again,
+                "differing": [differing(states[0], state) for state in states[1:]],
+                "calls": calls,
+                "rows": rows,
+            }
+        )
+    )
     dist.destroy_process_group()
 
 

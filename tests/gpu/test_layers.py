@@ -304,6 +304,13 @@ def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_par
     steps = [model.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for model in (whole, resumed)]
     assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-3)
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-2)
+    # A lost count of steps would change the bias correction, and so every update.
+    after = [{key: tensor.cpu().float() for key, tensor in snapshot(model).items()} for model in (whole, resumed)]
+    counts = {float(tensor) for state in after for key, tensor in state.items() if key.startswith("step/")}
+    assert counts == {3.0}
+    for key in (key for key in saved if key.startswith("master/")):
+        updates = [float((state[key] - saved[key].float()).norm()) for state in after]
+        assert updates[0] == pytest.approx(updates[1], rel=0.05), key
 
 
 @pytest.mark.usefixtures("transformer_engine")
