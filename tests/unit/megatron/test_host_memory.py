@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import subprocess
 import sys
+from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from megatron_dapo.megatron import host_memory
 from megatron_dapo.megatron.host_memory import HostMemory, own_memory
 
 
@@ -53,6 +59,40 @@ def test_discarded_tensors_return_as_zeros() -> None:
     assert gradients.untyped_storage().nbytes() == 0
     host.onload([gradients])
     assert gradients.tolist() == [0.0] * 16 and host.moved.offloaded == host.moved.onloaded == 0
+
+
+def test_copies_take_their_size_in_whole_pages_and_one_is_locked_until_no_copy_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: dict[int, int] = {}
+    calls = SimpleNamespace(
+        cudaHostRegister=lambda pointer, size, flags: int(locked.setdefault(pointer, size) != size),
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    block = host_memory._Block({1: 5000, 2: 1, 3: 70000}, is_locked=True)
+    [(pointer, size)] = locked.items()
+    assert pointer % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 and size < 5000 + 1 + 70000 + 2 * 512 + mmap.PAGESIZE
+    places = sorted((copy.data_ptr(), copy.numel()) for copy in block.copies.values())
+    assert [copy.numel() for copy in block.copies.values()] == [5000, 1, 70000]
+    assert all(begin + length <= following for (begin, length), (following, _) in pairwise(places))
+    assert places[0][0] >= pointer and sum(places[-1]) <= pointer + size
+    del block
+    gc.collect()
+    assert not locked
+
+
+def test_a_copy_whose_storage_has_grown_gets_another_place_and_others_are_forgotten() -> None:
+    host, kept, other = HostMemory(), torch.ones(4), torch.ones(4)
+    host.offload([kept, other])
+    host.onload([kept, other])
+    kept.resize_(6).fill_(2.0)
+    host.offload([kept, other])
+    assert host.read(kept).tolist() == [2.0] * 6
+    host.forget_others([kept])
+    assert host.is_offloaded(kept) and not host.is_offloaded(other)
+    host.onload([kept])
+    assert kept.tolist() == [2.0] * 6
 
 
 def test_touching_offloaded_memory_ends_the_process() -> None:
