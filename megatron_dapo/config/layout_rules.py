@@ -20,6 +20,13 @@ LAYOUT_RULES = (
         where=_OVERLAPS,
         reason="tp_comm_overlap overlaps the gathers and scatters of sequence parallelism, in buffers of bf16",
     ),
+    Rule(
+        'model.offload == "none" and critic.offload == "none" and not optimizer.on_host and not critic.optimizer.on_host',
+        "set megatron.nccl_ub = false, or offload nothing",
+        path="megatron",
+        where='megatron.get("nccl_ub", False) or critic.megatron.get("nccl_ub", False)',
+        reason="memory that comes back to the device is not the memory that NCCL has registered",
+    ),
     # Megatron-core has no interleaved schedule for a single stage, and no sequence parallelism for a single tensor rank.
     Rule(
         "parallel.vpp_size == 1",

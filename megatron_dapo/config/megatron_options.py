@@ -83,7 +83,11 @@ DENIED: Mapping[str, str] = {
     "apply_wd_to_qk_layernorm|grad_norm_skip_threshold": _OPTIMIZER,
     "optimizer|sgd_.*|muon_.*|adaptive_muon_.*|soap_.*|lion_.*|use_layer_wise_distributed_optimizer": _OTHER_OPTIMIZER,
     "(initial_)?loss_scale|loss_scale_window|min_loss_scale|hysteresis": "they are for fp16, which is not supported",
-    "use_precision_aware_optimizer|main_(grads|params)_dtype|exp_avg(_sq)?_dtype|store_param_remainders": _MOMENTS,
+    "use_precision_aware_optimizer|exp_avg(_sq)?_dtype": _MOMENTS,
+    "main_(grads|params)_dtype|store_param_remainders": (
+        "checkpoints, offloading and weight sync read main params and gradients in fp32; where memory is short, set "
+        "optimizer.on_host = true, which takes all of them off the GPU"
+    ),
     "optimizer_cpu_offload|optimizer_offload_fraction|use_torch_optimizer_for_cpu_offload|overlap_cpu_optimizer_.*|pin_cpu_.*": (
         "set optimizer.on_host = true: checkpoints follow it, and the update stays on the GPU"
     ),
@@ -110,7 +114,8 @@ DENIED: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm|ep_overlap_.*|delay_wgrad_compute|overlap_dispatch_backward_.*": (
         "it needs a schedule of megatron-core that splits layers, which packed micro-batches do not run"
     ),
-    "tp_comm_(split|atomic)_.*": "Transformer Engine chooses how to cut a product; set tp_comm_overlap",
+    "tp_comm_(split|atomic)_.*|tp_comm_overlap_rs_dgrad": "Transformer Engine's own choice of how to cut a product; set tp_comm_overlap",
+    "moe_router_fusion": "the router is this project's own, which replays an engine's experts",
     "use_ring_exchange_p2p": "it needs a torch that NVIDIA builds",
     "use_te_rng_tracker": "there is no dropout, and checkpoints hold the states of megatron-core's own tracker",
     "suggested_communication_unit_size": _BUFFERS,

@@ -110,7 +110,9 @@ def _prepare_one(
         position_ids=position_ids,
         routing=_engine_routing(local, positions.numel()),
     )
-    token_ids = torch.nn.functional.pad(local.token_ids, (0, positions.numel()))
+    # Its own tokens once more: a router sends them to as many experts as those, and one token all to the same.
+    repeats = -(-positions.numel() // local.num_tokens)
+    token_ids = torch.cat((local.token_ids, local.token_ids.repeat(repeats)[: positions.numel()]))
     return PreparedMicroBatch(index, local, packed, token_ids, position_ids)
 
 

@@ -193,8 +193,10 @@ class TrainedModel:
         """Have these of the model's tensors on the device inside the block, and afterwards where they were."""
         away = [tensor for tensor in tensors if self._host.is_offloaded(tensor)]
         self._host.onload(away)
-        yield
-        self._host.offload(away, release=False)
+        try:
+            yield
+        finally:  # another checkpoint may be loaded after one that is damaged
+            self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         parameters = named_local_parameters(self.chunks)
