@@ -17,7 +17,7 @@ from megatron_dapo.config.section import (
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionImplementation = Literal["auto", "flash"]
-LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "triton_tuned", "te_fp8"]
+LogprobImplementation = Literal["auto", "reference", "chunked", "chunked_bf16", "triton", "triton_tuned", "te_fp8"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -52,8 +52,9 @@ class ModelConfig(Section):
 
     logprob_implementation: LogprobImplementation = "auto"
     """What computes log-probs and entropy. auto: triton for a 16-bit model on compute capability 8.0 or more, else
-    chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. triton_tuned:
-    the same, compiled in the shapes that were the fastest here, once measured. te_fp8: FP8 products, an approximation."""
+    chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. chunked_bf16: the same for a bf16 model on
+    a CPU, whose logits are rounded to bf16. triton: own kernels. triton_tuned: the same, compiled in the shapes that were the
+    fastest here, once measured. te_fp8: FP8 products, an approximation."""
 
     attention_implementation: AttentionImplementation = "auto"
     """Kernels of attention. auto: Transformer Engine's within its layers, else torch's. flash: torch's flash

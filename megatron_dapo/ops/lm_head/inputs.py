@@ -101,7 +101,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """Return the type of the factors of the matrix products."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    # Tensor cores sum bf16 factors in fp32. A CPU sums them in bf16, so its factors are widened.
+    # Tensor cores give the fp32 sums of bf16 factors. A CPU rounds them to bf16, so its factors are widened.
     return dtype if hidden.is_cuda else accumulation_dtype(dtype)
 
 
@@ -116,6 +116,8 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """Add left @ right to `total`, accumulated in the type of `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif not left.is_cuda:
+        total.add_(torch.mm(left, right))
     else:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 

@@ -13,14 +13,22 @@ from types import MappingProxyType, ModuleType
 
 import torch
 
-from megatron_dapo.ops.lm_head import fp8_logits
+from megatron_dapo.ops.lm_head import bf16_products, fp8_logits
 from megatron_dapo.ops.lm_head.compat import import_failure
 
 AUTO, REFERENCE, CHUNKED, TE_FP8 = "auto", "reference", "chunked", "te_fp8"
-TRITON, TRITON_TUNED = "triton", "triton_tuned"
+TRITON, TRITON_TUNED, CHUNKED_BF16 = "triton", "triton_tuned", "chunked_bf16"
 _PACKAGE = "megatron_dapo.ops.lm_head"
 # Modules of `lm_head`. Those of Triton are imported when they are selected: Triton may not be installed.
-_MODULES = MappingProxyType({CHUNKED: "chunked", TRITON: "fused", TRITON_TUNED: "fused_tuned", TE_FP8: "fp8_logits"})
+_MODULES = MappingProxyType(
+    {
+        CHUNKED: "chunked",
+        CHUNKED_BF16: "bf16_products",
+        TRITON: "fused",
+        TRITON_TUNED: "fused_tuned",
+        TE_FP8: "fp8_logits",
+    }
+)
 # `reference` is one differentiable function and has no such module.
 IMPLEMENTATIONS = (REFERENCE, *_MODULES)
 MIN_CAPABILITY = (8, 0)
@@ -61,6 +69,8 @@ def choose(requested: str, spec: HeadSpec) -> Choice:
     obstacle = None
     if requested in (TRITON, TRITON_TUNED):
         obstacle = _triton_obstacle(spec)
+    elif requested == CHUNKED_BF16:
+        obstacle = bf16_products.obstacle(spec.device, spec.dtype)
     elif requested == TE_FP8:
         obstacle = fp8_logits.obstacle(spec.device, spec.dtype, spec.width, spec.rows)
     if obstacle is not None:

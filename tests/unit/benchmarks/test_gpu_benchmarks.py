@@ -155,7 +155,12 @@ def test_speedups_are_over_bf16(step) -> None:
 
 def test_targets_of_the_head_are_judged_from_what_ran(head) -> None:
     shape = head.SHAPES[0]
-    triton = {"effective_tflops": 420.0, "tflops_with_recompute": 560.0, "forward_ms": 15.0, "forward_backward_ms": 50.0}
+    triton = {
+        "effective_tflops": 420.0,
+        "tflops_with_recompute": 560.0,
+        "forward_ms": 15.0,
+        "forward_backward_ms": 50.0,
+    }
     rows = {head.name_of("triton", shape): triton}
     assert head.verdicts(rows, shape) == {"triton_tflops": True}
     rows[head.name_of("liger", shape)] = {"forward_backward_ms": 49.0}

@@ -79,7 +79,7 @@ def test_a_package_that_breaks_on_import_is_reported_with_its_error(tmp_path, mo
 def test_the_function_refuses_before_it_computes() -> None:
     with pytest.raises(
         ValueError,
-        match="no implementation 'liger'; choose one of auto, reference, chunked, triton, triton_tuned, te_fp8",
+        match="no implementation 'liger'; choose one of auto, reference, chunked, chunked_bf16, triton, triton_tuned, te_fp8",
     ):
         vocab_parallel_logprobs(
             torch.zeros(1, 4),
