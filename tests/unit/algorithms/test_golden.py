@@ -55,6 +55,7 @@ ELSEWHERE = {"kl": "tests/unit/ops/test_divergence.py"}
 LATER = {
     "seeds.rejection_sampling": "asserted in tests/unit/algorithms/test_selection.py",
     "seeds.adversarial_injection": "variants of filtered prompts, asserted in tests/unit/rollout/test_injected_groups.py",
+    "seeds.stopping_bias": "the estimate of groups whose size is set first, asserted in tests/unit/rollout/test_prompt_source.py",
     "systems.*": "fault detection and resharding, tested in their own packages",
 }
 
@@ -548,19 +549,6 @@ def check_budget(section) -> None:
     assert_equal(wanted_size(1.0), section["p=1"])
 
 
-def check_stopping_bias(section) -> None:
-    """Sizes that follow from responses bias the pass rate; sizes set before the first response, as here, do not."""
-    assert section["rule"].startswith("sample until first success, found at n=8")
-    assert_equal(1 / 8, section["naive"])
-    assert_equal((1 - 1) / (8 - 1), section["unbiased"])
-    rate = 0.1
-    stopped = sum(rate * (1 - rate) ** (n - 1) / n for n in range(1, 2000))
-    assert_equal(stopped, section["E[k/n] at p=.1, stop at first success (exact -p ln p/(1-p))"])
-    size = wanted_size(rate)
-    fixed = sum(math.comb(size, k) * rate**k * (1 - rate) ** (size - k) * k / size for k in range(size + 1))
-    assert_equal(fixed, rate)
-
-
 def check_filter_bound(section) -> None:
     for count in ("8", "16", "32", "57", "58", "64", "128"):
         assert_equal(PassRate().seen(0, int(count)).probability_below(section[count]), 0.95)
@@ -587,7 +575,6 @@ SECTIONS: dict[str, Callable] = {
     "loss.gspo": check_gspo,
     "seeds.repetition": check_repetition,
     "seeds.budget": check_budget,
-    "seeds.stopping_bias": check_stopping_bias,
     "seeds.filter_upper_bound_0_of_n": check_filter_bound,
     "seeds.ucb_priority": check_ucb_priority,
     "seeds.soft_ppl": check_soft_perplexity,
