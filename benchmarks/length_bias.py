@@ -171,6 +171,7 @@ def measure(
     trained: list[int] = []
     ages: list[int] = []
     num_discarded = 0
+    of_filter = dict.fromkeys(("skipped", "audited", "tokens_saved"), 0)  # counted anew by each collection
     for version in range(num_steps):
         engine.policy_version = version
         batch = collector.collect(num_groups)
@@ -178,6 +179,7 @@ def measure(
         trained += [sample.completion.num_tokens for group in batch.groups for sample in group.samples]
         ages += [version - group.policy_version for group in batch.groups]
         num_discarded += batch.statistics.num_discarded_tokens
+        of_filter = {name: count + batch.statistics.prompts[name] for name, count in of_filter.items()}
     ledger = collector.accounting()
     assert ledger.is_balanced, f"prompts were lost: {ledger}"
     passing = lengths_of_passing_groups(engine.outcomes, rollout)
@@ -188,6 +190,7 @@ def measure(
         "tail": float(_longest_tenth(trained) / _longest_tenth(passing) - 1),
         "discarded_share": num_discarded / engine.num_tokens,
         **batch.statistics.prompts,
+        **of_filter,
         "tokens_per_group": SCALE * engine.num_tokens / ledger.trained,
         "generated_per_trained": ledger.drawn / ledger.trained,
         "mean_staleness": float(np.mean(ages)),

@@ -5,13 +5,16 @@
 The simulated engine and the populations are those of `length_bias.py`; prompts keep their pass rates, so a filter can learn
 them. `saved` is the share of tokens per trained group that the filter saves against none, `calibration_error` the model's
 mean |predicted - observed| share of groups that disagree, `precision` the share of the prompts tried as an audit whose groups
-did not disagree, as the filter said. Figures are the worst over the populations.
+did not disagree, as the filter said; `flagged_tried` counts those prompts, `flagged_useful` those of them that the filter would
+have left out wrongly, and `precision_interval` is the 95 % Wilson interval of what they show. Figures are the worst over the
+populations.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from length_bias import POPULATIONS, measure
 
@@ -24,6 +27,17 @@ FILTERS = {
     "bounds": PromptFilterConfig(name="bounds", margin=0.15),
     "model": PromptFilterConfig(name="model", margin=0.15),
 }
+
+
+def wilson_interval(num_right: float, num_tried: float) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share; (0, 1) of nothing tried."""
+    if not num_tried:
+        return 0.0, 1.0
+    z, share = 1.959964, num_right / num_tried
+    center = share + z**2 / (2 * num_tried)
+    half = z * math.sqrt(share * (1 - share) / num_tried + z**2 / (4 * num_tried**2))
+    scale = 1 + z**2 / num_tried
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
 def main() -> None:
@@ -45,19 +59,24 @@ def main() -> None:
             )
             row = measure(population, rollout, arguments.groups, arguments.steps, arguments.prompts)
             base = base or row["tokens_per_group"]
-            rows.append({"population": name, "filter": kind, **row, "saved": 1 - row["tokens_per_group"] / base})
+            interval = wilson_interval(row["flagged_tried"] - row["flagged_useful"], row["flagged_tried"])
+            saved = 1 - row["tokens_per_group"] / base
+            rows.append({"population": name, "filter": kind, **row, "precision_interval": interval, "saved": saved})
             if not arguments.json:
                 print(
                     f"{name:24} {kind:7} tokens/group {row['tokens_per_group']:9.0f}  saved {rows[-1]['saved']:6.3f}  "
-                    f"calibration error {row['calibration_error']:.3f}  precision {row['filter_precision']:.3f}  "
+                    f"calibration error {row['calibration_error']:.3f}  precision {row['filter_precision']:.3f} [{interval[0]:.2f}, "
+                    f"{interval[1]:.2f}] ({row['flagged_useful']:.0f} of {row['flagged_tried']:.0f} wrong)  "
                     f"recall {row['filter_recall']:.3f}  length bias {row['length_bias']:+.4f}",
                     flush=True,
                 )
     model = [row for row in rows if row["filter"] == "model"]
+    worst = min(model, key=lambda row: (row["filter_precision"], row["precision_interval"]))
     result = {
         "saved": min(row["saved"] for row in model),
         "calibration_error": max(row["calibration_error"] for row in model),
-        "precision": min(row["filter_precision"] for row in model),
+        "precision": worst["filter_precision"],
+        **{name: worst[name] for name in ("flagged_tried", "flagged_useful", "precision_interval")},
         "num_steps": arguments.steps,
         "num_groups": arguments.groups,
         "num_prompts": arguments.prompts,

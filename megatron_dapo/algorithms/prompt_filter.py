@@ -69,7 +69,9 @@ class UsefulnessModel:
 
         precision: share of the flagged prompts that were useless indeed (0 if none was tried). recall: share of the useless
         ones that were flagged; a flagged prompt is tried with probability `audit_share` and stands for 1 / audit_share of
-        them. calibration_error: mean |predicted - observed| share of useful groups, in ten bins of the prediction.
+        them. calibration_error: mean |predicted - observed| share of useful groups, in ten bins of the prediction. flagged_tried
+        and flagged_useful: the counts behind the precision, the flagged prompts that were tried and those of them that were
+        flagged wrongly.
         """
         flagged = [not useful for _, flag, useful in self._outcomes if flag]
         num_found = sum(flagged) / audit_share
@@ -82,6 +84,8 @@ class UsefulnessModel:
             "filter_precision": sum(flagged) / max(1, len(flagged)),
             "filter_recall": num_found / max(1.0, num_found + num_missed),
             "calibration_error": sum(gaps) / max(1, len(self._outcomes)),
+            "flagged_tried": len(flagged),
+            "flagged_useful": len(flagged) - sum(flagged),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_dapo.api.source import path_of
 from megatron_dapo.config.loader import overrides_of, read_toml
 from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.data.hub import marked_model
 
 Rows = Iterable[Mapping[str, Any]]
 Data = str | Path | list[str] | list[Path] | Rows
@@ -26,7 +27,7 @@ class Recipe:
     """Everything a run is told, as `megatron-dapo train RECIPE --set ...` is told it by a file.
 
     Args:
-        model: Hugging Face directory of the policy (model.path).
+        model: Hugging Face directory of the policy (model.path), or OWNER/NAME of the Hub.
         data: rows to train on: a file, several files, or rows as mappings (a list, a `datasets.Dataset`).
         reward: a function, see docs/rewards.md, its path, or the name of a preset (reward.verifier).
         eval_data: held-out rows, in the same forms; None: no evaluation.
@@ -136,6 +137,8 @@ class Recipe:
         """Return every value as "a.b=value" in TOML, and write functions that have no path of their own into `directory`."""
         values = dict(self._values)
         values.update({_PATHS[name]: [os.fspath(directory / _FILES[name])] for name in self._rows})
+        if "model.path" in values:
+            values["model.path"] = marked_model(values["model.path"])
         for path, given in self._functions.items():
             stem, hooks = path.replace(".", "_"), given if isinstance(given, (list, tuple)) else [given]
             try:

@@ -136,7 +136,7 @@ def generate(
     """Sample responses to prompts by the engine that a run would use, those to the first prompt first.
 
     Args:
-        model: a Hugging Face directory, or a recipe, whose model, engine, chat template and system prompt are taken.
+        model: a Hugging Face directory, OWNER/NAME of the Hub, or a recipe, whose model, engine, chat template and system prompt are taken.
         prompts: texts, each the user's turn, or chat turns.
         num_samples: responses to each prompt.
         temperature, top_p, top_k: of sampling; temperature 0 is greedy.
@@ -190,12 +190,17 @@ def _plan(
 def _generation_config(model: Recipe | str | Path, max_response_tokens: int | None) -> Config:
     """Return the configuration of a recipe, or the defaults for a model directory, with that length of responses."""
     from megatron_dapo.config.loader import load_config
+    from megatron_dapo.doctor.hub_inputs import local_model
 
     recipe = (
         model if isinstance(model, Recipe) else Recipe(model, "none", rollout={"max_response_tokens": _DEFAULT_TOKENS})
     )
     with tempfile.TemporaryDirectory(prefix="generation-") as directory:
-        config = load_config(recipe.write(directory)).config
+        file = recipe.write(directory)
+        copy, absent = local_model(load_config(file))
+        if absent:
+            raise ConfigError(absent)
+        config = load_config(file, copy).config
     length = config.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
     rollout = config.rollout.model_copy(update={"max_response_tokens": length})
     # The engine's length is the longest of training and evaluation.

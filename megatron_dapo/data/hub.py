@@ -50,14 +50,25 @@ def hub_reference(path: Path, directory: Path, is_model: bool) -> HubReference |
     `path`: absolute, as the loader made it; `directory`: that relative inputs are from. A model needs no "hf://" where no
     directory of its owner's name is there.
     """
-    if path.exists() or not path.is_relative_to(directory):
+    if path.exists():
         return None
-    text = path.relative_to(directory).as_posix()
-    is_marked = text.startswith(f"{_PREFIX}/")
-    if not is_marked and (not is_model or text.count("/") != 1 or path.parent.exists()):
+    if _PREFIX in path.parts:  # after any directory: a recipe that is written elsewhere keeps the name
+        text = "/".join(path.parts[path.parts.index(_PREFIX) + 1 :])
+    elif is_model and path.parent.parent == directory and not path.parent.exists():
+        text = path.relative_to(directory).as_posix()
+    else:
         return None
-    found = _REFERENCE.fullmatch(text.removeprefix(f"{_PREFIX}/"))
+    found = _REFERENCE.fullmatch(text)
     return HubReference(found[1], found[2], found[3] or "") if found else None
+
+
+def marked_model(name: str) -> str:
+    """Return a model's name as hf://OWNER/NAME if it names a repository from the current directory, else as it is.
+
+    With the mark it names the same repository in a recipe of any directory.
+    """
+    reference = hub_reference(Path(os.path.abspath(name)), Path.cwd(), is_model=True)
+    return f"hf://{reference}" if reference else name
 
 
 def download_model(reference: HubReference) -> Path:

@@ -17,13 +17,8 @@ def local_copies(loaded: LoadedConfig) -> tuple[list[str], list[Violation]]:
 
     The path of a copy holds the commit, so what is recorded of the run, and its restarts, are of that revision.
     """
-    config, overrides, problems = loaded.config, [], []
-    directory = input_directory(loaded.origins["model.path"])
-    if reference := hub_reference(config.model.path, directory, is_model=True):
-        try:
-            overrides.append(f"model.path={toml_value(str(download_model(reference)))}")
-        except HubError as error:
-            problems.append(UnusableInput("model.path", str(error)))
+    config = loaded.config
+    overrides, problems = local_model(loaded)
     for field, split in _DATA.items():
         paths = getattr(config.data, field.partition(".")[2])
         directory = input_directory(loaded.origins[field])
@@ -51,6 +46,18 @@ def local_copies(loaded: LoadedConfig) -> tuple[list[str], list[Violation]]:
             table["path"] = str(copies[0])
         tables.append(table)
     return overrides + ([f"data.sources={toml_value(tables)}"] if changed else []), problems
+
+
+def local_model(loaded: LoadedConfig) -> tuple[list[str], list[Violation]]:
+    """Return the same as `local_copies`, of the model alone."""
+    directory = input_directory(loaded.origins["model.path"])
+    reference = hub_reference(loaded.config.model.path, directory, is_model=True)
+    if reference is None:
+        return [], []
+    try:
+        return [f"model.path={toml_value(str(download_model(reference)))}"], []
+    except HubError as error:
+        return [], [UnusableInput("model.path", str(error))]
 
 
 def _copies(path: Path, directory: Path, split: str) -> list[Path]:

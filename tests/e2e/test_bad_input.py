@@ -133,3 +133,28 @@ def test_an_error_that_only_a_rank_sees_is_one_line(layout: str, recipe: Path, t
     assert checkpoint_names(directory) == []
     assert not (directory / "huggingface").exists() and not (directory / "summary.json").exists()
     assert json.loads((directory / "failure.json").read_text())["entries"][0]["detail"].startswith("Traceback")
+
+
+def test_a_prompt_filter_of_another_policy_is_never_loaded(recipe: Path, tmp_path: Path) -> None:
+    """The filter's model is in the checkpoint of the policy that it was fitted to, so the policy is what is refused: in one line,
+    before the filter is read."""
+    directory, filtered = tmp_path / "run", ("rollout.prompt_filter.name=model", "optimizer.warmup_steps=0")
+    first = train(recipe, directory, "tp1", *NO_EVALUATION, *filtered, "run.total_steps=1")
+    assert first.code == 0, first.text
+    [checkpoint] = checkpoint_names(directory)
+    collector = json.loads((directory / "checkpoints" / checkpoint / "collector.json").read_text())
+    assert collector["source"]["model"]["features"], "the filter is in the checkpoint"
+
+    model = copied_model(recipe, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config.pop("layer_types", None)
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").unlink()
+    other = (f"model.path={model}", "model.allow_random_init=true", "run.total_steps=2")
+    outcome = train(recipe, directory, "tp1", *NO_EVALUATION, *filtered, *other)
+    assert outcome.code not in (0, None)
+    for words in ("OtherModelError", "policy is another model", "set model.path", "to those of the checkpoint"):
+        assert words in outcome.last, outcome.text
+    assert "Traceback" not in outcome.text
+    assert checkpoint_names(directory) == [checkpoint]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,52 @@ def _beside_vision(text: dict[str, Any]) -> Gemma3Config:
     vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
     tied = text["tie_word_embeddings"]
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
+
+
+GOLDEN_PATH = Path(__file__).parents[1] / "golden" / "golden.json"
+
+
+class Section:
+    """A section of golden.json. `unread()` lists the leaves that no check has read, except notes."""
+
+    def __init__(self, content: dict[str, Any], path: str) -> None:
+        self.content = content
+        self.path = path
+        self.read: set[str] = set()
+        self.children: dict[str, Section] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.content[key]
+        if isinstance(value, dict):
+            return self.children.setdefault(key, Section(value, f"{self.path}.{key}"))
+        self.read.add(key)
+        return value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.content
+
+    def keys(self) -> list[str]:
+        return list(self.content)
+
+    def unread(self) -> list[str]:
+        missing = []
+        for key, value in self.content.items():
+            if isinstance(value, dict):
+                child = self.children.get(key)
+                missing += child.unread() if child else [f"{self.path}.{key}"]
+            elif key not in self.read and key != "note":
+                missing.append(f"{self.path}.{key}")
+        return missing
+
+
+@pytest.fixture(scope="session")
+def golden_file() -> dict[str, Any]:
+    return json.loads(GOLDEN_PATH.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def golden_section() -> type[Section]:
+    return Section
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import megatron_dapo
-from megatron_dapo import ConfigError, Recipe
+from megatron_dapo import ConfigError, Recipe, generate
 from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig
+from megatron_dapo.data.hub import HubError, HubReference, hub_reference, input_directory
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "ü", "answer": 3}]
 
@@ -76,6 +77,25 @@ def test_rows_and_functions_are_written_beside_the_recipe(tmp_path: Path) -> Non
     assert config.algorithm.off_policy.correction == "tis"
     written = file.stat().st_mtime_ns, train.stat().st_mtime_ns
     assert recipe.write() == file and (file.stat().st_mtime_ns, train.stat().st_mtime_ns) == written
+
+
+def test_a_model_of_the_hub_is_the_same_in_the_written_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe is written into the run's directory, from which "OWNER/NAME" alone would be a path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("own/tiny", "hf://own/tiny"):
+        loaded = load_config(Recipe(name, ROWS, own_reward, output_dir="run").write())
+        directory = input_directory(loaded.origins["model.path"])
+        assert hub_reference(loaded.config.model.path, directory, is_model=True) == HubReference("own/tiny")
+
+
+def test_sampling_from_a_model_of_the_hub_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(reference: HubReference) -> Path:
+        raise HubError(f"asked for {reference}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_dapo.doctor.hub_inputs.download_model", refuse)
+    with pytest.raises(ConfigError, match="model.path: asked for own/tiny"):
+        generate("own/tiny", ["1 + 1 ="])
 
 
 class Rows:

@@ -24,6 +24,7 @@ from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import tomllib
+from megatron_dapo.data.hub import hub_reference
 from megatron_dapo.telemetry.summary import RunSummary
 
 SUMMARY = RunSummary("run", "TP1", "finished", 7, 28, 0.1, 0.9, 60.0, 70.0, 5.0, 100.0)
@@ -38,6 +39,13 @@ FIRST_LINES = (
 )
 # Programs beside our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
 OTHERS = ("make", "pip", "python", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
+
+
+MODELS = re.compile(
+    r"""(?:\bmodel\.path ?= ?["']?|^\[model\]\n(?:[^\[\n].*\n)*?path = ["']|\bRecipe\(\s*["'])([^\s"'`,)]+)""",
+    re.MULTILINE,
+)
+PLANNED = re.compile(r"megatron-dapo plan .*")  # takes names of published models, without a directory
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,34 @@ def test_toml_loads(block: Block, tmp_path: Path) -> None:
         text = f'base = "smallest.toml"\n{text}'
     (tmp_path / "own.toml").write_text(text)
     load_config(tmp_path / "own.toml")
+
+
+def models_of(text: str) -> list[str]:
+    """Return the models that a page's recipes, calls and settings name, except those of `megatron-dapo plan`."""
+    return MODELS.findall(PLANNED.sub("", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_models_of_recipes_can_be_had(page: Path) -> None:
+    """A model is a repository of the Hub, a directory of this checkout (after `make`), or a placeholder."""
+    for name in models_of(page.read_text(encoding="utf-8")):
+        absolute = ROOT / name.replace("hf://", "hf:/").replace("@REVISION", "@main")
+        is_made = name.startswith("runs/models/") and f"\n{name}:" in (ROOT / "Makefile").read_text()
+        is_had = absolute.exists() or is_made or hub_reference(absolute, ROOT, is_model=True)
+        assert is_had or is_placeholder(name), f"{name}: no OWNER/NAME of the Hub, no directory, no placeholder"
+
+
+def is_placeholder(name: str) -> bool:
+    return (
+        re.fullmatch(r"/models/[\w.-]+", name) is not None or re.match(r"(?:[A-Z]+_)*[A-Z]+(?:/|$)", name) is not None
+    )
+
+
+def test_models_of_a_page_are_found() -> None:
+    toml = '[model]\ndtype = "bfloat16"\npath = "a"\n[data]\ntrain_paths = ["x"]\n'
+    text = toml + 'Recipe("b", rows)\nRecipe(\n    "c",\n)\n--set model.path=d --layout\n`model.path = "e/f"`\n'
+    assert models_of(text + "megatron-dapo plan x --set model.path=g\n") == ["a", "b", "c", "d", "e/f"]
+    assert not is_placeholder("SmolLM2-135M-Instruct") and is_placeholder("OUTPUT_DIR/sft") and is_placeholder("MODEL")
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:

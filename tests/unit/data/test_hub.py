@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from megatron_dapo.data.hub import HubReference, hub_reference
+from megatron_dapo.data.hub import HubReference, hub_reference, marked_model
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -198,3 +198,16 @@ def test_names_of_the_hub_are_told_from_paths(
 ) -> None:
     (tmp_path / "there").mkdir()
     assert hub_reference(tmp_path / text, tmp_path, is_model) == reference
+
+
+def test_a_marked_name_means_the_same_from_every_directory(tmp_path: Path) -> None:
+    reference = HubReference("Qwen/Qwen2.5-0.5B", "main")
+    assert hub_reference(tmp_path / "hf:" / str(reference), tmp_path / "runs" / "own" / "inputs", True) == reference
+
+
+def test_a_model_s_name_is_marked_unless_it_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert marked_model("Qwen/Qwen2.5-0.5B") == marked_model("hf://Qwen/Qwen2.5-0.5B") == "hf://Qwen/Qwen2.5-0.5B"
+    for path in ("model", "models/own", "runs/models/own", str(tmp_path / "own" / "model" / "deep")):
+        assert marked_model(path) == path

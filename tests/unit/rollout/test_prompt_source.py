@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable
 
@@ -40,6 +41,55 @@ def test_a_budget_gives_hard_prompts_more_responses_and_keeps_the_total(make_wor
     easy = [size for name, size in late if int(name[1:]) >= 6]
     assert sum(hard) / len(hard) > 1.5 * sum(easy) / len(easy)
     assert min(size for _, size in drawn) >= 2 and max(size for _, size in drawn) <= 16
+
+
+def test_the_budget_s_groups_estimate_the_pass_rate_without_bias(make_world: Callable, golden_file) -> None:
+    """Sizes follow from earlier visits; the same responses, cut after each success, have the golden bias.
+
+    There is no such rule in the package, so the golden estimates of it are held against its own simulation.
+    """
+    golden, rate = golden_file["seeds"]["stopping_bias"], 0.1
+    budget = BudgetConfig(enabled=True, min_size=4, max_size=64)
+    world = make_world([rate] * 40, max_epochs=None, group_size=16, budget=budget, max_num_gen_batches=0)
+    groups: list[list[float]] = []
+    source = world.collector._source
+    learn = source.observe
+
+    def observe(group, decision):
+        groups.append([sample.score.accuracy for sample in group.samples])
+        learn(group, decision)
+
+    source.observe = observe
+    for _ in range(60):
+        step(world)
+    assert len({len(group) for group in groups}) > 20, "sizes follow the visits before"
+    assert_mean([sum(group) / len(group) for group in groups], rate)
+    stopped, length = [], 0
+    for accuracy in (accuracy for group in groups for accuracy in group):
+        length += 1
+        if accuracy:
+            stopped.append((1, length))
+            length = 0
+    assert_mean(
+        [naive(*each) for each in stopped], golden["E[k/n] at p=.1, stop at first success (exact -p ln p/(1-p))"]
+    )
+    assert_mean([corrected(*each) for each in stopped], rate)
+    assert (naive(1, 8), corrected(1, 8)) == (golden["naive"], golden["unbiased"])
+
+
+def naive(successes: int, size: int) -> float:
+    return successes / size
+
+
+def corrected(successes: int, size: int) -> float:
+    """(k - 1) / (n - 1); a success at once counts as 1."""
+    return (successes - 1) / (size - 1) if size > 1 else 1.0
+
+
+def assert_mean(values: list[float], expected: float) -> None:
+    """Within four standard errors, which are small beside the bias that is looked for."""
+    error = statistics.stdev(values) / len(values) ** 0.5
+    assert error < 0.015 and abs(statistics.fmean(values) - expected) < 4 * error, (statistics.fmean(values), error)
 
 
 @pytest.mark.parametrize(

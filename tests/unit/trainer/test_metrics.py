@@ -13,6 +13,7 @@ from megatron_dapo.config.schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rewards.repetition import repetition_numbers, zlib_ratio
 from megatron_dapo.rollout.statistics import statistics_from_json
+from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import STEP_METRICS, checked
 from megatron_dapo.trainer.metrics import (
     prefix_metrics,
@@ -180,3 +181,18 @@ def test_the_quality_section_by_outcome_and_its_warnings() -> None:
     found = quality_warnings(metrics, QualityConfig(repetition_alarm=1, tail_loop_alarm=1))
     assert found == ["reward/failed_share is 0.25, above quality.reward_failure_alarm 0.02"]
     assert set(quality_metrics([]).values()) == {0.0}
+
+
+@pytest.mark.parametrize(("compression", "probability"), [(1.15, 0.94), (0.38, 0.98)])
+def test_runs_that_learn_warn_of_nothing_by_default(compression: float, probability: float) -> None:
+    """The levels of SmolLM2-135M with six tokens a response, and of the quickstart with eighty."""
+    level = {"compression_mean": compression, "probability_mean": probability}
+    metrics = {alarm.metric: 0.0 for alarm in QUALITY_ALARMS} | {f"quality/{name}": at for name, at in level.items()}
+    assert quality_warnings(metrics, QualityConfig()) == []
+
+
+def test_loops_warn_by_default_without_the_compression_alarm() -> None:
+    metrics = {alarm.metric: 0.0 for alarm in QUALITY_ALARMS}
+    metrics |= {"quality/repetition_mean": 0.5, "quality/tail_loop_share": 0.5, "quality/compression_mean": 0.05}
+    found = quality_warnings(metrics, QualityConfig())
+    assert [line.split()[0] for line in found] == ["quality/repetition_mean", "quality/tail_loop_share"]
