@@ -43,7 +43,7 @@ def test_a_layout_is_planned_by_phase(model: Path) -> None:
     result = run(LAYOUT, model)
     assert result.exit_code == 0, result.output
     for words in (
-        "model: 32.8 B parameters; TP8 PP2 DP8, recompute full; 16 x 8 H100",
+        "model: 32.8 B parameters; TP8 PP2 DP8, recompute none; 16 x 8 H100",
         "  train         shared",
         "KV cache of an engine: 727649 tokens, 32.3 sequences of 22528; 32 engines",
         "bytes: weight update 2.1 TB into all servers, checkpoint 459 GB every 10 steps",

@@ -23,17 +23,17 @@ MODELS = {"Qwen2.5-7B": QWEN_7B, "Qwen2.5-14B": QWEN_14B, "Qwen2.5-32B": QWEN_32
 DEFAULT = Machines()
 # Nodes, engines, KV tokens of an engine in thousands, GiB of a GPU (training, generating), GiB of a node.
 FIGURES = {
-    "colocated_1node": (1, 8, 851, 32.0, 75.7, 350),
-    "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 522),
-    "colocated_1node_32b": (1, 2, 664, 34.2, 76.0, 992),
-    "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 299),
-    "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 564),
-    "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 217),
-    "disaggregated_16nodes": (16, 16, 836, 39.0, 77.3, 180),
-    "vapo_16nodes": (16, 32, 727, 24.3, 76.0, 297),
-    "tppo_16nodes": (16, 32, 727, 24.9, 76.0, 297),
-    "colocated_64nodes": (64, 64, 1705, 22.0, 76.0, 198),
-    "disaggregated_64nodes": (64, 64, 836, 34.5, 77.3, 161),
+    "colocated_1node": (1, 8, 851, 56.6, 75.7, 350),
+    "colocated_1node_14b": (1, 4, 501, 61.3, 75.6, 522),
+    "colocated_1node_32b": (1, 2, 664, 42.8, 76.0, 992),
+    "disaggregated_1node": (1, 4, 975, 64.8, 77.3, 299),
+    "colocated_2nodes": (2, 4, 727, 52.7, 76.0, 564),
+    "colocated_16nodes": (16, 32, 727, 65.1, 76.0, 217),
+    "disaggregated_16nodes": (16, 16, 836, 55.4, 77.3, 180),
+    "vapo_16nodes": (16, 32, 727, 65.1, 76.0, 297),
+    "tppo_16nodes": (16, 32, 727, 72.6, 76.0, 297),
+    "colocated_64nodes": (64, 64, 1705, 62.8, 76.0, 198),
+    "disaggregated_64nodes": (64, 64, 836, 50.9, 77.3, 161),
 }
 
 
@@ -152,13 +152,13 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         "colocated_2nodes",
         "[parallel]\npp_size = 1\nnum_processes = 8",
         Machines(),
-        ("trainer_gib = 8", "gpu_gib = 79.0", "cut the model over more processes"),
+        ("trainer_gib = 9", "gpu_gib = 79.0", "cut the model over more processes"),
     ),
     "B9 32B trainer on half a node": (
         "disaggregated_16nodes",
         "[parallel]\npp_size = 1\nnum_processes = 4",
         Machines(),
-        ("trainer_gib = 15", "gpu_gib = 79.0", "parallel.pp_size"),
+        ("trainer_gib = 17", "gpu_gib = 79.0", "parallel.pp_size"),
     ),
     "B9 servers of one GPU for 32B": (
         "colocated_16nodes",
@@ -206,7 +206,7 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         "colocated_2nodes",
         "",
         Machines(gpu_gib=39.5),
-        ("trainer_gib = 45.3", "gpu_gib = 39.5"),
+        ("trainer_gib = 52.7", "gpu_gib = 39.5"),
     ),
     "a node of 256 GiB": (
         "colocated_2nodes",
