@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from megatron_dapo.config import (
     validate,
 )
 from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, cluster_for
-from megatron_dapo.config.memory import num_parameters
+from megatron_dapo.config.memory import num_parameters, recompute_of
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.plan.device import GPUS, Gpu
 from megatron_dapo.plan.search import Found, Ranked, search
@@ -185,7 +186,8 @@ def _layout(config: Config) -> str:
     shown = [f"{name}{count}" for name, count in sizes if count > 1 or name in ("TP", "PP")] + [f"DP{data}"]
     if p.first_stage_layers or p.last_stage_layers:
         shown.append(f"layers {p.first_stage_layers} first, {p.last_stage_layers} last")
-    return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}"
+    modules = " ".join(sorted(recompute_of(config).modules))
+    return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}" + (f" ({modules})" if modules else "")
 
 
 def _servers(plan: StepPlan) -> str:
@@ -201,6 +203,8 @@ def _phases(plan: StepPlan) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return shlex.quote(json.dumps(value))  # as TOML writes it
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +28,10 @@ TENSOR = (1, 2, 4, 8)
 CONTEXT = (1, 2, 4, 8)
 MOST_STAGES = 32
 MOST_EXPERT_RANKS = 64
-# A shorter list than all kinds: between them lie megatron-core's own fields, which a recipe may set for the layout it has.
-RECOMPUTE = ("none", "full")
 MOST_STATIC = 0.85  # of sglang.mem_fraction_static
 MARGIN = 2 * GIB  # that servers leave free
 MOST_LISTED = 10
+TRAINER_MEMORY = "trainer memory"  # why a layout does not fit
 FEWEST_RUNNING = 2  # responses that a server decodes at a time
 
 
@@ -96,8 +94,13 @@ def _search(
     plans: list[tuple[dict[str, Any], StepPlan]] = []
     reasons = Counter[str]()
     lengths = step_lengths(config, mean_response)
-    for trainer in candidates(config, architecture, num_gpus, cluster):
-        probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
+    kinds = recomputations(config, architecture)
+    for layout in candidates(config, architecture, num_gpus, cluster):
+        for kind in kinds:  # slower ones leave servers no more room
+            trainer = layout | kind
+            probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
+            if reason != TRAINER_MEMORY:
+                break
         servers = [] if reason else list(_servers(probe, memory, architecture, cluster, lengths, gpu))
         if not servers:
             reasons[reason or "KV cache"] += 1
@@ -125,7 +128,7 @@ def _trainer_fits(
     changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
     memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
     if memory.trainer > cluster.gpu_bytes:
-        return changed, memory, "trainer memory"
+        return changed, memory, TRAINER_MEMORY
     return changed, memory, "host memory" if memory.host > cluster.host_gib * GIB else ""
 
 
@@ -165,7 +168,7 @@ def _fraction(num_bytes: int, cluster: Cluster) -> float:
 def candidates(
     config: Config, architecture: ArchitectureFacts, num_gpus: int, cluster: Cluster
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings of layouts whose sizes divide the model's and each other."""
+    """Yield settings of layouts whose sizes divide the model's and each other, but for what they recompute."""
     per_node = cluster.gpus_per_node
     for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
         for pipeline in range(1, min(MOST_STAGES, architecture.num_layers) + 1):
@@ -176,6 +179,25 @@ def candidates(
                 if data > config.training.mini_batch_prompts * config.rollout.group_size:
                     continue
                 yield from _with_the_rest(architecture, (tensor, pipeline, context, data), num_gpus)
+
+
+def recomputations(config: Config, architecture: ArchitectureFacts) -> list[dict[str, Any]]:
+    """Return the settings of each kind of recomputation that is tried, the fastest first.
+
+    Between none and whole layers that is the MLP, or the experts: fused attention keeps next to nothing that "core_attn" would
+    save, and "layernorm" and "moe_act" are not in the memory rules.
+    """
+    kind, modules = "model.recompute_granularity", "megatron.recompute_modules"
+    selective = [{kind: "selective", modules: ["moe" if architecture.num_experts else "mlp"]}]
+    if architecture.num_experts and config.rollout.routing_replay:
+        selective = []  # experts that are computed again by themselves cannot replay
+    own = {*config.megatron, *config.critic.megatron}
+    # --set replaces a value of the recipe's [megatron] and cannot remove it, and each kind allows its own fields alone.
+    if own & {"recompute_method", "recompute_num_layers"}:
+        return [{kind: "full"}]
+    if "recompute_modules" in own:
+        return [{kind: "selective", modules: ["core_attn"]}, *selective]
+    return [{kind: "none"}, *selective, {kind: "full"}]
 
 
 def splits(num_layers: int, stages: int) -> Iterator[tuple[int, int]]:
@@ -211,7 +233,7 @@ def _with_the_rest(
         stages.append((2, 0, 0))
     for expert in experts:
         for chunk, first, last in stages:
-            for recompute, on_host in itertools.product(RECOMPUTE, (False, True)):
+            for on_host in (False, True):
                 yield {
                     "parallel.tp_size": tensor,
                     "parallel.pp_size": pipeline,
@@ -224,7 +246,6 @@ def _with_the_rest(
                     "parallel.etp_size": 1 if expert > 1 else 0,
                     "parallel.sequence_parallel": tensor > 1,
                     "parallel.num_processes": num_gpus,
-                    "model.recompute_granularity": recompute,
                     "model.offload": "all",
                     "critic.offload": "all",
                     "optimizer.on_host": on_host,
@@ -262,9 +283,12 @@ def apply(config: Config, settings: dict[str, Any]) -> Config:
         if inner:
             by_section.setdefault(outer, {})[inner] = getattr(getattr(config, outer), inner).model_copy(update=changed)
     sections = {name: changed for name, changed in by_section.items() if "." not in name}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=changed) for name, changed in sections.items()}
-    )
+    return config.model_copy(update={name: _changed(getattr(config, name), sections[name]) for name in sections})
+
+
+def _changed(section: Any, changed: dict[str, Any]) -> Any:
+    """Return a section, or a table of megatron-core's fields, with these values."""
+    return {**section, **changed} if isinstance(section, Mapping) else section.model_copy(update=changed)
 
 
 def _binding(plan: StepPlan) -> str:

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B, write_model
+from tests.unit.config.architectures import QWEN_7B, QWEN_32B, write_model
+from tests.unit.plan.models import MODELS, size_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SHIPPED = sorted((EXAMPLES / "layouts").glob("*.toml")) + sorted((EXAMPLES / "recipes").glob("*.toml"))
@@ -29,10 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("layout", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_layout_fits_by_its_plan(layout: Path, tmp_path: Path) -> None:
-    text = layout.read_text(encoding="utf-8").partition("[run]")[2][:60]
-    size = next((size for size in ("7b", "14b") if size in text), "32b")
-    model = write_model(tmp_path / size, {"7b": QWEN_7B, "14b": QWEN_14B, "32b": QWEN_32B}[size])
-    result = run(layout, model, "--json")
+    result = run(layout, write_model(tmp_path / "model", MODELS[size_of(layout)]), "--json")
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and not report["problems"]
     assert max(phase["total"] for phase in report["memory"]) == report["peak_bytes"] <= report["gpu_bytes"]
@@ -43,7 +41,7 @@ def test_a_layout_is_planned_by_phase(model: Path) -> None:
     result = run(LAYOUT, model)
     assert result.exit_code == 0, result.output
     for words in (
-        "model: 32.8 B parameters; TP8 PP2 DP8, recompute full; 16 x 8 H100",
+        "model: 32.8 B parameters; TP8 PP2 DP8, recompute none; 16 x 8 H100",
         "  train         shared",
         "KV cache of an engine: 727649 tokens, 32.3 sequences of 22528; 32 engines",
         "bytes: weight update 2.1 TB into all servers, checkpoint 459 GB every 10 steps",

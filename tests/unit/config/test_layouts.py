@@ -15,25 +15,29 @@ from megatron_dapo.cli.plan import Machines, Plan, describe, make_plan
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.memory import run_memory
-from tests.unit.config.architectures import DENSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
+from megatron_dapo.plan.search import apply, recomputations
+from tests.unit.config.architectures import DENSE, write_model
+from tests.unit.plan.models import MODELS, size_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SHIPPED = sorted((EXAMPLES / "layouts").glob("*.toml")) + sorted((EXAMPLES / "recipes").glob("*.toml"))
-MODELS = {"Qwen2.5-7B": QWEN_7B, "Qwen2.5-14B": QWEN_14B, "Qwen2.5-32B": QWEN_32B}
 DEFAULT = Machines()
 # Nodes, engines, KV tokens of an engine in thousands, GiB of a GPU (training, generating), GiB of a node.
 FIGURES = {
-    "colocated_1node": (1, 8, 851, 32.0, 75.7, 350),
-    "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 522),
-    "colocated_1node_32b": (1, 2, 664, 34.2, 76.0, 992),
-    "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 299),
-    "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 564),
-    "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 217),
-    "disaggregated_16nodes": (16, 16, 836, 39.0, 77.3, 180),
-    "vapo_16nodes": (16, 32, 727, 24.3, 76.0, 297),
-    "tppo_16nodes": (16, 32, 727, 24.9, 76.0, 297),
-    "colocated_64nodes": (64, 64, 1705, 22.0, 76.0, 198),
-    "disaggregated_64nodes": (64, 64, 836, 34.5, 77.3, 161),
+    "colocated_1node": (1, 8, 851, 56.6, 75.7, 350),
+    "colocated_1node_14b": (1, 4, 501, 61.3, 75.6, 522),
+    "colocated_1node_32b": (1, 2, 664, 42.8, 76.0, 992),
+    "disaggregated_1node": (1, 4, 975, 64.8, 77.3, 299),
+    "colocated_2nodes": (2, 4, 727, 52.7, 76.0, 564),
+    "colocated_16nodes": (16, 32, 727, 65.1, 76.0, 217),
+    "disaggregated_16nodes": (16, 16, 836, 55.4, 77.3, 180),
+    "vapo_16nodes": (16, 32, 727, 65.1, 76.0, 297),
+    "tppo_16nodes": (16, 32, 727, 72.6, 76.0, 297),
+    "colocated_64nodes": (64, 64, 1705, 62.8, 76.0, 198),
+    "colocated_2nodes_30b_a3b": (2, 8, 665, 65.0, 76.4, 965),
+    "colocated_16nodes_30b_a3b": (16, 64, 615, 53.6, 76.6, 429),
+    "colocated_64nodes_235b_a22b": (64, 64, 191, 20.9, 76.9, 756),
+    "disaggregated_64nodes": (64, 64, 836, 50.9, 77.3, 161),
 }
 
 
@@ -47,10 +51,8 @@ def inputs(tmp_path: Path) -> Path:
 
 def inputs_of(layout: Path, inputs: Path) -> list[str]:
     """Overrides that name a model of the layout's size and data; what the layout says of them is only a name."""
-    size = next((size for size in ("7b", "14b") if size in layout.read_text().partition("[run]")[2][:60]), "32b")
     data = f"['{inputs / 'data.jsonl'}']"
-    model = inputs / f"Qwen2.5-{size.upper()}"
-    return [f"model.path={model}", f"data.train_paths={data}", f"data.eval_paths={data}"]
+    return [f"model.path={inputs / size_of(layout)}", f"data.train_paths={data}", f"data.eval_paths={data}"]
 
 
 def plan_of(layout: Path, inputs: Path, machines: Machines = DEFAULT, overrides: Sequence[str] = ()) -> Plan:
@@ -85,6 +87,24 @@ def test_every_shipped_layout_passes_without_a_warning_and_prints_its_figures(la
         round(memory.host / GIB),
     )
     assert found == pytest.approx(FIGURES[layout.stem], abs=1)
+
+
+def test_a_layout_leaves_room_in_training_and_recomputes_no_more_than_it_must(inputs: Path) -> None:
+    """Room is 5 GiB of a GPU, beside the slack that the plan counts."""
+    room = 5 * GIB
+    for name in FIGURES:
+        plan = plan_of(EXAMPLES / "layouts" / f"{name}.toml", inputs)
+        config = plan.loaded.config
+        kind = config.model.recompute_granularity, config.megatron.get("recompute_modules")
+        base = {field: value for field, value in config.megatron.items() if field != "recompute_modules"}
+        kinds = recomputations(config.model_copy(update={"megatron": base}), plan.architecture)
+        for settings in kinds:
+            tried = apply(config.model_copy(update={"megatron": base}), settings)
+            memory = run_memory(tried, plan.architecture, plan.num_processes, plan.cluster)
+            if memory.trainer <= plan.cluster.gpu_bytes - room:
+                break
+        found = settings["model.recompute_granularity"], settings.get("megatron.recompute_modules")
+        assert kind == found, name
 
 
 def test_layouts_for_1_2_16_and_64_nodes_are_shipped() -> None:
@@ -152,13 +172,13 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         "colocated_2nodes",
         "[parallel]\npp_size = 1\nnum_processes = 8",
         Machines(),
-        ("trainer_gib = 8", "gpu_gib = 79.0", "cut the model over more processes"),
+        ("trainer_gib = 9", "gpu_gib = 79.0", "cut the model over more processes"),
     ),
     "B9 32B trainer on half a node": (
         "disaggregated_16nodes",
         "[parallel]\npp_size = 1\nnum_processes = 4",
         Machines(),
-        ("trainer_gib = 15", "gpu_gib = 79.0", "parallel.pp_size"),
+        ("trainer_gib = 17", "gpu_gib = 79.0", "parallel.pp_size"),
     ),
     "B9 servers of one GPU for 32B": (
         "colocated_16nodes",
@@ -206,7 +226,7 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         "colocated_2nodes",
         "",
         Machines(gpu_gib=39.5),
-        ("trainer_gib = 45.3", "gpu_gib = 39.5"),
+        ("trainer_gib = 52.7", "gpu_gib = 39.5"),
     ),
     "a node of 256 GiB": (
         "colocated_2nodes",

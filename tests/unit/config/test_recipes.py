@@ -301,6 +301,26 @@ def test_every_value_that_is_not_the_papers_is_marked(name: str) -> None:
     assert unmarked == []
 
 
+# Values of learning in which DAPO's recipes of other models differ from that of the published run.
+OTHER_MODELS: dict[str, dict[str, Any]] = {
+    "dapo_qwen2.5_7b": {},
+    "dapo_qwen2.5_14b": {},
+    "dapo_qwen3_30b_a3b": {"rollout.routing_replay": True},
+    "dapo_qwen3_235b_a22b": {"rollout.routing_replay": True},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_learn_by_the_published_hyper_parameters(name: str) -> None:
+    recipe = ROOT / "examples" / "recipes" / f"{name}.toml"
+    published, config = load_config(recipe_of("dapo")).config, load_config(recipe).config
+    found = {path: value(config, path) for path in learning_values("dapo")}
+    changed = {path: found[path] for path in found if found[path] != value(published, path)}
+    assert changed == OTHER_MODELS[name]
+    lines = stated_lines(recipe)
+    assert all(re.search(r"# ours: \S", lines[path]) for path in changed)
+
+
 def stated_lines(recipe: Path) -> dict[str, str]:
     """Lines of a recipe by the path that they set."""
     section, lines = "", {}

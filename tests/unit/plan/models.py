@@ -40,6 +40,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "30B-A3B": _qwen3_moe(2048, 48, 32, 768),
     "235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
 }
+
+
+def size_of(recipe: Path) -> str:
+    """Return the name in MODELS of the model that a shipped recipe or layout is for, 32B where its name has none."""
+    name = recipe.read_text(encoding="utf-8").partition("[run]")[2][:60]
+    return next((size for size in MODELS if size.lower().replace("-", "_") in name), "32B")
+
+
 # Of huggingface.co/Qwen/Qwen2.5-1.5B, whose steps and servers were measured.
 QWEN_1_5B: Mapping[str, Any] = {
     **QWEN_7B,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
 from megatron_dapo.config import load_config, validate
-from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.stages import layers_of_stages
 from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.search import apply, candidates, search, splits
+from megatron_dapo.plan.search import apply, candidates, recomputations, search, splits
+from megatron_dapo.plan.step import plan_step
 from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, RECIPES
 
@@ -59,6 +61,72 @@ def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
         for gpus, name in ((64, "H100"), (256, "H100"), (64, "H200"))
     )
     assert many < few and large < few
+
+
+def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> None:
+    recipe = RECIPES / "dapo_qwen2.5_32b.toml"
+    best = search(config_of("dapo"), facts_of(MODELS["32B"]), 8, GPUS["H100"], 8, 2000.0).layouts[0]
+    assert best.settings["model.recompute_granularity"] == "selective"
+    assert best.settings["megatron.recompute_modules"] == ["mlp"]
+    # The settings that are listed give the configuration that was planned.
+    overrides = [f"{path}={json.dumps(value)}" for path, value in best.settings.items()]
+    again = load_config(recipe, overrides).config
+    facts, cluster = facts_of(MODELS["32B"]), Cluster(1, 8, 79.0, 2000.0)
+    assert plan_step(again, facts, 8, cluster, GPUS["H100"]).total == best.plan.total
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "kinds"),
+    [
+        ("7B", {}, [("none", None), ("selective", ["mlp"]), ("full", None)]),
+        ("30B-A3B", {}, [("none", None), ("selective", ["moe"]), ("full", None)]),
+        ("30B-A3B", {"rollout.routing_replay": True}, [("none", None), ("full", None)]),
+        (
+            "7B",
+            {"megatron.recompute_modules": ["core_attn"]},
+            [("selective", ["core_attn"]), ("selective", ["mlp"])],
+        ),
+        ("7B", {"megatron.recompute_num_layers": 4}, [("full", None)]),
+    ],
+)
+def test_kinds_of_recomputation_that_are_tried(
+    model: str, changes: dict[str, object], kinds: list[tuple[str, object]]
+) -> None:
+    found = recomputations(apply(config_of("dapo"), changes), facts_of(MODELS[model]))
+    assert [(one["model.recompute_granularity"], one.get("megatron.recompute_modules")) for one in found] == kinds
+
+
+def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
+    """--set cannot take them away, and validation refuses them beside other kinds of recomputation."""
+    config = apply(
+        config_of("dapo"), {"model.recompute_granularity": "selective", "megatron.recompute_modules": ["mlp"]}
+    )
+    found = search(config, facts_of(MODELS["32B"]), 16, GPUS["H100"], 8, 2000.0)
+    assert found.layouts and not found.refused
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "host_gib", "fits"),
+    [
+        ("dapo", "32B", 1000.0, True),
+        ("vapo", "32B", 1000.0, False),
+        ("vapo", "32B", 2000.0, True),
+        ("tppo", "32B", 2000.0, True),
+        ("dapo", "30B-A3B", 1000.0, True),
+        ("vapo", "30B-A3B", 1000.0, False),
+        ("vapo", "14B", 1000.0, True),
+    ],
+)
+def test_one_node_holds_what_its_host_memory_has_room_for(
+    algorithm: str, model: str, host_gib: float, fits: bool
+) -> None:
+    found = search(config_of(algorithm), facts_of(MODELS[model]), 8, GPUS["H100"], 8, host_gib)
+    assert bool(found.layouts) == fits
+    if fits:
+        assert all(one.plan.memory.host <= host_gib * GIB for one in found.layouts)
+        assert found.layouts[0].settings["optimizer.on_host"], "the GPUs have no room for main params and moments"
+    else:
+        assert found.reasons["host memory"] and found.num_fitting == 0
 
 
 def test_candidates_divide_the_model_and_the_gpus() -> None:
