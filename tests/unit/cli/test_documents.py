@@ -96,10 +96,10 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_make_targets_exist(document: Path) -> None:
     targets = set(
-        re.findall(r"^([a-z][a-z-]*)[a-z -]*:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        re.findall(r"^([a-z][a-z0-9/-]*)[a-z -]*:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     )
     targets |= set(re.findall(r"[a-z][a-z-]+", re.search(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.M)[1]))
-    for target in re.findall(r"(?:`|^    |^# )make ([a-z][a-z-]*)", text_of(document), re.MULTILINE):
+    for target in re.findall(r"(?:`|^    |^# )make ([a-z][a-z0-9/-]*)", text_of(document), re.MULTILINE):
         assert target in targets, f"make {target}: no such target"
 
 
