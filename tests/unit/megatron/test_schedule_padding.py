@@ -44,7 +44,7 @@ def test_padding_stands_behind_the_micro_batch_in_sequences_of_its_own(context, 
             assert int(bounds[-1]) == length == one.token_ids.numel() * context
             added = (bounds[1:] - bounds[:-1])[whole.cu_seqlens.numel() - 1 :]
             assert (added > 0).all() and (added <= 512).all() and (added % layout.sequence_alignment == 0).all()
-            # All tokens of the padded micro-batch, placed one by one.
+            # All tokens of the micro-batch and all positions, placed one by one.
             tokens, positions = torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
             tokens[: whole.num_tokens] = whole.token_ids
             for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
@@ -52,7 +52,12 @@ def test_padding_stands_behind_the_micro_batch_in_sequences_of_its_own(context, 
             index = torch.arange(length)
             if context > 1:
                 index = context_token_index(bounds, layout.coordinates(rank).context, context)
-            assert torch.equal(one.token_ids, tokens[index]) and torch.equal(one.position_ids, positions[index])
+            own = one.micro_batch.num_tokens
+            assert torch.equal(one.token_ids[:own], tokens[index][:own]) and torch.equal(
+                one.position_ids, positions[index]
+            )
+            # Padding has the micro-batch's own tokens, for routers that would send equal ones to the same experts.
+            assert torch.equal(one.token_ids, one.token_ids[:own].repeat(3)[: one.token_ids.numel()])
             # The loss sees the micro-batch alone, and its tokens come first.
             assert one.micro_batch.num_tokens * context == whole.num_tokens
             assert torch.equal(one.token_ids[: one.micro_batch.num_tokens], one.micro_batch.token_ids)

@@ -324,7 +324,9 @@ def _to_hidden_accumulated_in_bf16(inputs, columns: int) -> torch.Tensor:
 
 
 def test_an_unknown_implementation_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ValueError, match=r"no implementation 'fast'; choose one of auto, reference, chunked, chunked_bf16, triton"):
+    with pytest.raises(
+        ValueError, match=r"no implementation 'fast'; choose one of auto, reference, chunked, chunked_bf16, triton"
+    ):
         choose("fast", HeadSpec(torch.device("cpu"), torch.float32, 16, 32))
 
 

@@ -70,7 +70,7 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(
 ) -> None:
     synchronous = make_world(MIXED * 20, oversample=oversample, max_epochs=None)
     world = make_world(MIXED * 20, oversample=oversample, max_epochs=None, partial_rollout=partial_rollout)
-    num_threads = threading.active_count()
+    threads = set(threading.enumerate())
     with overlapped(world) as rollout:
         for version in range(1, 9):
             batch = rollout.next_batch(6)
@@ -80,7 +80,7 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(
                 or version > 1
             )
             assert rollout.generation_step == synchronous.collector.generation_step
-            assert threading.active_count() == num_threads
+            assert set(threading.enumerate()) <= threads  # one of another test may have ended
             publish(world, rollout, version)
             synchronous.engine.policy_version = version
         assert rollout.state_dict() == synchronous.collector.state_dict()
