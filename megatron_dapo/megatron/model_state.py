@@ -236,7 +236,7 @@ class ModelState:
                 with model.on_device(list(named.values())):
                     for local in named.keys() & padded:
                         named[local].zero_()
-                    _make(self._rounds(saved, kind, plan, needs, named, readers), model.part.collective_group)
+                    _complete(self._rounds(saved, kind, plan, needs, named, readers), model.part.collective_group)
 
     def _rounds(
         self,
@@ -304,7 +304,7 @@ def _exchanged(live: Mapping[str, Range], model: TrainedModel) -> list[dict[str,
     return [{local: (start, end) for local, (start, end) in ranges.items()} for ranges in everyone]
 
 
-def _make(rounds: Iterator[_Round], group: torch.distributed.ProcessGroup | None) -> None:
+def _complete(rounds: Iterator[_Round], group: torch.distributed.ProcessGroup | None) -> None:
     """Read and exchange round after round. Collective."""
     with _failing_together(group):
         current = next(rounds, None)

@@ -190,7 +190,7 @@ class TrainedModel:
 
     @contextmanager
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have these of the model's tensors on the device inside the block, and afterwards where they were."""
+        """Bring these tensors of the model to the device for the block, and afterwards back to where they were."""
         away = [tensor for tensor in tensors if self._host.is_offloaded(tensor)]
         self._host.onload(away)
         try:
