@@ -264,7 +264,7 @@ def _build(
     if rank == 0:
         evaluated = max(map(int, progress.evaluations), default=-1)
         tokenizer = context.inputs.tokenizer if context is not None else None
-        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(topology), planned)
+        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(config, topology), planned)
         stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(
@@ -291,10 +291,11 @@ def _build(
     return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
 
 
-def _machine(topology: RunTopology) -> str:
-    """Return the layout and the kind of devices of a run, in words."""
+def _machine(config: Config, topology: RunTopology) -> str:
+    """Return the layout, the kind of devices and the servers' kernels of a run, in words."""
     devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{topology.policy_layout.describe()} on {topology.size} processes, {devices}"
+    kernels = f"; {config.sglang.kernels}" if config.rollout.engine == "sglang" and torch.cuda.is_available() else ""
+    return f"{topology.policy_layout.describe()} on {topology.size} processes, {devices}{kernels}"
 
 
 def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of
 from megatron_dapo.untrusted import one_line, read_json
+
+logger = logging.getLogger(__name__)
 
 _CALL_S = 60.0
 _IMPOSSIBLE_TOKEN = 1 << 40
@@ -61,6 +64,8 @@ class ServerInfo:
     dtype: str
     tensor_parallel: int
     max_total_tokens: int
+    attention_backend: str
+    sampling_backend: str
     seeded: bool
     routing: bool
     weight_loaders: tuple[str, ...]
@@ -87,6 +92,14 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
         wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
     if wrong:
         raise EngineStartError(f"it serves another model than expected ({info.model_path}): {'; '.join(wrong)}")
+    logger.info(
+        "%s: SGLang %s, attention %s, sampling %s, a cache of %d tokens",
+        url,
+        info.api_version.version,
+        info.attention_backend,
+        info.sampling_backend,
+        info.max_total_tokens,
+    )
     return info
 
 
@@ -101,6 +114,8 @@ def _server_info(url: str, http: httpx.Client) -> ServerInfo:
             dtype=DTYPES.get(str(server["dtype"]), str(server["dtype"])),
             tensor_parallel=int(server["tp_size"]),
             max_total_tokens=int(server["max_total_num_tokens"]),
+            attention_backend=str(server.get("attention_backend")),
+            sampling_backend=str(server.get("sampling_backend")),
             seeded=bool(server.get("enable_deterministic_inference")),
             routing=bool(server.get("enable_return_routed_experts")),
             weight_loaders=tuple(server.get("custom_weight_loader") or ()),

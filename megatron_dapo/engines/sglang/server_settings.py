@@ -61,6 +61,12 @@ class ServerSettings:
     """Share of the device's memory for weights and KV cache; None: SGLang's choice on a GPU, 0.3 on a CPU."""
     memory_saver: bool = False
     """Let weights and KV cache be released and resumed (engines that share a GPU with the trainer)."""
+    attention_backend: str = ""
+    """On a GPU; "": SGLang's choice. On a CPU it is torch_native."""
+    sampling_backend: str = ""
+    """On a GPU; "": SGLang's choice. On a CPU it is pytorch."""
+    prefill_cuda_graph: bool = True
+    """Capture CUDA graphs of prefill on a GPU."""
     seeded: bool = False
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
     routing: bool = False
@@ -136,6 +142,11 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
     if settings.device == "cpu":
         arguments |= _cpu_arguments(settings)
         switches += ["disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle"]
+    else:
+        arguments["attention-backend"] = settings.attention_backend or None
+        arguments["sampling-backend"] = settings.sampling_backend or None
+        if not settings.prefill_cuda_graph:
+            switches.append("disable-prefill-cuda-graph")
     valued = [text for name, value in arguments.items() if value is not None for text in (f"--{name}", str(value))]
     return [
         str(settings.python), "-m", "megatron_dapo.engines.sglang.serve",

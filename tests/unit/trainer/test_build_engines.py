@@ -11,7 +11,9 @@ import torch
 from megatron_dapo.bridge.protocol.peer_group import Address
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.trainer.build_engines import SglangBuilder, slot_device
+from megatron_dapo.trainer.build_engines import SglangBuilder, server_settings, slot_device
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def test_host_memory_is_available_on_any_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,13 @@ def test_servers_advertise_the_address_of_their_own_node(
             ValueError, match="advertises servers at 127.0.1.1, which is loopback.*2 nodes.*MASTER_ADDR"
         ):
             builder._server_settings(0)
+
+
+@pytest.mark.parametrize("layout", sorted((EXAMPLES / "layouts").glob("*.toml")), ids=lambda path: path.stem)
+def test_layouts_name_the_kernels_of_their_servers(layout: Path, tmp_path: Path) -> None:
+    overrides = [f"model.path={tmp_path}", "data.train_paths=['a.jsonl']", "data.eval_paths=['a.jsonl']"]
+    config = load_config(layout, overrides).config
+    settings = server_settings(config, tmp_path / "key", tmp_path, 0)
+    assert (settings.attention_backend, settings.sampling_backend) == ("fa3", "flashinfer")
+    assert not settings.prefill_cuda_graph
+    assert config.sglang.kernels == "servers: attention fa3, sampling flashinfer, prefill graphs off"

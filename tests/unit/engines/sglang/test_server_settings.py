@@ -46,6 +46,18 @@ def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
     assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
 
 
+def test_kernels_on_a_gpu_are_those_of_the_configuration(settings: Any, tmp_path: Path) -> None:
+    named = {"attention_backend": "fa3", "sampling_backend": "flashinfer", "prefill_cuda_graph": False}
+    line = command(settings(device="cuda", **named), 1, 2, tmp_path)
+    assert line[line.index("--attention-backend") + 1] == "fa3"
+    assert line[line.index("--sampling-backend") + 1] == "flashinfer"
+    assert "--disable-prefill-cuda-graph" in line
+    default = command(settings(device="cuda"), 1, 2, tmp_path)
+    assert not {"--attention-backend", "--sampling-backend", "--disable-prefill-cuda-graph"} & set(default)
+    # A CPU has one of each.
+    assert command(settings(**named), 1, 2, tmp_path) == command(settings(), 1, 2, tmp_path)
+
+
 def test_fp8_is_requested_regardless_of_the_directory(settings: Any, tmp_path: Path) -> None:
     assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
     line = command(settings(quantization="fp8"), 1, 2, tmp_path)
