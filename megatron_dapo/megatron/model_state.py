@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -33,6 +32,7 @@ from megatron_dapo.checkpoints.saved_model import (
     state_index,
 )
 from megatron_dapo.checkpoints.state_layout import EXPERTS, LAYER_ORDER, Range, StateLayout
+from megatron_dapo.device_thread import device_thread_pool
 from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.state import owned_shards
 from megatron_dapo.parallel.collectives import broadcast_json, max_over
@@ -44,6 +44,8 @@ from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
 from megatron_dapo.reshard.regions import ReplicaGroups
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     from megatron_dapo.megatron.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -228,7 +230,7 @@ class ModelState:
         pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
         updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
         plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
-        with ThreadPoolExecutor(_READERS, "checkpoint read") as readers:
+        with device_thread_pool(_READERS, "checkpoint read") as readers:
             for kind in saved.kinds:
                 named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
                 needs = weights if kind == PARAMETER else updates

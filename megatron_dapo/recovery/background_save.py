@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.device_thread import device_thread
 from megatron_dapo.recovery.checkpoint_store import (
     CheckpointError,
     CheckpointStore,
@@ -254,7 +255,7 @@ class BackgroundSaves:
                 save.problem = error
             writer.forget()  # the tensors are the run's alone again
 
-        save.copying = threading.Thread(target=copy, name="checkpoint copy", daemon=True)
+        save.copying = device_thread(copy, name="checkpoint copy")
         save.copying.start()
 
     @property

@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpoints.piece_checksums import PieceChecksums, PieceSums
+from megatron_dapo.device_thread import device_thread
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,7 @@ def write_direct(path: Path, content: memoryview, sizes: Sequence[int] = ()) -> 
     there are any, are computed meanwhile by another thread.
     """
     sums = _Sums(sizes)
-    hashing = threading.Thread(target=sums.update, args=(content,))
+    hashing = device_thread(sums.update, content, name="checksum")
     hashing.start()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:

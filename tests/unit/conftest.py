@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ from transformers import (
 # A machine that is busy takes long for an example that is quick.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
+
+
+@pytest.fixture
+def gpu_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process uses GPU 3. As CUDA has it, the current device is a property of the thread, and 0 in a new one."""
+    current = threading.local()
+    current.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -15,7 +15,7 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "config"), 0),
+    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "config", "device_thread"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data", "nodes", "plan"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
@@ -158,11 +158,24 @@ def test_nothing_is_unpickled(path: Path) -> None:
     assert "pickle.load" not in text and "Unpickler" not in text, f"{module_name(path)} reads a pickle"
 
 
+THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "to_thread", "run_in_executor"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_threads_next_to_torch_are_device_threads(path: Path) -> None:
+    """A new thread's current device is GPU 0, whichever is the rank's."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if "torch" not in {imported.split(".")[0] for imported in runtime_imports(tree)}:
+        return
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & THREADS, f"{module_name(path)} starts a thread: take megatron_dapo.device_thread"
+
+
 def test_the_protocol_needs_torch_alone() -> None:
     """bridge/protocol also runs inside the engine's processes: torch, the standard library, and reshard/ like it."""
     own = [path for path in MODULES if module_name(path).startswith("megatron_dapo.bridge.protocol")]
     own += [path for path in MODULES if package_of(module_name(path)) == "reshard"]
-    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard")
+    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard", "megatron_dapo.device_thread")
     for path in own:
         for imported in imports_of(path):
             root = imported.split(".")[0]

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.device_thread import device_thread
+
 LOOPBACK = "127.0.0.1"
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "forever" to the backends
 _POLL_INTERVAL_S = 0.0005
@@ -235,7 +237,7 @@ class PeerGroup:
                     break
             ended.set()
 
-        threading.Thread(target=wait, name="peer-wait", daemon=True).start()
+        device_thread(wait, name="peer-wait").start()
         while not ended.wait(_LOOK_INTERVAL_S):
             self._check_all(messages)
         if failures:

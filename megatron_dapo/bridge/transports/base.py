@@ -34,6 +34,7 @@ import torch
 
 from megatron_dapo.bridge.protocol.messages import Command, Reply
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums
+from megatron_dapo.device_thread import device_thread
 from megatron_dapo.reshard.execution import Buffers
 
 LOAD_FORMAT = "megatron_dapo.bridge.protocol.weight_loader.load"
@@ -166,18 +167,15 @@ class Call(Generic[Result]):
     """A call in a thread of its own, so that waiting for it has a deadline."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
         self._outcome: list[Result] = []
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # A new thread would compute on GPU 0, whichever is this rank's.
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        threading.Thread(target=self._run, args=(function, gpu), name="engine-call", daemon=True).start()
+        device_thread(self._run, name="engine-call").start()
 
-    def _run(self, function: Callable[[], Result], gpu: int | None) -> None:
+    def _run(self) -> None:
         try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            self._outcome.append(function())
+            self._outcome.append(self._function())
         # Raised again by `result`.
         except BaseException as error:  # noqa: BLE001
             self._error = error

@@ -7,14 +7,19 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_dapo.recovery.background_save import FAILED, IDLE, IN_FLIGHT, BackgroundSaves, Saved
+from megatron_dapo.recovery import background_save
+from megatron_dapo.recovery.background_save import FAILED, IDLE, IN_FLIGHT, BackgroundSaves, CopyingWriter, Saved
 from megatron_dapo.recovery.checkpoint_store import (
     Checkpoint,
     CheckpointError,
@@ -114,6 +119,29 @@ def test_the_run_does_not_wait_for_a_slow_disk(tmp_path: Path, files: FileProces
     require_state_of(run.store.open(2), 2)  # in place before anybody asked for its end
     saved = run.saves.finish()
     assert blocked < 0.2 * saved.seconds, (blocked, saved.seconds)
+
+
+def test_the_copy_runs_on_the_gpu_of_its_rank(
+    tmp_path: Path, files: FileProcess, gpu_3: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call on GPU 0 would open a context there: eight ranks of a node take 4 GiB of it."""
+    calls: list[tuple[str, str, int]] = []
+
+    def note(name: str, answer: Any) -> Any:
+        calls.append((name, threading.current_thread().name, torch.cuda.current_device()))
+        return answer
+
+    stream = SimpleNamespace(synchronize=lambda: note("synchronize", None))
+    cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: note("register", 1))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: note("cudart", cudart))
+    monkeypatch.setattr(torch.cuda, "stream", lambda used: note("stream", nullcontext()))
+    monkeypatch.setattr(background_save, "_stream_behind_current", lambda device: stream)
+    monkeypatch.setattr(CopyingWriter, "tensors", lambda self: [SimpleNamespace(device=torch.device("cuda", 3))])
+    run = Run(CheckpointStore(tmp_path, keep=1, files=files))
+    run.save(1)
+    assert [name for name, _, _ in calls] == ["cudart", "register", "stream", "synchronize"]
+    assert {(thread, device) for _, thread, device in calls} == {("checkpoint copy", 3)}
+    require_state_of(newest_valid(run.store), 1)
 
 
 def newest_valid_step(run: Run) -> int:

@@ -27,13 +27,7 @@ def test_an_error_reaches_the_caller() -> None:
         call_within(fail, 5.0, "the answer")
 
 
-def test_a_call_uses_the_gpu_of_its_rank(monkeypatch) -> None:
-    """The current device is a property of the thread; a new thread starts with GPU 0."""
-    current = threading.local()
-    current.device = 3
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+def test_a_call_uses_the_gpu_of_its_rank(gpu_3: None) -> None:
     outer = Call(lambda: Call(torch.cuda.current_device).result(SyncDeadline(5.0), "the inner call"))
     assert outer.result(SyncDeadline(5.0), "the outer call") == 3
 
