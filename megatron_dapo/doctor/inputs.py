@@ -19,7 +19,7 @@ from megatron_dapo.config.rules import UnusableInput, Violation
 from megatron_dapo.data.files import Row
 from megatron_dapo.data.sources import Source, eval_sources, train_sources
 from megatron_dapo.doctor import gather, recipe
-from megatron_dapo.doctor.engine_import import import_problem
+from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -109,8 +109,9 @@ def _engine_problems(config: Config, tries_import: bool) -> Iterator[Violation]:
         return
     facts = gather.sglang_facts(config)
     if tries_import and facts.version is not None:
-        facts = replace(facts, import_error=import_problem(facts.python, facts.record))
-    for finding in recipe.sglang_findings(facts, config.sglang.router):
+        facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
+    findings = recipe.sglang_findings(facts, config.sglang.router)
+    for finding in [*findings, *recipe.engine_library_findings(facts.libraries, config.sglang, None)]:
         if finding.verdict == "conflict":
             yield UnusableInput("sglang.python", finding.detail, finding.fix)
 

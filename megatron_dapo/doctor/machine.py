@@ -57,6 +57,8 @@ def first_conflict(findings: Iterable[Finding]) -> Finding | None:
 GIB = 1 << 30
 # Below this share of free memory another process uses the device; the driver takes less.
 FREE_SHARE = 0.9
+# Oldest driver branch of a CUDA major version (CUDA Toolkit release notes, table "minor version compatibility").
+OLDEST_DRIVERS = {"12": 525, "13": 580}
 BFLOAT16_CAPABILITY = (8, 0)  # Ampere; older GPUs emulate it slowly, or not at all
 # A site's default of one core a task makes a rank, its server's tokenizer and the verifiers take turns.
 MIN_CORES = 2
@@ -102,6 +104,7 @@ class TransformerEngineFacts:
     error: str = ""  # why it cannot be imported
     fp8: Support | None = None
     fp8_block_scaling: Support | None = None
+    flash_attention: Support | None = None  # FlashAttention 3
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,11 @@ def gpu_finding(facts: TorchFacts) -> Finding:
     driver = f"driver {facts.driver or 'of unknown version'}"
     if facts.cuda is None:
         return conflict("gpus", f"{driver} is there, but torch is a CPU build", "install the CUDA build of torch")
-    fix = f"check CUDA_VISIBLE_DEVICES and that the driver is new enough for CUDA {facts.cuda} (nvidia-smi)"
+    oldest = OLDEST_DRIVERS.get(facts.cuda.partition(".")[0])
+    if oldest and facts.driver and int(facts.driver.partition(".")[0]) < oldest:
+        fix = f"install driver {oldest} or newer, or the build of torch for an older CUDA"
+        return conflict("gpus", f"{driver} is older than {oldest}, which CUDA {facts.cuda} needs", fix)
+    fix = "check CUDA_VISIBLE_DEVICES and nvidia-smi"
     return conflict("gpus", f"{driver} is there, but torch sees no device: {facts.error or 'none visible'}", fix)
 
 
@@ -227,7 +234,11 @@ def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, lo
     if not has_gpu:
         return [ok(name, f"{facts.version}; its layers are not used without a GPU")]
     asked = (("fp8", facts.fp8), ("fp8 block scaling", facts.fp8_block_scaling))
-    return [ok(name, facts.version), *(_support_finding(title, support) for title, support in asked if support)]
+    findings = [ok(name, facts.version), *(_support_finding(title, support) for title, support in asked if support)]
+    if facts.flash_attention is not None:
+        # cuDNN's attention is the default and was the faster one, so its absence is no warning.
+        findings.append(ok("flash attention", facts.flash_attention.reason))
+    return findings
 
 
 def _support_finding(title: str, support: Support) -> Finding:

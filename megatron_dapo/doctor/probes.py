@@ -62,7 +62,18 @@ def transformer_engine_facts() -> dict[str, Any]:
     return {
         "fp8": _support(te, "is_fp8_available"),
         "fp8_block_scaling": _support(te, "is_fp8_block_scaling_available"),
+        "flash_attention": _flash_attention(),
     }
+
+
+def _flash_attention() -> list[Any]:
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
+    except ImportError as error:
+        return [False, f"this version has no FlashAttentionUtils ({error})"]
+    if FlashAttentionUtils.v3_is_installed:
+        return [True, f"FlashAttention {FlashAttentionUtils.fa3_version}"]
+    return [False, "FlashAttention 3 is not installed; attention runs on cuDNN"]
 
 
 def _support(te: Any, name: str) -> list[Any]:

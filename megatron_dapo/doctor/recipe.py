@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.rules import Violation
-from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, ok, warning
+from megatron_dapo.config.rollout_schema import SglangConfig
+from megatron_dapo.doctor.engine_probe import EngineLibraries
+from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, conflict_or_ok, ok, warning
 from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
 from megatron_dapo.recovery.disk_space import CheckpointSpace, size
 
@@ -38,7 +40,7 @@ class SglangFacts:
     version: str | None = None  # None: SGLang is not installed
     has_router: bool = False
     record: tuple[object, ...] = ()  # path, modification time and size of the installation's RECORD
-    import_error: str = ""  # why SGLang cannot be imported, where that was tried
+    libraries: EngineLibraries | None = None  # None: not tried
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,67 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     except ValueError as error:
         return [conflict(name, str(error), install + newest)]
     supported = f"{'.'.join(map(str, OLDEST))} to {newest}"
-    if facts.import_error:
+    if facts.libraries and facts.libraries.error:
         fix = f"repair that environment: {facts.python} -m pip check, then {install}{newest}"
-        return [conflict(name, f"{facts.version} for {facts.python}: {facts.import_error}", fix)]
+        return [conflict(name, f"{facts.version} for {facts.python}: {facts.libraries.error}", fix)]
     findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
     if wants_router:
         problem = "" if facts.has_router else f"sglang_router is not installed for {facts.python}"
         fix = f"{facts.python} -m pip install sglang-router==0.3.2, or set sglang.router = false"
         findings.append(conflict_or_ok("sglang router", problem, fix, "installed"))
     return findings
+
+
+def engine_library_findings(
+    libraries: EngineLibraries | None, settings: SglangConfig, trainer: TorchFacts | None
+) -> list[Finding]:
+    """Check the libraries that the recipe's servers need on a GPU, and those that must agree with the trainer's.
+
+    `trainer` None: the versions are not compared.
+    """
+    if libraries is None or libraries.error:
+        return []
+    lock = "install requirements/sglang-cuda-py312.txt for sglang.python (make .venv-sglang DEVICE=cuda)"
+    findings = []
+    if trainer is not None and trainer.devices and libraries.cuda is None:
+        return [conflict("engine torch", f"{libraries.torch} is a CPU build; this machine has GPUs", lock)]
+    for module, setting in _needed_modules(settings).items():
+        if module in libraries.failures:
+            findings.append(conflict(f"engine {module}", f"{setting} needs it: {libraries.failures[module]}", lock))
+    if libraries.has_gpu and "flashinfer" in _needed_modules(settings) and not libraries.has_compiler:
+        detail = "FlashInfer compiles its kernels at their first use, and there is no nvcc on PATH or in CUDA_HOME/bin"
+        findings.append(warning("engine nvcc", detail, "install the CUDA toolkit, or flashinfer-jit-cache"))
+    if trainer is not None and trainer.devices:
+        findings += _shared_versions(libraries, trainer, settings.weight_sync_transport == "p2p")
+    return findings
+
+
+def _needed_modules(settings: SglangConfig) -> dict[str, str]:
+    needed = {"sgl_kernel": "every server on a GPU"}
+    if settings.placement == "colocated":
+        needed["torch_memory_saver"] = 'sglang.placement = "colocated"'
+    if settings.attention_backend == "fa3":
+        needed["sgl_kernel.flash_attn"] = 'sglang.attention_backend = "fa3"'
+    if "flashinfer" in (settings.attention_backend, settings.sampling_backend):
+        is_attention = settings.attention_backend == "flashinfer"
+        needed["flashinfer"] = f'sglang.{"attention" if is_attention else "sampling"}_backend = "flashinfer"'
+    return needed
+
+
+def _shared_versions(libraries: EngineLibraries, trainer: TorchFacts, in_one_group: bool) -> Iterable[Finding]:
+    nccl = f"trainer {trainer.nccl or 'none'}, engines {libraries.nccl or 'none'}"
+    if trainer.nccl == libraries.nccl:
+        yield ok("engine nccl", nccl)
+    elif in_one_group:
+        fix = "install the same torch in both environments: p2p joins their ranks in one NCCL communicator"
+        yield conflict("engine nccl", nccl, fix)
+    else:
+        yield warning("engine nccl", nccl, "install the same torch in both environments, as the CUDA locks do")
+    torch = f"trainer {trainer.version}, engines {libraries.torch}"
+    if trainer.version == libraries.torch:
+        yield ok("engine torch", torch)
+    else:
+        yield warning("engine torch", torch, "install the same torch in both environments, as the CUDA locks do")
 
 
 def checkpoint_storage(space: CheckpointSpace) -> Storage:

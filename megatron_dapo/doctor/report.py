@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_dapo.config.inputs import check_inputs, read_architecture
 from megatron_dapo.config.memory import ITEM_SIZES, num_parameters
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor import gather, machine, recipe
+from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
 from megatron_dapo.recovery.disk_space import checkpoint_space, free_bytes
@@ -127,7 +128,7 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
     )
     if config.rollout.engine == "sglang":
         num_bytes = None if problem else gather.model_bytes(config)
-        yield from _servers(config, bool(torch.devices), num_bytes)
+        yield from _servers(config, torch, num_bytes)
     if problem:
         return
     if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
@@ -135,18 +136,22 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
     yield from _attention(config, report)
 
 
-def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator[Finding]:
+def _servers(config: Config, torch: machine.TorchFacts, model_bytes: int | None) -> Iterator[Finding]:
     sglang = config.sglang
     if sglang.urls:
         fix = "set sglang.api_key_file to the servers' key, readable by its owner alone"
         yield conflict_or_ok("engine key", gather.key_problem(sglang.api_key_file), fix, sglang.api_key_file)
         return
-    yield from recipe.sglang_findings(gather.sglang_facts(config), sglang.router)
+    facts = gather.sglang_facts(config)
+    if facts.version is not None:
+        facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
+    yield from recipe.sglang_findings(facts, sglang.router)
+    yield from recipe.engine_library_findings(facts.libraries, sglang, torch)
     # Each server needs a port for requests and one for its ranks' rendezvous; the router one for requests and one for metrics.
     wanted = 2 * (sglang.servers_per_node + sglang.router)
     fix = "set sglang.host to an address of this node, or end the processes that use the ports"
     yield conflict_or_ok("ports", gather.ports_problem(sglang.host, wanted), fix, f"{wanted} free on {sglang.host}")
-    if sglang.weight_sync_transport == "shared_memory" and not has_gpu:
+    if sglang.weight_sync_transport == "shared_memory" and not torch.devices:
         # Imported here: a report about a broken torch must not import it.
         from megatron_dapo.bridge.transports.shared_memory import default_directory
 

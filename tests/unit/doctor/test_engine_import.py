@@ -1,22 +1,30 @@
-"""SGLang is imported once for an installation: a success is remembered, a failure and another installation are tried."""
+"""SGLang is imported once for an installation: an answer without a failure is remembered, others are asked for again."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.doctor.engine_import import cache_file, import_problem
+from megatron_dapo.doctor import engine_probe
+from megatron_dapo.doctor.engine_import import cache_file, engine_libraries
+from megatron_dapo.doctor.engine_probe import EngineLibraries
+from megatron_dapo.doctor.probes import MARK
+
+LIBRARIES = EngineLibraries(torch="2.11.0+cu130", cuda="13.0", nccl="2.28.9", has_gpu=True, has_compiler=True)
 
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter that counts its calls, and fails where a file `broken` is beside it."""
+    """An interpreter that counts its calls, answers LIBRARIES, and fails if a file `broken` is next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     script = tmp_path / "python"
     script.write_text(
-        '#!/bin/sh\ncd "$(dirname "$0")"\necho "$1 ${2##*; }" >> calls\n'
+        f'#!/bin/sh\ncd "$(dirname "$0")"\necho "$*" >> calls\n'
         'if [ -e broken ]; then echo "ImportError: libcuda.so.1" >&2; exit 1; fi\n'
+        f"echo a library talks; echo '{MARK}{json.dumps(asdict(LIBRARIES))}'\n"
     )
     script.chmod(0o755)
     return script
@@ -26,26 +34,28 @@ def calls(python: Path) -> list[str]:
     return (python.parent / "calls").read_text().splitlines()
 
 
-def test_a_success_is_remembered_for_its_installation(python: Path) -> None:
+def test_an_answer_is_remembered_for_its_installation(python: Path) -> None:
     record = ("/env/sglang.dist-info/RECORD", 1, 2)
-    assert import_problem(python, record) == "" == import_problem(python, record)
-    assert calls(python) == ["-c import sglang"]
-    assert import_problem(python, (*record[:2], 3)) == ""  # installed anew
+    assert engine_libraries(python, record) == LIBRARIES == engine_libraries(python, record)
+    assert calls(python) == [f"-m {engine_probe.__name__}"]
+    assert engine_libraries(python, (*record[:2], 3)) == LIBRARIES  # installed anew
     assert len(calls(python)) == 2
     cache_file().write_text("damaged")
-    assert import_problem(python, record) == "" and len(calls(python)) == 3
+    assert engine_libraries(python, record) == LIBRARIES and len(calls(python)) == 3
+    cache_file().write_text(json.dumps({key: {"fields": "of another version"} for key in json.loads(cache_file().read_text())}))
+    assert engine_libraries(python, record) == LIBRARIES and len(calls(python)) == 4
 
 
 def test_a_failure_is_named_and_tried_again(python: Path) -> None:
     (python.parent / "broken").touch()
     for _ in range(2):
-        assert import_problem(python, ("r",)) == "`import sglang` fails: ImportError: libcuda.so.1"
+        assert engine_libraries(python, ("r",)).error == "`import sglang` fails: ImportError: libcuda.so.1"
     assert len(calls(python)) == 2 and not cache_file().exists()
     (python.parent / "broken").unlink()
-    assert import_problem(python, ("r",)) == ""
+    assert engine_libraries(python, ("r",)).error == ""
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(python: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert import_problem(python, ("r",)) == "" == import_problem(python, ("r",))
+    assert engine_libraries(python, ("r",)) == LIBRARIES == engine_libraries(python, ("r",))
     assert len(calls(python)) == 2

@@ -56,7 +56,8 @@ def test_gpus() -> None:
         (TorchFacts(version="2", cuda="13.0"), "warning", "CUDA 13.0"),
         (TorchFacts(version="2", driver="580.1"), "conflict", "torch is a CPU build"),
         (TorchFacts(version="2", driver=""), "conflict", "unknown version"),
-        (TorchFacts(version="2", cuda="13.0", driver="525.1", error="driver too old"), "conflict", "driver too old"),
+        (TorchFacts(version="2", cuda="13.0", driver="570.1", error="driver too old"), "conflict", "older than 580"),
+        (TorchFacts(version="2", cuda="13.0", driver="580.1", error="ECC"), "conflict", "ECC"),
         (TorchFacts(version="2", cuda="13.0", driver="5", devices=(H200, V100)), "warning", "NVIDIA H200 and Tesla"),
         (
             TorchFacts(version="2", cuda="13", devices=(H200, Device("NVIDIA H200", 139 * GIB, 9 * GIB, (9, 0)))),

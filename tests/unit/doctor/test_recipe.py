@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_dapo.config import Violation
+from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.doctor import recipe
-from megatron_dapo.doctor.machine import conflict, conflict_or_ok, ok
+from megatron_dapo.doctor.engine_probe import GPU_MODULES, EngineLibraries
+from megatron_dapo.doctor.machine import Device, TorchFacts, conflict, conflict_or_ok, ok
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts, Storage
 from megatron_dapo.recovery.disk_space import CheckpointSpace
 
@@ -44,6 +47,38 @@ def test_processes(needed: int, devices: int, verdict: str) -> None:
 def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], words: str) -> None:
     findings = recipe.sglang_findings(facts, wants_router)
     assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
+
+
+GPU = TorchFacts(version="2.11.0+cu130", cuda="13.0", nccl="2.28.9", devices=(Device("H100", 80, 80, (9, 0)),))
+LIBRARIES = EngineLibraries(torch=GPU.version, cuda=GPU.cuda, nccl=GPU.nccl, has_gpu=True, has_compiler=True)
+HOPPER = SglangConfig(placement="colocated", attention_backend="fa3", sampling_backend="flashinfer")
+
+
+def verdicts_of(libraries: EngineLibraries, settings: SglangConfig = HOPPER, trainer: TorchFacts | None = GPU) -> dict[str, str]:
+    return {f.name: f.verdict for f in recipe.engine_library_findings(libraries, settings, trainer)}
+
+
+def test_engine_libraries_that_agree() -> None:
+    assert verdicts_of(LIBRARIES) == {"engine nccl": "ok", "engine torch": "ok"}
+    assert verdicts_of(LIBRARIES, trainer=None) == {} == verdicts_of(EngineLibraries(error="ImportError"))
+
+
+@pytest.mark.parametrize("module", GPU_MODULES)
+def test_a_library_that_the_layout_names_and_the_engines_lack(module: str) -> None:
+    libraries = replace(LIBRARIES, failures={module: "ImportError: no such file"})
+    (finding,) = recipe.engine_library_findings(libraries, HOPPER, None)
+    assert (finding.name, finding.verdict) == (f"engine {module}", "conflict") and "no such file" in finding.detail
+    plain = SglangConfig(placement="disaggregated", attention_backend="triton", sampling_backend="pytorch")
+    assert bool(verdicts_of(libraries, plain, None)) == (module == "sgl_kernel")
+
+
+def test_engines_with_other_versions_than_the_trainer() -> None:
+    other = replace(LIBRARIES, nccl="2.30.7", torch="2.14.1+cu130")
+    assert verdicts_of(other) == {"engine nccl": "warning", "engine torch": "warning"}
+    p2p = HOPPER.model_copy(update={"weight_sync_transport": "p2p"})
+    assert verdicts_of(other, p2p)["engine nccl"] == "conflict"
+    assert verdicts_of(replace(LIBRARIES, cuda=None)) == {"engine torch": "conflict"}
+    assert verdicts_of(replace(LIBRARIES, has_compiler=False))["engine nvcc"] == "warning"
 
 
 def test_the_disk_of_checkpoints() -> None:

@@ -60,7 +60,7 @@ def test_base_install_pulls_no_compiled_cuda_package(metadata: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("lock", "python", "extras"), [("cpu-py311.txt", "3.11", ["dev"]), ("cuda-py312.txt", "3.12", ["gpu", "sglang"])]
+    ("lock", "python", "extras"), [("cpu-py311.txt", "3.11", ["dev"]), ("cuda-py312.txt", "3.12", ["gpu", "dev"])]
 )
 def test_lock_satisfies_the_requirements(
     repository: Path, metadata: dict[str, Any], lock: str, python: str, extras: list[str]
@@ -75,6 +75,17 @@ def test_lock_satisfies_the_requirements(
         assert requirement.specifier.contains(version, prereleases=True), (
             f"{lock}: {requirement.name} {version} is not {requirement.specifier}"
         )
+
+
+def test_engines_on_gpus_have_the_trainers_torch(repository: Path, metadata: dict[str, Any]) -> None:
+    """Ranks of both join one NCCL communicator, and tensors pass from one to the other by CUDA IPC."""
+    trainer, engines = (pins(repository / "requirements" / f"{name}cuda-py312.txt") for name in ("", "sglang-"))
+    for name in ("torch", "triton", "nvidia-nccl-cu13", "transformers", "safetensors"):
+        assert trainer[name] == engines[name], name
+    (wanted,) = map(Requirement, metadata["optional-dependencies"]["sglang"])
+    assert wanted.specifier.contains(engines["sglang"])
+    cpu = (repository / "requirements/sglang-cpu-py311.txt").read_text(encoding="utf-8")
+    assert f"sglang=={engines['sglang']}\n" in cpu, "the CPU tests run another SGLang than GPUs get"
 
 
 def test_the_oldest_lock_has_the_lower_bounds(repository: Path, metadata: dict[str, Any]) -> None:
@@ -130,6 +141,24 @@ def test_shell_scripts_parse_and_name_what_exists(repository: Path) -> None:
             assert (repository / recipe).is_file(), f"{script.name} names {recipe}"
         for module in re.findall(r"megatron_dapo(?:\.\w+)+", text):
             assert (repository / (module.replace(".", "/") + ".py")).is_file(), f"{script.name} names {module}"
+
+
+def test_container_files_run_the_makefiles_steps(repository: Path) -> None:
+    container = repository / "examples" / "container"
+    docker, apptainer = ((container / name).read_text(encoding="utf-8") for name in ("Dockerfile", "megatron_dapo.def"))
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", docker, re.MULTILINE)
+    assert f"From: {base}\n" in apptainer
+    packages = [set(re.findall(r"^ +(build-essential .*?)( \\)?$", text, re.MULTILINE)) for text in (docker, apptainer)]
+    assert {names for names, _ in packages[0]} == {names for names, _ in packages[1]}
+    for text in (docker, apptainer):
+        for recipe in re.findall(r"examples/[\w./-]+", text):
+            assert (repository / recipe).exists(), recipe
+        for target in re.findall(r"\bmake (\S+) DEVICE", text):
+            command = ["make", "--no-print-directory", "-n", "-W", "pyproject.toml", target, "DEVICE=cuda"]
+            done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=30, check=True)
+            assert "cuda-py312.txt" in done.stdout, done.stdout
+    for sources in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE):
+        assert all((repository / name).exists() for name in sources.split()), sources
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
