@@ -2,7 +2,8 @@
 
 The process that is started measures nothing: it starts a worker, reads what that reports, and ends it where a case takes
 longer than `--case-s`. A worker whose CUDA context broke ends itself. Either way the next worker continues with the cases that
-are left, so that one case never takes the others with it. No case begins after `--budget-s`; what was not begun is named.
+are left, so that one case never takes the others with it. No case begins after `--budget-s`, nor one that says that it would not end
+by then; what was not begun is named.
 
 `--save` keeps the result in `--results` after every case, as <benchmark>_<machine>.json. Started again there with the same
 settings and versions, a benchmark takes what it finds and runs the rest (`--again`: everything).
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Dense bf16 products with fp32 sums, FLOP/s, by what the device's name has in it (data sheets, SXM form).
 BF16_PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12}
 # Of the arguments, those that change nothing about what a case measures.
-CONTROLS = ("json", "save", "results", "again", "budget_s", "case_s", "only", "worker")
+CONTROLS = ("json", "save", "results", "again", "budget_s", "case_s", "only", "worker", "ends")
 GRACE_S = 10.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the kernel ends a worker whose starter died
 CASES, REPORTS = "cases.json", "reports.jsonl"
@@ -54,10 +55,15 @@ class Missing(Exception):
     """This machine lacks something that a case needs."""
 
 
+class OutOfTime(Exception):
+    """A case does not end within the budget."""
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """`cases`: their names in order. `measuring`: entered once a worker, gives the function from a case to its figures.
-    `complaints`: case -> why its figures, beside the others', cannot be right. `summary`: more fields of the result."""
+    `complaints`: case -> why its figures, beside the others', cannot be right. `summary`: more fields of the result.
+    `is_on_device`: the worker itself computes on the GPU; if not, it starts programs and leaves the GPU to them."""
 
     name: str
     file: str
@@ -66,6 +72,7 @@ class Benchmark:
     measuring: Callable[[argparse.Namespace], AbstractContextManager[Callable[[str], Row]]]
     complaints: Callable[[Rows], Mapping[str, str]] = lambda rows: {}
     summary: Callable[[argparse.Namespace, Rows], Mapping[str, Any]] = lambda arguments, rows: {}
+    is_on_device: bool = True
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -116,6 +123,7 @@ class Run:
     rows: dict[str, Row] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)  # cases that would not have ended within the budget
     place: dict[str, Any] = field(default_factory=dict)  # the machine and the versions, as workers say
 
     def result(self) -> dict[str, Any]:
@@ -138,8 +146,11 @@ class Run:
             raise SystemExit(f"no case begins with {unknown[0]!r}; there are {', '.join(names)}")
         return [name for name in names if not begins or name.startswith(begins)]
 
-    def _left(self) -> list[str]:
+    def _without_result(self) -> list[str]:
         return [name for name in self._wanted() if name not in {**self.rows, **self.skipped, **self.failed}]
+
+    def _left(self) -> list[str]:
+        return [name for name in self._without_result() if name not in self.late]
 
     def _run_worker(self, ends: float) -> None:
         with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as temporary:
@@ -149,7 +160,7 @@ class Run:
             try:
                 self._listen(worker, Path(temporary), ends)
             finally:
-                _end(worker)
+                end(worker)
 
     def _listen(self, worker: subprocess.Popen[bytes], directory: Path, ends: float) -> None:
         """Until the worker is done, or has to be ended."""
@@ -160,7 +171,7 @@ class Run:
                 num_read, current, since = num_read + 1, report.get("begins", ""), time.monotonic()
                 self._take(report)
                 if "place" in report:
-                    _write(directory / CASES, json.dumps(self._left()))
+                    _write(directory / CASES, json.dumps({"cases": self._left(), "ends": ends}))
             now = time.monotonic()
             if current and now - since > self.arguments.case_s:
                 self.failed[current] = f"it took more than {self.arguments.case_s:g} s"
@@ -175,6 +186,8 @@ class Run:
         if "place" in report:
             self.place = dict(report["place"])
             self._take_kept()
+        if "late" in report:
+            self.late.add(report["case"])
         for kind, known in (("figures", self.rows), ("skipped", self.skipped), ("failed", self.failed)):
             if kind in report:
                 known[report["case"]] = report[kind]
@@ -217,7 +230,7 @@ class Run:
             "cases": right,
             "skipped": self.skipped,
             "failed": {**self.failed, **wrong},
-            "not_run": self._left(),
+            "not_run": self._without_result(),
         }
 
 
@@ -234,8 +247,8 @@ def _write(file: Path, text: str) -> None:
     new.replace(file)
 
 
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    """First so that it can end what it started, then in any case."""
+def end(worker: subprocess.Popen[bytes]) -> None:
+    """End a process and its session, first so that it can end what it started."""
     if worker.poll() is None:
         worker.terminate()
         try:
@@ -268,16 +281,19 @@ def work(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
         report(place={"machine": machine_name(device), "versions": versions(benchmark.packages)})
         while not (directory / CASES).exists():
             time.sleep(0.02)
-        cases = json.loads((directory / CASES).read_text(encoding="utf-8"))
+        work_left = json.loads((directory / CASES).read_text(encoding="utf-8"))
+        cases, arguments.ends = work_left["cases"], work_left["ends"]  # the clock is the machine's
         if not cases:
             return
         report(begins=cases[0])
         found: list[Callable[[str], Row]] = []
         obstacle = _outcome(lambda case: found.append(stack.enter_context(benchmark.measuring(arguments))) or {}, "")
         for case in cases:
+            if time.monotonic() > arguments.ends:
+                return
             report(begins=case)
             report(case=case, **(_outcome(found[0], case) if found else obstacle))
-            if not _recovers():
+            if benchmark.is_on_device and not _recovers():
                 return
 
 
@@ -286,6 +302,8 @@ def _outcome(measure: Callable[[str], Row], case: str) -> dict[str, Any]:
         return {"figures": measure(case)}
     except Missing as error:
         return {"skipped": str(error)}
+    except OutOfTime:
+        return {"late": True}
     except torch.cuda.OutOfMemoryError as error:
         return {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
     except Exception as error:  # noqa: BLE001 - a case that breaks is a line of the result, not its end

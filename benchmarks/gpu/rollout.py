@@ -44,7 +44,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.types import GenerationRequest, SamplingParams
+from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
 PACKAGES = ("torch", "sglang")
 MEMORY_FRACTION = 0.4
@@ -139,6 +139,7 @@ class Server:
             log_dir=self._directory,
             device=self._device.type,  # type: ignore[arg-type]
             dtype="bfloat16",
+            prefill_cuda_graph=False,
             max_running_requests=work.num_requests,
             memory_fraction=MEMORY_FRACTION if self._device.type == "cuda" else None,
             seeded=case.is_deterministic,
@@ -155,31 +156,47 @@ class Server:
         self.kv_tokens, self._started = info.max_total_tokens, wanted
         client = SglangClient(server.url, read_key(server.key_file), api_version=info.api_version)
         client.update_weight_version(0)
-        length = work.prompt_tokens + work.response_tokens
-        limits = SglangEngineSettings(length, info.vocab_size, max_in_flight=work.num_requests)
-        self.engine = SglangEngine([client], limits)
-        self._stack.callback(self.engine.close)
-        self.engine.set_policy_version(0)
+        self._engine = engine_of(client, info.vocab_size, work)
+        self._stack.callback(self._engine.close)
 
     def generate(self, number: int) -> float:
         """Answer the requests of round `number` and return response tokens per second."""
+        start = time.perf_counter()
         work = work_of(self._arguments)
-        generator = torch.Generator().manual_seed(number)
-        prompts = torch.randint(2, 500, (work.num_requests, work.prompt_tokens), generator=generator).tolist()
-        sampling = SamplingParams(max_new_tokens=work.response_tokens)
-        requests = [
-            GenerationRequest(f"{number}/{index}", tuple(prompt), sampling, seed=number * work.num_requests + index)
-            for index, prompt in enumerate(prompts)
-        ]
-        start, num_tokens = time.perf_counter(), 0
-        self.engine.submit(requests)
-        while self.engine.num_unfinished:
-            num_tokens += sum(len(done.token_ids) for done in self.engine.poll())
+        self._engine.submit(requests_of(work, number))
+        num_tokens = 0
+        while self._engine.num_unfinished:
+            num_tokens += sum(len(done.token_ids) for done in self._engine.poll())
         return num_tokens / (time.perf_counter() - start)
 
     def stop(self) -> None:
         self._stack.close()
         self._started = None
+
+
+def engine_of(client: SglangClient, vocab_size: int, work: Work, routing: RoutingShape | None = None) -> SglangEngine:
+    """Return the engine of one server, which serves version 0."""
+    length = work.prompt_tokens + work.response_tokens
+    engine = SglangEngine([client], SglangEngineSettings(length, vocab_size, work.num_requests, routing=routing))
+    engine.set_policy_version(0)
+    return engine
+
+
+def requests_of(work: Work, number: int, with_routing: bool = False) -> list[GenerationRequest]:
+    """Return the requests of round `number`, with random prompts."""
+    generator = torch.Generator().manual_seed(number)
+    prompts = torch.randint(2, 500, (work.num_requests, work.prompt_tokens), generator=generator).tolist()
+    sampling = SamplingParams(max_new_tokens=work.response_tokens)
+    return [
+        GenerationRequest(
+            f"{number}/{index}",
+            tuple(prompt),
+            sampling,
+            seed=number * work.num_requests + index,
+            with_routing=with_routing,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 @contextmanager

@@ -27,7 +27,9 @@ on a model of its own from the same seed:
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
 `--profile` adds one more step under torch's profiler: `busy`, the share of its time in which the device works, and `kernels`,
-the milliseconds of those that take longest.
+the milliseconds of those that take longest. `--syncs` adds one more step, and a log-prob pass, and counts where the host
+waits for the device (`syncs`: place -> times; torch sees the waits of its own operators only). `fragmentation_gb` is the
+allocator's memory at its peak less that of tensors.
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no
 device; its figures mean nothing.
@@ -38,9 +40,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import program
@@ -300,6 +305,7 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         lengths = next_lengths()
         rows.append((train(micro_batches_of(lengths)), sum(lengths), flops_of(architecture, lengths)))
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    reserved_bytes = torch.cuda.max_memory_reserved() if peak_bytes else 0
     tflops = statistics.median(flops / seconds for seconds, _, flops in rows) / 1e12
     peak = bf16_peak(machine_name(device))
     micro_batches = micro_batches_of(lengths)
@@ -314,8 +320,10 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "first_nll": losses[0],
         "last_nll": losses[-1],
         "peak_gb": (peak_bytes - held_bytes) / 1e9 if peak_bytes else None,
+        "fragmentation_gb": (reserved_bytes - peak_bytes) / 1e9 if peak_bytes else None,
         "held_gb": held_bytes / 1e9,  # by what the side before has left
         **(profiled(lambda: train(micro_batches), device) if arguments.profile else {}),
+        **(syncs_of(actor, train, micro_batches, device) if arguments.syncs else {}),
     }
 
 
@@ -332,6 +340,29 @@ def profiled(train: Callable[[], float], device: torch.device) -> Row:
     times = sorted(((event.key, getattr(event, name) / 1e3) for event in events), key=lambda each: -each[1])
     kernels = {key[:100]: milliseconds for key, milliseconds in times[:NUM_KERNELS]}
     return {"busy": sum(milliseconds for _, milliseconds in times) / (1e3 * seconds), "kernels": kernels}
+
+
+def syncs_of(
+    actor: MegatronActor, train: Callable[..., float], parts: Sequence[MicroBatch], device: torch.device
+) -> Row:
+    """Count the host's waits for the device in a train step and in a log-prob pass; there are none on a CPU."""
+    passes = {"train": lambda: train(parts), "logprobs": lambda: actor.forward_logprobs(parts, 1.0)}
+    return {"syncs": {name: dict(waits(each, device).most_common(10)) for name, each in passes.items()}}
+
+
+def waits(work: Callable[[], Any], device: torch.device) -> Counter[str]:
+    """Return file:line -> waits for the device, without those of `finish`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    places = (one for one in caught if "synchronizing" in str(one.message))
+    return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in places)
 
 
 def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
@@ -397,6 +428,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="one more step, with the time of each kernel")
+    parser.add_argument(
+        "--syncs", action="store_true", help="one more step, that counts the host's waits for the device"
+    )
     return parser.parse_args(arguments)
 
 

@@ -180,6 +180,7 @@ def start_server(
         log_dir=directory,
         device=device.type,  # type: ignore[arg-type]
         dtype="bfloat16",
+        prefill_cuda_graph=False,
         max_running_requests=4,
         max_total_tokens=4096,
         memory_fraction=0.3 if device.type == "cuda" else None,  # the trainer's weights are there as well

@@ -10,9 +10,10 @@ export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$MEGATRON_DAPO_SGLANG_DIR"
 
 backends=()
 if [[ " $* " == *" megatron_dapo.engines.sglang.serve "* ]]; then
-  # Neither FlashInfer nor FlashAttention 3 need be in it: Triton's attention and torch's sampling always are.
+  # Neither FlashInfer nor FlashAttention 3 need be in it: Triton's attention and torch's sampling always are, and run if the
+  # recipe names no other.
   export SGLANG_IS_FLASHINFER_AVAILABLE=false
-  # Capturing graphs of prefill takes 45 s of a start on an H100; decoding keeps its graphs.
-  backends=(--attention-backend triton --sampling-backend pytorch --disable-prefill-cuda-graph)
+  [[ " $* " == *" --attention-backend "* ]] || backends+=(--attention-backend triton)
+  [[ " $* " == *" --sampling-backend "* ]] || backends+=(--sampling-backend pytorch)
 fi
 exec "${MEGATRON_DAPO_SGLANG_PYTHON:-python3}" "$@" ${backends[@]+"${backends[@]}"}

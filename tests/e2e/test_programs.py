@@ -37,9 +37,11 @@ RUN_BY = {
     "benchmarks/fp8_learning.py": "test_fp8_learning",
     "benchmarks/gae.py": "test_gae",
     "benchmarks/gpu/head.py": "test_gpu_head",
+    "benchmarks/gpu/probes.py": "test_gpu_probes",
     "benchmarks/gpu/rollout.py": "test_gpu_rollout",
+    "benchmarks/gpu/slot.py": "test_gpu_slot",
     "benchmarks/gpu/step.py": "test_gpu_step",
-    "benchmarks/gpu/sync.py": "test_gpu_sync",
+    "benchmarks/gpu/sync.py": "test_gpu_slot",
     "benchmarks/head_memory.py": "test_head_memory",
     "benchmarks/peers/checkpoint_rank.py": "test_checkpoints",
     "benchmarks/peers/memory_rank.py": "test_plan_memory",
@@ -415,12 +417,13 @@ def test_gpu_step(repository: Path) -> None:
     assert found["cases"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
 
 
-def test_gpu_sync(repository: Path) -> None:
-    found = run_json(repository, "benchmarks/gpu/sync.py", "--tiny", "--rounds", "1")
-    assert set(found["cases"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
-    row = found["cases"]["host"]
-    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
-    assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
+def test_gpu_slot(repository: Path) -> None:
+    found = run_json(repository, "benchmarks/gpu/slot.py", "a", "--tiny", "--only", "weight_sync")
+    assert not found["failed"] and not found["not_run"]
+    row = found["cases"]["weight_sync"]
+    assert "no CUDA device" in row["skipped"]["gpu"] and {"gpu.gb_per_s"} <= set(row["unexpected"])
+    assert row["host.gb_per_s"] == pytest.approx(row["host.bytes"] / row["host.seconds"] / 1e9)
+    assert row["host.vs_copy"] == pytest.approx(row["host.seconds"] / row["host.copy_seconds"])
 
 
 @pytest.mark.long
@@ -431,6 +434,16 @@ def test_gpu_rollout(repository: Path) -> None:
     assert all("no CUDA device" in why for why in found["skipped"].values()) and len(found["skipped"]) == 3
     for row in found["cases"].values():
         assert row["tokens_per_second"] > 0 and row["kv_tokens"] == 65536
+
+
+@pytest.mark.long
+def test_gpu_probes(repository: Path) -> None:
+    python = ".venv-sglang/bin/python"
+    found = run_json(repository, "benchmarks/gpu/probes.py", "--tiny", "--engine-python", python)
+    assert not found["failed"] and "no CUDA device" in found["skipped"]["queues"]
+    assert found["cases"]["colocated"]["mismatch"] < 0.05 and found["cases"]["colocated"]["sync_s"] > 0
+    row = found["cases"]["retraction"]
+    assert row["retractions"] > 0 and row["deaths"] == 0 and row["complete"] == 16 and row["served_after_abort"] == 4
 
 
 # ---- tools and converters

@@ -41,6 +41,7 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
         log_dir=tmp_path,
         device="cuda",
         dtype="bfloat16",
+        prefill_cuda_graph=False,
         memory_fraction=MEMORY_FRACTION,
         memory_saver=True,
         start_timeout_s=280.0,

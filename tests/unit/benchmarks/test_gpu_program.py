@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Cases of which one raises, one ends its process and one never ends; `noted` counts what was measured.
+# Cases of which one raises, one ends its process, one never ends and one has too little time; `noted` counts what was measured.
 PROGRAM = """
 import os, pathlib, sys, time
 sys.path.insert(0, {directory!r})
@@ -28,9 +28,11 @@ def measure(case):
         os._exit(9)
     if case == "hangs":
         time.sleep(600)
+    if case == "late":
+        raise program.OutOfTime
     return {{"value": len(case)}}
 
-CASES = ("one", "absent", "raises", "dies", "hangs", "three")
+CASES = ("one", "absent", "raises", "dies", "hangs", "late", "three")
 MINE = program.Benchmark("mine", __file__, ("torch",), lambda arguments: CASES, lambda arguments: program.always(measure))
 
 if __name__ == "__main__":
@@ -75,20 +77,21 @@ def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_pat
         "dies": "the worker ended with code 9",
         "hangs": "it took more than 1.5 s",
     }
+    assert found["not_run"] == ["late"]
     [file] = tmp_path.glob("mine_*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["cases"] == found["cases"]
-    assert noted(tmp_path) == ["one", "absent", "raises", "dies", "hangs", "three"]
+    assert noted(tmp_path) == ["one", "absent", "raises", "dies", "hangs", "late", "three"]
     # Started again it runs what it has no figures of; all of it under other settings.
     again = mine(*kept, "--only", "one,raises,three")
     assert again["cases"] == found["cases"] and list(again["failed"]) == ["raises"]
-    assert noted(tmp_path)[6:] == ["raises"]
+    assert noted(tmp_path)[7:] == ["raises"]
     mine(*kept, "--only", "one,raises,three", "--size", "2")
-    assert noted(tmp_path)[7:] == ["one", "raises", "three"]
+    assert noted(tmp_path)[8:] == ["one", "raises", "three"]
 
 
 def test_cases_for_which_there_is_no_time_are_named(mine, tmp_path) -> None:
     found = mine("--budget-s", "0")
-    assert found["not_run"] == ["one", "absent", "raises", "dies", "hangs", "three"] and not found["failed"]
+    assert found["not_run"] == ["one", "absent", "raises", "dies", "hangs", "late", "three"] and not found["failed"]
 
 
 def test_a_case_that_does_not_exist_is_an_error(mine) -> None:

@@ -73,6 +73,8 @@ def test_an_unpacked_sglang_is_found_behind_the_package_and_gets_backends_that_a
     path, flashinfer, arguments = shown("-m", "megatron_dapo.engines.sglang.serve", "--port", "1").stdout.splitlines()
     assert path == "/package:/opt/sglang" and flashinfer == "false"
     assert "--port 1 --attention-backend triton --sampling-backend pytorch" in arguments
+    named = ("-m", "megatron_dapo.engines.sglang.serve", "--attention-backend", "fa3", "--port", "1")
+    assert shown(*named).stdout.splitlines()[2] == f"{' '.join(named)} --sampling-backend pytorch"
 
 
 def test_other_programs_of_the_interpreter_get_no_arguments(shown) -> None:
