@@ -76,7 +76,7 @@ class Completion:
     numbers are converted. Equal completions have equal fields, bit for bit.
 
     `routing` has the experts that every layer chose for each token that the engine read, prompt included: all T tokens of the
-    sequence but the last one.
+    sequence but the last one. In a continued response each token has those of the reading in which it was sampled.
     """
 
     request_id: str

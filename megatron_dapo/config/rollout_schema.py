@@ -384,6 +384,10 @@ class SglangConfig(Section):
     """Seconds in which a server may finish no response at all. A request's time in the queue does not count while others
     finish."""
 
+    abort_timeout_seconds: PositiveFloat = 60.0
+    """Seconds without an answer of any server, after the requests under way were aborted, until servers that owe some are given
+    up. Time does not count while answers arrive: with rollout.routing_replay they are 2 to 4 KB a token."""
+
     weight_sync_timeout_seconds: PositiveFloat = 600.0
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
 

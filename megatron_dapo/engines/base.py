@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,16 +16,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PrefixReuse:
-    """Tokens of the contexts (prompt and response so far) of continued responses, and how many of them were cached."""
+    """Tokens of the contexts (prompt and response so far) of continued responses, and how many of them were cached; new tokens
+    that an abort lost."""
 
     num_tokens: int = 0
     num_cached: int = 0  # of those: keys and values that were not computed again
+    num_unrouted: int = 0  # new tokens of aborted answers that did not say their experts, generated again
 
     def __add__(self, other: PrefixReuse) -> PrefixReuse:
-        return PrefixReuse(self.num_tokens + other.num_tokens, self.num_cached + other.num_cached)
+        return PrefixReuse(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: PrefixReuse) -> PrefixReuse:
-        return PrefixReuse(self.num_tokens - other.num_tokens, self.num_cached - other.num_cached)
+        return PrefixReuse(*(ours - theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def cached_share(self) -> float:
@@ -191,7 +193,6 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
         token_ids=np.concatenate((prefix.token_ids, rest.token_ids)),
         logprobs=np.concatenate((prefix.logprobs, rest.logprobs)),
         versions=_merge_versions([*prefix.versions, *shifted]),
-        # Of the whole sequence: the engine read the prefix again, with weights that may be new, before it sampled the rest.
         routing=prefix.routing if rest.routing is None else rest.routing,
     )
 

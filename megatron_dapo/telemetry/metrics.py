@@ -69,6 +69,11 @@ _STEP = [
         ("responses_continued", "responses", "times a response continued behind tokens it already had"),
         ("continued_tokens", "tokens", "prompt and response tokens that those continued behind, as sent to the engine"),
         ("prefix_cached_share", "fraction", "share of those whose keys and values the engine still had (0 if none)"),
+        (
+            "tokens_unrouted",
+            "tokens",
+            "new tokens of aborted answers without their experts, generated again (rollout.routing_replay)",
+        ),
         ("tokens_discarded", "tokens", "response tokens thrown away unjudged or too stale"),
         ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
         ("accuracy_generated", "fraction", "mean accuracy of all responses generated for this step"),

@@ -305,7 +305,13 @@ class SglangBuilder(EngineBuilder):
             )
         sizes, experts = self._architecture, self._architecture.experts
         routing = experts and RoutingShape(sizes.num_layers, experts.num_experts_per_token, experts.num_experts)
-        settings = SglangEngineSettings(longest, sizes.vocab_size, max_in_flight, routing=routing)
+        settings = SglangEngineSettings(
+            longest,
+            sizes.vocab_size,
+            max_in_flight,
+            abort_s=config.sglang.abort_timeout_seconds,
+            routing=routing,
+        )
         return SglangEngine(clients, settings)
 
     def _start_router(self, urls: Sequence[str]) -> SglangRouter:

@@ -147,7 +147,11 @@ def source_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
     """Return the part of the "rollout/" section that only the engine knows."""
-    return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
+    return {
+        "rollout/continued_tokens": reuse.num_tokens,
+        "rollout/prefix_cached_share": reuse.cached_share,
+        "rollout/tokens_unrouted": reuse.num_unrouted,
+    }
 
 
 def prompt_metrics(batch: RolloutBatch) -> dict[str, float]:

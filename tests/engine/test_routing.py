@@ -80,10 +80,9 @@ def test_answers_hold_the_experts_of_every_token_but_the_last(
     assert drain(engine)[0].routing is None
 
 
-def test_continued_responses_have_the_experts_of_the_last_reading(
+def test_continued_responses_keep_the_experts_of_their_prefix(
     engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]
 ) -> None:
-    """The engine reads a prefix again, perhaps with other weights: the routing behind it belongs to that reading."""
     engine.submit(requests(4))
     whole = drain(engine)
     marked = []
@@ -95,7 +94,8 @@ def test_continued_responses_have_the_experts_of_the_last_reading(
     engine.submit(marked)
     for done, before in zip(drain(engine), whole, strict=True):
         assert done.token_ids.tolist() == before.token_ids.tolist()
-        assert (np.sort(done.routing) == chosen(done)).all()
+        known = len(PROMPT) + 3
+        assert (done.routing[:known] == 7).all() and (np.sort(done.routing)[known:] == chosen(done)[known:]).all()
 
 
 def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]) -> None:

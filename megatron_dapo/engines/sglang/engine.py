@@ -62,7 +62,7 @@ class SglangEngineSettings:
     max_tries: int = 5  # of one request, before poll raises
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
     stall_s: float = 120.0  # without an answer before a server's health is probed
-    abort_s: float = 60.0  # for all answers of aborted requests
+    abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # of the trained model, for requests that want it; None: it has no experts
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class EngineStatistics:
     num_tokens: int = 0  # generated, prefixes not counted
     num_prompt_tokens: int = 0  # read by requests without a prefix
     num_cached_prompt_tokens: int = 0  # of those: in the prefix caches, as the other responses of a group find them
-    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # of requests with one
+    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)
 
 
 class AllEnginesGone(RuntimeError):
@@ -252,18 +252,19 @@ class SglangEngine:
         return self._take_ready()
 
     def abort(self) -> list[Completion]:
-        """See `RolloutEngine.abort`. Never raises: a server that does not answer within abort_s is dead, and its
-        requests come back with what was known of them when they were handed in.
+        """See `RolloutEngine.abort`. Never raises: once no server has answered for abort_s, those with answers left are
+        dead, and their requests come back with what was known of them when they were handed in.
         """
-        deadline = time.monotonic() + self.settings.abort_s
+        # Not a deadline for all: tens of thousands of answers with routing take minutes to arrive, whichever server is read first.
+        last_answer = time.monotonic()
         while self._expects_news:
-            if time.monotonic() >= deadline:
-                self._fail_silent()
-                break
             self._send_aborts()
             # A request may have reached its server after the abort did: so abort again until all have answered. A look
             # at a server's health is waited for as well: once the server is paused, it would fail.
-            self._receive_until(min(deadline, time.monotonic() + 1.0))
+            self._receive_until(time.monotonic() + min(1.0, self.settings.abort_s))
+            last_answer = max(last_answer, *(server.last_sign for server in self._servers))
+            if self._expects_news and time.monotonic() - last_answer >= self.settings.abort_s:
+                self._fail_silent()
         for job in self._jobs.values():
             self._ready.append((job.order, aborted(job.request)))
         self._jobs.clear()
@@ -395,6 +396,7 @@ class SglangEngine:
     def _count(self, request: GenerationRequest, generation: Generation) -> None:
         counts, num_read = self.statistics, context_length(request)
         counts.num_tokens += len(generation.token_ids)
+        counts.prefix_reuse += PrefixReuse(num_unrouted=generation.num_unrouted)
         if request.prefix is not None:
             counts.prefix_reuse += PrefixReuse(num_read, generation.num_cached)
         else:
@@ -489,7 +491,10 @@ class SglangEngine:
     def _fail_silent(self) -> None:
         for server in self._servers:
             if server.in_flight or server.is_suspect:
-                problem = f"{len(server.in_flight)} aborted requests not answered within {self.settings.abort_s:g} s"
+                problem = (
+                    f"{len(server.in_flight)} aborted requests are not answered, and no server has answered any for "
+                    f"{self.settings.abort_s:g} s (sglang.abort_timeout_seconds)"
+                )
                 self._fail(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
 
 

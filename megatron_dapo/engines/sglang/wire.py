@@ -45,6 +45,7 @@ class Generation:
     weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # of the whole sequence, see Completion
+    num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
 
 
 def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
@@ -56,8 +57,18 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": -1,  # output tokens only
         "stream": False,
-        **({"return_routed_experts": True} if request.with_routing else {}),
+        **(
+            {"return_routed_experts": True, "routed_experts_start_len": len(_known_routing(request))}
+            if request.with_routing
+            else {}
+        ),
     }
+
+
+def _known_routing(request: GenerationRequest) -> np.ndarray | tuple[()]:
+    """Return the experts that a continued response brings along: of all tokens that the engine reads again but the last."""
+    prefix = request.prefix
+    return () if prefix is None or prefix.routing is None else prefix.routing
 
 
 def sampling_body(sampling: SamplingParams, max_new_tokens: int, seed: int) -> dict[str, Any]:
@@ -113,7 +124,14 @@ def parse_generation(
         routed = None
         if request.with_routing and len(token_ids):  # nothing is said of requests that were never started
             assert routing is not None, "a request for the routing of a model without experts"
-            routed = _routing(experts, num_read + len(token_ids) - 1, routing)
+            # A request that was retracted and is aborted while it waits comes back with its tokens, but without experts.
+            if experts is None and _object(meta["finish_reason"], "finish_reason").get("type") == "abort":
+                nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+                return Generation(*nothing, "abort", version, num_cached, num_unrouted=len(token_ids))
+            known = _known_routing(request)
+            routed = _routing(experts, num_read + len(token_ids) - 1 - len(known), routing)
+            if len(known):
+                routed = np.concatenate((known, routed))
         return Generation(token_ids, logprobs, reason, version, num_cached, routed)
     except AnswerError:
         raise

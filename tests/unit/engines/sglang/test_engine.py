@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_server import FakeServer
 
+import megatron_dapo.engines.sglang.engine as engine_module
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import (
@@ -19,7 +23,9 @@ from megatron_dapo.engines.sglang.engine import (
     SglangEngine,
     SglangEngineSettings,
 )
-from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.engines.sglang.dispatcher import Outcome, RequestAttempt
+from megatron_dapo.engines.sglang.wire import Generation
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
 TIMEOUTS = Timeouts(connect_s=5, generate_s=30, control_s=5, health_s=1)
 LONG = {"max_new_tokens": 20, "stop_token_ids": ()}
@@ -339,6 +345,72 @@ def test_abort_of_a_dying_or_silent_server_still_returns_everything(make_server,
     partial = engine.abort()
     assert [done.request_id for done in partial] == [request.request_id for request in requests]
     assert engine.num_unfinished == 0 and sorted(engine.failed_servers) == [0, 1, 2]
+
+
+class SlowAnswers:
+    """A dispatcher whose answers to aborted requests arrive `seconds` apart, on a clock that only they move."""
+
+    def __init__(self, seconds: float, num_answers: int, num_unrouted: int = 0) -> None:
+        self.now, self._seconds, self._num_left = 1e4, seconds, num_answers
+        self._answer = Generation(
+            np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "", num_unrouted=num_unrouted
+        )
+        self._numbers: list[int] = []
+
+    def send(self, attempts: Sequence[RequestAttempt]) -> None:
+        self._numbers += [attempt.number for attempt in attempts]
+
+    def receive(self, wait_s: float) -> list[Outcome]:
+        self.now += self._seconds if self._num_left else wait_s
+        if not self._num_left:
+            return []
+        self._num_left -= 1
+        return [Outcome(self._numbers.pop(0), self._answer)]
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        self._numbers = [number for number in self._numbers if number not in numbers]
+
+    def forget(self, client: SglangClient) -> None:
+        """It holds no connections."""
+
+    def close(self) -> None:
+        """It has no thread."""
+
+
+@contextmanager
+def stubbed_engine(answers: SlowAnswers, clients: list[SglangClient], **settings: object) -> Iterator[SglangEngine]:
+    with SglangEngine(clients, SglangEngineSettings(512, 100, **settings)) as engine:
+        engine._dispatcher.close()
+        engine._dispatcher = answers
+        engine.set_policy_version(0)
+        yield engine
+
+
+@pytest.mark.parametrize("num_answers", [500, 499])
+def test_an_abort_waits_as_long_as_answers_arrive(num_answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 answers at 20 s each are far beyond abort_s, and no server is lost; one that never comes costs one."""
+    clients = [SglangClient(f"http://127.0.0.1:{port}", None) for port in (1, 2)]
+    monkeypatch.setattr(SglangClient, "abort", lambda client: None)
+    answers = SlowAnswers(20.0, num_answers)
+    with stubbed_engine(answers, clients, max_in_flight=250, abort_s=60.0) as engine:
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: answers.now))
+        engine.submit(make_requests(125, **LONG))
+        assert len(engine.abort()) == 500 and engine.num_unfinished == 0
+        assert len(engine.failed_servers) == (num_answers < 500)
+        for problem in engine.failed_servers.values():
+            assert re.search(r"1 aborted requests .* for 60 s \(sglang.abort_timeout_seconds\)", problem)
+
+
+def test_an_abort_without_experts_keeps_the_prefix_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are generated again, not trained without experts."""
+    monkeypatch.setattr(SglangClient, "abort", lambda client: None)
+    numbers = {"token_ids": [1, 2], "logprobs": [-0.5, -0.5], "routing": np.zeros((4, 1, 1), np.uint8)}
+    prefix = Completion("a", finish_reason="abort", versions=(VersionRange(0, 2, 0),), **numbers)
+    request = GenerationRequest("a", (7, 8, 9), SamplingParams(max_new_tokens=20), 1, prefix, with_routing=True)
+    with stubbed_engine(SlowAnswers(0.0, 1, num_unrouted=3), [SglangClient("http://127.0.0.1:1", None)]) as engine:
+        engine.submit([request])
+        assert engine.abort() == [prefix] and not engine.failed_servers
+        assert engine.prefix_reuse.num_unrouted == 3
 
 
 def test_a_complete_prefix_is_returned_unchanged(server: FakeServer, make_engine: MakeEngine) -> None:

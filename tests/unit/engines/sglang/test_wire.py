@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, generate_body, parse_generation
-from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
 VOCAB_SIZE = 300
 REQUEST = GenerationRequest("a", (5, 6, 7), SamplingParams(max_new_tokens=6, stop_token_ids=(3, 9)), seed=11)
@@ -291,3 +291,38 @@ def test_routing_is_read_in_the_smallest_type(num_experts: int, dtype: type) -> 
 def test_routing_of_another_form_or_model_is_refused(routing: object, message: str) -> None:
     with pytest.raises(AnswerError, match=message):
         parse_generation(routed_answer(routing), ROUTED, vocab_size=VOCAB_SIZE, routing=RoutingShape(2, 2, 300))
+
+
+def test_a_continued_response_asks_only_for_the_experts_of_what_follows() -> None:
+    """The server would return those of the whole sequence again, 2 KB a token in a model of 48 layers with 8 experts a token."""
+    known = EXPERTS[:3] + 1
+    numbers = {"token_ids": [5], "logprobs": [-0.5], "routing": known.astype(np.int16)}
+    prefix = Completion("a", finish_reason="abort", versions=(VersionRange(0, 1, 0),), **numbers)
+    request, shape = replace(ROUTED, prefix=prefix), RoutingShape(2, 2, 300)
+    assert generate_body(request, "a")["routed_experts_start_len"] == 3
+    assert generate_body(ROUTED, "a")["routed_experts_start_len"] == 0
+    read = parse_generation(routed_answer(encoded(EXPERTS[2:])), request, vocab_size=VOCAB_SIZE, routing=shape)
+    assert (read.routing == np.concatenate((known, EXPERTS[2:]))).all() and read.routing.dtype == np.int16
+    with pytest.raises(AnswerError, match=r"has 20 numbers, not 8: .* are \(2, 2, 2\)"):
+        whole = encoded(np.concatenate((EXPERTS, EXPERTS[:1])))
+        parse_generation(routed_answer(whole), request, vocab_size=VOCAB_SIZE, routing=shape)
+
+
+def test_an_abort_without_experts_is_an_answer_without_tokens() -> None:
+    """As SGLang answers a request that it had retracted and that is aborted while it waits: tokens, no experts, no counts."""
+    meta = {
+        "id": "a#0.",
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": "3",
+        "e2e_latency": 1.0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-0.1, 5, None]] * 4,
+        "output_token_logprobs_length": 4,
+        "completion_tokens": 4,
+    }
+    body = json.dumps({"text": "", "output_ids": [5] * 4, "meta_info": meta}, separators=(",", ":")).encode()
+    read = parse_generation(body, ROUTED, vocab_size=VOCAB_SIZE, routing=RoutingShape(2, 2, 300))
+    assert (read.finish_reason, len(read.token_ids), len(read.logprobs), read.routing) == ("abort", 0, 0, None)
+    assert read.num_unrouted == 4
+    dense = parse_generation(body, REQUEST, vocab_size=VOCAB_SIZE)
+    assert dense.token_ids.tolist() == [5] * 4 and dense.num_unrouted == 0
