@@ -55,13 +55,12 @@ from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.reshard.planner import plan
-from megatron_dapo.types import Completion, RoutingShape
+from megatron_dapo.types import Completion, GenerationRequest, RoutingShape
 
 PACKAGES = ("torch", "megatron-core", "transformer_engine", "sglang")
 CASES = ("queues", "colocated", "retraction")
-CYCLES = 5
 SPIN = 1 << 30  # cycles: about 0.6 s
-HEALTH_S = 5.0
+HEALTH_S, SETTLE_S = 5.0, 3.0
 START_MARGIN_S = 60.0  # of a case's time, for what is not the server's start
 GIB = 1 << 30
 
@@ -151,15 +150,6 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> ModelArchitecture
     return ModelArchitecture.from_directory(directory)
 
 
-def answer(engine: SglangEngine, work: Work, number: int) -> float:
-    """Return the response tokens per second of a round."""
-    start, num_tokens = time.perf_counter(), 0
-    engine.submit(requests_of(work, number))
-    while engine.num_unfinished:
-        num_tokens += sum(len(done.token_ids) for done in engine.poll())
-    return num_tokens / (time.perf_counter() - start)
-
-
 # ---- colocated
 
 
@@ -203,6 +193,18 @@ class Trainer:
             raise RuntimeError(report.describe())
         return report.seconds
 
+    def generate(self, work: Work, number: int) -> float:
+        """Return the response tokens per second of a round."""
+        engine = engine_of(self._client, self.architecture.vocab_size, work, version=self._version)
+        start, completions = time.perf_counter(), collect(engine, requests_of(work, number))
+        engine.close()
+        return sum(len(one.token_ids) for one in completions) / (time.perf_counter() - start)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights that a server gets."""
+        return 2 * self.architecture.num_parameters
+
     def mismatch(self, number: int) -> float:
         """Return the mean |log-prob difference| of actor and server over a random sequence."""
         [sample] = step.make_samples([192], self.architecture.vocab_size)
@@ -219,8 +221,7 @@ class Trainer:
 
 
 def colocated(arguments: argparse.Namespace, device: torch.device) -> Row:
-    work = Work(4, 8, 16) if arguments.tiny else Work(256, 64, 256)
-    on_gpu = device.type == "cuda"
+    work, on_gpu = Work(4, 8, 16) if arguments.tiny else Work(256, 64, 256), device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="gpu-colocated-") as temporary, process_group(device):
         directory = Path(temporary)
         write_model(directory / "model", step.MODELS["tiny" if arguments.tiny else "1.5b"])
@@ -228,31 +229,29 @@ def colocated(arguments: argparse.Namespace, device: torch.device) -> Row:
         fields["memory_fraction"] = arguments.memory_fraction if on_gpu else None
         with serving(directory, device, arguments, **fields) as (server, client, row):
             names = {os.getpid(): "trainer", **dict.fromkeys(server.pids(), "server")}
-            row["memory_gib"] = {"started": memory_by_process(names)}
+            memory = row["memory_gib"] = {"started": memory_by_process(names)}
             cycles: list[dict[str, float]] = []
             trainer: Trainer | None = None
-            for number in range(2 if arguments.tiny else CYCLES):
+            for number in range(arguments.cycles):
                 found: dict[str, float] = {}
                 if isinstance(client, ColocatedClient):
                     found["sleep_s"] = seconds_of(client.sleep)
-                    row["memory_gib"][f"asleep_{number}"] = memory_by_process(names)
+                    memory[f"asleep_{number}"] = memory_by_process(names)
                 trainer = trainer or Trainer(directory, device, arguments, client)
                 found["train_s"] = trainer.train(number)
-                row["memory_gib"][f"trained_{number}"] = memory_by_process(names)
-                if number == CYCLES - 1 and on_gpu:
-                    row["health_asleep"] = health(server)
-                    row["alive_after_health"] = server.is_alive()
+                memory[f"trained_{number}"] = memory_by_process(names)
+                if cycles and number == arguments.cycles - 1:
+                    row["health_asleep"], row["alive_after_health"] = health(server)
+                    if not row["alive_after_health"]:
+                        break
                 found["sync_s"] = trainer.sync()
-                row["memory_gib"][f"awake_{number}"] = memory_by_process(names)
+                memory[f"awake_{number}"] = memory_by_process(names)
                 found["mismatch"] = trainer.mismatch(number)
-                engine = engine_of(client, trainer.architecture.vocab_size, work)
-                found["tokens_per_second"] = answer(engine, work, number)
-                engine.close()
+                found["tokens_per_second"] = trainer.generate(work, number)
                 cycles.append(found)
-            row |= {name: statistics.median(one[name] for one in cycles[1:]) for name in cycles[0]}
-            assert trainer is not None, "at least one cycle"
-            num_bytes = 2 * trainer.architecture.num_parameters
-            return {**row, "sync_gb_per_s": num_bytes / row["sync_s"] / 1e9, "cycles": cycles}
+            steady = cycles[1:] or cycles
+            row |= {name: statistics.median(one[name] for one in steady) for name in steady[0]}
+            return {**row, "sync_gb_per_s": trainer.num_bytes / row["sync_s"] / 1e9, "cycles": cycles}
 
 
 @contextmanager
@@ -271,15 +270,15 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def health(server: SglangServer) -> str:
-    """What GET /health says: a status, or the kind of error."""
-    key = read_key(server.key_file)
+def health(server: SglangServer) -> tuple[str, bool]:
+    """Return what GET /health says, a status or the kind of error, and whether all processes run some seconds later."""
+    headers = {"Authorization": f"Bearer {read_key(server.key_file)}"}
     try:
-        return str(
-            httpx.get(f"{server.url}/health", headers={"Authorization": f"Bearer {key}"}, timeout=HEALTH_S).status_code
-        )
+        answer = str(httpx.get(f"{server.url}/health", headers=headers, timeout=HEALTH_S).status_code)
     except httpx.HTTPError as error:
-        return type(error).__name__
+        answer = type(error).__name__
+    time.sleep(SETTLE_S)
+    return answer, server.is_alive()
 
 
 def memory_by_process(names: Mapping[int, str]) -> dict[str, float]:
@@ -320,17 +319,17 @@ def retraction(arguments: argparse.Namespace, device: torch.device) -> Row:
         with serving(directory, device, arguments, **fields) as (_, client, row):
             client.update_weight_version(0)
             engine = engine_of(client, architecture.vocab_size, work, shape)
-            start, whole = time.perf_counter(), collect(engine, work, 0)
+            start, whole = time.perf_counter(), collect(engine, requests_of(work, 0, with_routing=True))
             row["tokens_per_second"] = sum(len(one.token_ids) for one in whole) / (time.perf_counter() - start)
             row["complete"] = len(whole)
-            aborted = collect(engine, work, 1, share=0.25)
+            aborted = collect(engine, requests_of(work, 1, with_routing=True), share=0.25)
             row["finished_before_abort"] = sum(one.finish_reason != "abort" for one in aborted)
             row["aborted_with_tokens"] = sum(
                 bool(len(one.token_ids)) for one in aborted if one.finish_reason == "abort"
             )
             row["aborted_without_tokens"] = len(aborted) - row["finished_before_abort"] - row["aborted_with_tokens"]
             row["deaths"] = engine.statistics.num_deaths
-            row["served_after_abort"] = len(collect(engine, Work(4, 8, 16), 2))
+            row["served_after_abort"] = len(collect(engine, requests_of(Work(4, 8, 16), 2)))
             engine.close()
             row["retractions"] = sum(
                 log.read_text(errors="replace").count("retracted_reqs: ") for log in directory.glob("*.log")
@@ -338,13 +337,13 @@ def retraction(arguments: argparse.Namespace, device: torch.device) -> Row:
             return row
 
 
-def collect(engine: SglangEngine, work: Work, number: int, share: float = 1.0) -> list[Completion]:
-    """Return the completions of a round. Once `share` of them have finished, the other requests are aborted."""
-    engine.submit(requests_of(work, number, with_routing=True))
+def collect(engine: SglangEngine, requests: Sequence[GenerationRequest], share: float = 1.0) -> list[Completion]:
+    """Return the completions of requests. Once `share` of them have finished, the others are aborted."""
+    engine.submit(requests)
     completions: list[Completion] = []
     while engine.num_unfinished:
         completions += engine.poll()
-        if share < 1.0 and len(completions) >= share * work.num_requests:
+        if share < 1.0 and len(completions) >= share * len(requests):
             return completions + engine.abort()
     return completions
 
@@ -368,6 +367,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", default="fa3", help="the servers' attention_backend")
     parser.add_argument("--sampling", default="pytorch", help="the servers' sampling_backend")
     parser.add_argument("--prefill-graphs", action="store_true", help="capture graphs of prefill, too")
+    parser.add_argument("--cycles", type=int, default=5, help="of the colocated server's sleep and wake")
     parser.add_argument("--memory-fraction", type=float, default=0.4, help="the colocated server's mem_fraction_static")
     return parser.parse_args(arguments)
 

@@ -82,7 +82,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--save", action="store_true", help="keep the result after every case")
     found.add_argument("--results", type=Path, default=RESULTS, help="directory in which results are kept")
     found.add_argument("--again", action="store_true", help="run also what the kept result has")
-    found.add_argument("--only", default="", help="cases whose name begins with one of these, comma separated")
+    found.add_argument("--only", default="", help="cases of these names, or that begin so, comma separated")
     found.add_argument("--budget-s", type=float, default=480.0, help="seconds after which no case begins")
     found.add_argument("--case-s", type=float, default=180.0, help="seconds after which a case is ended")
     found.add_argument("--tiny", action="store_true", help="small sizes on any machine, to check the program")
@@ -139,12 +139,15 @@ class Run:
         return self._described()
 
     def _wanted(self) -> list[str]:
-        begins = tuple(filter(None, self.arguments.only.split(",")))
+        asked = tuple(filter(None, self.arguments.only.split(",")))
         names = list(self.benchmark.cases(self.arguments))
-        unknown = [one for one in begins if not any(name.startswith(one) for name in names)]
+        chosen = {
+            one: [name for name in names if name == one or (one not in names and name.startswith(one))] for one in asked
+        }
+        unknown = [one for one, found in chosen.items() if not found]
         if unknown:
             raise SystemExit(f"no case begins with {unknown[0]!r}; there are {', '.join(names)}")
-        return [name for name in names if not begins or name.startswith(begins)]
+        return [name for name in names if not asked or any(name in found for found in chosen.values())]
 
     def _without_result(self) -> list[str]:
         return [name for name in self._wanted() if name not in {**self.rows, **self.skipped, **self.failed}]

@@ -174,11 +174,13 @@ class Server:
         self._started = None
 
 
-def engine_of(client: SglangClient, vocab_size: int, work: Work, routing: RoutingShape | None = None) -> SglangEngine:
-    """Return the engine of one server, which serves version 0."""
+def engine_of(
+    client: SglangClient, vocab_size: int, work: Work, routing: RoutingShape | None = None, version: int = 0
+) -> SglangEngine:
+    """Return the engine of one server, which serves this version."""
     length = work.prompt_tokens + work.response_tokens
     engine = SglangEngine([client], SglangEngineSettings(length, vocab_size, work.num_requests, routing=routing))
-    engine.set_policy_version(0)
+    engine.set_policy_version(version)
     return engine
 
 

@@ -138,8 +138,10 @@ SLOTS: Mapping[str, Mapping[str, Case]] = {
                 "host.verified_gb_per_s": Expected(4, 30, "5.1, docs/gpu.md"),
             },
         ),
-        "colocated_prefill_graphs": colocated("--attention fa3 --prefill-graphs", 150, Expected(60, 120, "45 s more")),
-        "colocated_triton": colocated("--attention triton", 110, Expected(20, 60, "no graphs of prefill")),
+        "colocated_prefill_graphs": colocated(
+            "--attention fa3 --prefill-graphs --cycles 2", 130, Expected(60, 120, "45 s more")
+        ),
+        "colocated_triton": colocated("--attention triton --cycles 3", 100, Expected(20, 60, "no graphs of prefill")),
     },
     "b": {
         "queues": Case(
@@ -151,8 +153,8 @@ SLOTS: Mapping[str, Mapping[str, Case]] = {
             },
         ),
         "retraction": Case(
-            ("benchmarks/gpu/probes.py", "--only", "retraction", "--attention", "fa3"),
-            90,
+            ("benchmarks/gpu/probes.py", "--only", "retraction", "--attention", "triton"),
+            80,
             {
                 "retraction.complete": Expected(256),
                 "retraction.retractions": Expected(1, 10000, "a cache of a third of the requests' tokens"),

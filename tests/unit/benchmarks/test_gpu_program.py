@@ -32,7 +32,7 @@ def measure(case):
         raise program.OutOfTime
     return {{"value": len(case)}}
 
-CASES = ("one", "absent", "raises", "dies", "hangs", "late", "three")
+CASES = ("one", "absent", "raises", "dies", "hangs", "late", "three", "three_more")
 MINE = program.Benchmark("mine", __file__, ("torch",), lambda arguments: CASES, lambda arguments: program.always(measure))
 
 if __name__ == "__main__":
@@ -70,7 +70,7 @@ def noted(directory: Path) -> list[str]:
 def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_path) -> None:
     kept = ("--save", "--results", str(tmp_path), "--case-s", "1.5")
     found = mine(*kept)
-    assert found["cases"] == {"one": {"value": 3}, "three": {"value": 5}}
+    assert found["cases"] == {"one": {"value": 3}, "three": {"value": 5}, "three_more": {"value": 10}}
     assert found["skipped"] == {"absent": "not here"}
     assert found["failed"] == {
         "raises": "RuntimeError: it broke",
@@ -80,18 +80,21 @@ def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_pat
     assert found["not_run"] == ["late"]
     [file] = tmp_path.glob("mine_*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["cases"] == found["cases"]
-    assert noted(tmp_path) == ["one", "absent", "raises", "dies", "hangs", "late", "three"]
+    assert noted(tmp_path) == ["one", "absent", "raises", "dies", "hangs", "late", "three", "three_more"]
     # Started again it runs what it has no figures of; all of it under other settings.
-    again = mine(*kept, "--only", "one,raises,three")
+    again = mine(*kept, "--only", "one,raises,thr")
     assert again["cases"] == found["cases"] and list(again["failed"]) == ["raises"]
-    assert noted(tmp_path)[7:] == ["raises"]
+    assert noted(tmp_path)[8:] == ["raises"]
     mine(*kept, "--only", "one,raises,three", "--size", "2")
-    assert noted(tmp_path)[8:] == ["one", "raises", "three"]
+    assert noted(tmp_path)[9:] == ["one", "raises", "three"]  # a name in full is that case only
 
 
 def test_cases_for_which_there_is_no_time_are_named(mine, tmp_path) -> None:
     found = mine("--budget-s", "0")
-    assert found["not_run"] == ["one", "absent", "raises", "dies", "hangs", "late", "three"] and not found["failed"]
+    assert (
+        found["not_run"] == ["one", "absent", "raises", "dies", "hangs", "late", "three", "three_more"]
+        and not found["failed"]
+    )
 
 
 def test_a_case_that_does_not_exist_is_an_error(mine) -> None:
