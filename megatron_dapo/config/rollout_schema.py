@@ -392,7 +392,8 @@ class SglangConfig(Section):
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
 
     max_restarts: NonNegativeInt = 3
-    """Times a dead server is started again in one attempt; after that the attempt ends with a checkpoint and exit code 75."""
+    """Times within an hour that a dead server is started again, for each server; then the attempt ends with a checkpoint and exit
+    code 75. Restarts between which servers never served count whatever they took."""
 
     keep_seconds: NonNegativeFloat = 300.0
     """Seconds that started servers outlive trainer processes which failed, where torchrun or slurm.sh starts these again: the

@@ -229,16 +229,24 @@ class SglangBuilder(EngineBuilder):
         sglang, rank = self._config.sglang, self._ranks.rank
         if sglang.urls:
             return ExternalServers(self._attach, len(sglang.urls), rank, self._coordination)
-        per_node, budget = sglang.servers_per_node, sglang.max_restarts
-        return StartedServers(self._spawn, self._nodes, rank, per_node, budget, self._coordination)
+        per_node, restarts = sglang.servers_per_node, sglang.max_restarts
+        return StartedServers(self._spawn, self._nodes, rank, per_node, restarts, self._coordination)
 
     def _attach(self, index: int) -> AttachedServer:
         sglang = self._config.sglang
         expectation = Expectation.of(self._server_settings(0))
         return SglangServer.attach(sglang.urls[index], self._key_file, expectation, index, sglang.start_timeout_seconds)
 
-    def _spawn(self, index: int, local_index: int) -> SglangServer | SupervisedServer:
-        settings = self._server_settings(local_index)
+    def _spawn(
+        self, index: int, local_index: int, num_restarts: int, cache_tokens: int | None
+    ) -> SglangServer | SupervisedServer:
+        settings = replace(
+            self._server_settings(local_index),
+            # Servers with one seed draw the same numbers for the same row and step of their batches.
+            random_seed=(self._config.run.seed + index) % (1 << 31),
+            num_restarts=num_restarts,
+            replaced_cache_tokens=cache_tokens,
+        )
         if self._supervisor is not None:
             return SupervisedServer(self._supervisor, settings, index, local_index)
         return SglangServer.start(settings, index)

@@ -428,7 +428,7 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 class ColocatedClient(SglangClient):
     """Client of a server that shares its device with the trainer and sleeps while the trainer works.
 
-        generate | sleep: cache and weights released | trainer's step | begin update: memory of the weights resumed
+        generate | sleep: paused, cache and weights released | trainer's step | begin update: memory of the weights resumed
                  | weight sync, verified | resume: cache resumed, then generation
 
     Weights come back first and the cache only after the weight sync, so that both are never there beside the buckets of
@@ -440,9 +440,12 @@ class ColocatedClient(SglangClient):
     remember: Callable[[Sequence[str] | None], None] = staticmethod(lambda tags: None)
 
     def sleep(self) -> None:
-        """Release cache and weights, what of them is there. The server must have no request."""
+        """Release cache and weights, what of them is there. The server must have no request, and runs none until `resume`."""
         tags = tuple(tag for tag in (CACHE, WEIGHTS) if tag not in self._released)
         if tags:
+            # A stray request, such as a monitor's GET /health, which generates a token, would run on memory that is gone.
+            # SGLang holds it back in this mode; a scheduler paused in one of the other modes would spin on its core.
+            self.pause("abort")
             self.flush_cache()
             self._change(self.release_memory, tags, self._released | set(tags))
 

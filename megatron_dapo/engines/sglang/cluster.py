@@ -202,20 +202,23 @@ class SglangEngines:
         if self._update is None:
             assert self._is_attached, "attach comes before publish"
             self._update = self._build_update(self._controls)
+        self._make_room()
         lost = self._servers.dead(self._frontend.dead() if self._frontend is not None else {})
         if lost:
             self._replace(lost)
-        self._make_room()
         failed = self._update.update(version, self._weights()).failures
         while failed:  # ends: replacing spends the budget of restarts
+            self._make_room()
             lost = self._servers.dead(failed)  # a server that has ended says why: its client saw a broken connection
             self._replace(lost)
-            self._make_room()
             failed = self._update.update_engines(sorted(lost), version, self._weights()).failures
         self._serve(version)
 
     def _make_room(self) -> None:
-        """Give the servers of shared devices the memory that this process's allocator only caches."""
+        """Give the servers of shared devices the memory that this process's allocator only caches.
+
+        Before a lost one is replaced: the fresh one sizes its cache by the memory that it finds free.
+        """
         if self._device is not None:
             self._device.release_cache()
             # A server spans the devices of several ranks, and its leader wakes it on all of them at once.
@@ -295,6 +298,7 @@ class SglangEngines:
     def _serve(self, version: int) -> None:
         """Let all servers, replaced ones included, generate with the version."""
         self._version = version
+        self._servers.note_served()
         if self._build_frontend is not None and self._frontend is None:
             # A server that is held back until its weights are there does not answer a router's health check.
             self._frontend = self._build_frontend(self._clients)

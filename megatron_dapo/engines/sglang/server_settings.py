@@ -33,6 +33,7 @@ _INHERITED = re.compile(
 # SGLang's memory saver refuses expandable segments, which trainers are often started with.
 _TRAINERS_OWN = re.compile(r"PYTORCH_(?:CUDA_)?ALLOC_CONF")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SEEDS_BETWEEN_RESTARTS = 1 << 16  # more than servers, whose seeds follow each other
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class ServerSettings:
     random_weights: bool = False
     """Start with random weights instead of the checkpoint's: for engines that are filled by a first update."""
     random_seed: int = 0
+    num_restarts: int = 0
+    """Servers before this one in its place. Each draws other random numbers."""
+    replaced_cache_tokens: int | None = None
+    """Tokens that the cache of the first server in this place held: an upper bound if max_total_tokens is None."""
     start_timeout_s: float = 300.0
     gpus: tuple[int, ...] = ()
     """GPUs of this server, one a rank, by their numbers in the process that starts it; empty: the first ones visible."""
@@ -122,17 +127,18 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
         "dtype": settings.dtype,
         "device": settings.device,
         "max-running-requests": settings.max_running_requests,
-        "max-total-tokens": settings.max_total_tokens,
+        "max-total-tokens": settings.max_total_tokens or settings.replaced_cache_tokens,
         "context-length": settings.context_length,
         "mem-fraction-static": settings.memory_fraction,
-        "random-seed": settings.random_seed,
+        "random-seed": (settings.random_seed + _SEEDS_BETWEEN_RESTARTS * settings.num_restarts) % (1 << 31),
         "load-format": "dummy" if settings.random_weights else None,
         "custom-weight-loader": WEIGHT_LOADER,
         "grammar-backend": "none",
         "json-model-override-args": _MODEL_OVERRIDES[settings.quantization],
     }
     # Token ids in, token ids out: the server needs no tokenizer.
-    switches = ["skip-tokenizer-init", "skip-server-warmup"]
+    # Without sleep-on-idle a scheduler takes a whole core while it waits.
+    switches = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle"]
     if settings.seeded:
         switches.append("enable-deterministic-inference")
     if settings.routing:
@@ -141,7 +147,7 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
         switches.append("enable-memory-saver")
     if settings.device == "cpu":
         arguments |= _cpu_arguments(settings)
-        switches += ["disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle"]
+        switches += ["disable-cuda-graph", "disable-overlap-schedule"]
     else:
         arguments["attention-backend"] = settings.attention_backend or None
         arguments["sampling-backend"] = settings.sampling_backend or None
@@ -165,6 +171,8 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
         # A server whose scheduler has crashed would hang for 65 s, to write dumps, before its connections break.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+        # An idle server would end itself over a difference in its accounts, which aborts and retractions can leave for a moment.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     }
     if is_loopback(settings.host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
@@ -201,7 +209,7 @@ def _cpu_arguments(settings: ServerSettings) -> dict[str, Any]:
         "attention-backend": "torch_native",
         "sampling-backend": "pytorch",
         "mem-fraction-static": settings.memory_fraction or 0.3,
-        "max-total-tokens": settings.max_total_tokens or 65536,
+        "max-total-tokens": settings.max_total_tokens or settings.replaced_cache_tokens or 65536,
     }
 
 

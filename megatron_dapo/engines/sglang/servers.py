@@ -1,13 +1,16 @@
 """The SGLang servers of a run seen from all ranks: the first rank of each node starts, watches and replaces its own.
 
-Every method but `close` is collective. A server that dies is replaced within a budget that holds for the whole run; the
-error beyond it ends with the first root cause.
+Every method but `close` is collective. A server that dies is replaced, within a number of times an hour; the error beyond it
+ends with the first root cause.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +22,8 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 
 logger = logging.getLogger(__name__)
+
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Servers(ABC):
         self._coordination = coordination
         self._own: dict[int, SglangServer | AttachedServer] = {}
         self._api_versions: dict[int, ApiVersion] = {}
+        self._cache_tokens: dict[int, int] = {}  # of the first server in each place
 
     def ready(self) -> list[ReadyServer]:
         """Wait until all servers are up and return them by index; ServersFailed on every rank if one does not come up."""
@@ -52,7 +58,9 @@ class Servers(ABC):
         for index, server in self._own.items():
             try:
                 if index not in self._api_versions:
-                    self._api_versions[index] = server.wait_until_healthy().api_version
+                    info = server.wait_until_healthy()
+                    self._api_versions[index] = info.api_version
+                    self._cache_tokens.setdefault(index, info.max_total_tokens)
                 entries.append({"index": index, "url": server.url})
             except Exception as error:  # told to every rank instead of leaving them to wait
                 problems.append(f"server {index}: {error}")
@@ -83,6 +91,9 @@ class Servers(ABC):
         """Return the API version of this rank's server; None for servers of other ranks."""
         return self._api_versions.get(index)
 
+    def note_served(self) -> None:
+        """Note, on all ranks, that all servers serve: restarts until now no longer count once they are an hour old."""
+
     @abstractmethod
     def replace(self, lost: Mapping[int, str]) -> None:
         """Put fresh servers, without weights, in the place of lost ones."""
@@ -97,38 +108,57 @@ class StartedServers(Servers):
 
     def __init__(
         self,
-        start: Callable[[int, int], SglangServer | SupervisedServer],
+        start: Callable[[int, int, int, int | None], SglangServer | SupervisedServer],
         nodes: NodeTopology,
         rank: int,
         per_node: int,
-        restart_budget: int,
+        restarts_per_hour: int,
         coordination: Coordination,
     ) -> None:
-        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it.
+        """`start(index, slot, num_restarts, cache_tokens)` spawns server `index`, the `slot`-th of its node, and does not wait
+        for it. It may find one that outlived the last attempt instead.
 
-        It may find one that outlived the last attempt instead.
+        num_restarts: 0 for the first server with this index. cache_tokens: that one's; None for itself.
         """
         leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
         super().__init__(leaders, coordination)
-        self._start, self._per_node = start, per_node
-        self._budget, self._num_restarts = restart_budget, 0
+        self._start, self._per_node, self._rank = start, per_node, rank
+        self._restarts_per_hour = restarts_per_hour
+        self._restarts: dict[int, list[float]] = {}  # times of each server's restarts in seconds, on rank 0's clock
+        self._num_restarts: Counter[int] = Counter()
+        self._have_served = False  # since the last restart
         for index, leader in enumerate(self.leaders):
             if leader == rank:
-                self._own[index] = start(index, index % per_node)
+                self._own[index] = start(index, index % per_node, 0, None)
+
+    def note_served(self) -> None:
+        self._have_served = True
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        self._num_restarts += len(lost)
-        if self._num_restarts > self._budget:
-            index, reason = min(lost.items())
-            raise ServersFailed(
-                f"server {index} is lost and {self._num_restarts} restarts are more than sglang.max_restarts "
-                f"{self._budget}; the first root cause: {reason}"
-            )
+        self._spend(lost)
         for index in set(lost) & set(self._own):
             logger.warning("server %d is started again: %s", index, lost[index])
             self._own[index].kill()
             self._api_versions.pop(index, None)
-            self._own[index] = self._start(index, index % self._per_node)
+            number = self._num_restarts[index]
+            self._own[index] = self._start(index, index % self._per_node, number, self._cache_tokens.get(index))
+
+    def _spend(self, lost: Mapping[int, str]) -> None:
+        """Count the restarts; ServersFailed, on every rank, beyond a server's restarts in an hour."""
+        # One clock for all: ranks that disagree about an hour would wait for each other.
+        now = self._coordination.broadcast(time.monotonic() if self._rank == 0 else None)
+        # Servers that fail one update after another never serve, and their restarts count however long each takes.
+        oldest = now - _HOUR_S if self._have_served else -math.inf
+        self._have_served = False
+        for index, reason in sorted(lost.items()):
+            self._num_restarts[index] += 1
+            times = [at for at in self._restarts.get(index, ()) if at > oldest] + [now]
+            self._restarts[index] = times
+            if len(times) > self._restarts_per_hour:
+                raise ServersFailed(
+                    f"server {index} is lost and {len(times)} restarts of it within an hour are more than "
+                    f"sglang.max_restarts {self._restarts_per_hour}; the first root cause: {reason}"
+                )
 
     def close(self) -> None:
         """End this rank's servers."""

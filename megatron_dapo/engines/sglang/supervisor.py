@@ -33,6 +33,7 @@ _TICK_S = 0.2
 _FIRST_TRAINER_S = 600.0  # until the first trainer connects: it may import from a slow file system
 _BIND_S = 30.0  # for a predecessor to end
 _PATHS = ("python", "model_path", "key_file", "log_dir")
+_OF_A_RESTART = ("num_restarts", "replaced_cache_tokens")  # settings that do not tell a kept server from the one wanted
 
 
 def settings_to_json(settings: ServerSettings) -> dict[str, Any]:
@@ -43,6 +44,10 @@ def settings_to_json(settings: ServerSettings) -> dict[str, Any]:
 def _settings_from_json(document: Mapping[str, Any]) -> ServerSettings:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
     return ServerSettings(**{name: Path(value) if name in _PATHS else value for name, value in values.items()})
+
+
+def _lasting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OF_A_RESTART}
 
 
 @dataclass
@@ -107,7 +112,7 @@ class Supervisor:
     def start(self, slot: int, index: int, settings: Mapping[str, Any], fresh: bool) -> dict[str, Any]:
         """Describe the server of a slot; start one if there is none with these settings, or if it is to be a fresh one."""
         kept = self._slots.get(slot)
-        if fresh or kept is None or kept.settings != settings or not kept.server.is_alive():
+        if fresh or kept is None or _lasting(kept.settings) != _lasting(settings) or not kept.server.is_alive():
             self.kill(slot)
             kept = self._slots[slot] = _Slot(SglangServer.start(_settings_from_json(settings), index), settings)
         server = kept.server

@@ -89,6 +89,8 @@ class FakeServer:
         self.in_session = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.on_update: Callable[[str, dict[str, Any]], None] = lambda path, body: None
+        self.released: set[str] = set()  # memory
+        self.forwards: list[str] = []  # of health checks: the memory that was released then
         self.unlocked = threading.Condition()
         self.running: dict[str, str] = {}  # rid -> "run" or "abort"
         self._cache: list[list[int]] = []  # sequences served since the last flush
@@ -193,6 +195,19 @@ class FakeServer:
         return 404, {"detail": "Not Found"}
 
     def _serve_health(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """An idle server generates one token; a paused one gives up after a while, here at once."""
+        if self.is_paused:
+            return 503, None
+        if not self.running:
+            self.forwards.append(",".join(sorted(self.released)))
+        return 200, None
+
+    def _serve_release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.released |= set(body["tags"])
+        return 200, None
+
+    def _serve_resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.released -= set(body["tags"])
         return 200, None
 
     def _serve_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_dapo.engines.sglang.servers as servers_module
 from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
@@ -43,7 +44,7 @@ class Server:
     def wait_until_healthy(self) -> Any:
         if self.problem:
             raise RuntimeError(self.problem)
-        return SimpleNamespace(api_version=None)
+        return SimpleNamespace(api_version=None, max_total_tokens=1000 + self.index)
 
     def exit_reason(self) -> str:
         return f"server {self.index} was killed"
@@ -60,9 +61,11 @@ class Node:
 
     started: list[Server] = field(default_factory=list)
     problem: str = ""
+    restarts: list[tuple[int, int, int | None]] = field(default_factory=list)
 
-    def start(self, index: int, place: int) -> Server:
+    def start(self, index: int, place: int, num_restarts: int, cache_tokens: int | None) -> Server:
         assert place == index, "one node holds all servers here"
+        self.restarts.append((index, num_restarts, cache_tokens))
         server = Server(index, sum(other.index == index for other in self.started))
         server.problem = self.problem
         self.started.append(server)
@@ -210,13 +213,61 @@ def test_a_server_that_ends_in_a_sync_is_lost_for_the_reason_in_its_log() -> Non
         world.engines.publish(0)
 
 
-def test_beyond_the_budget_the_first_root_cause_is_named() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock of restarts that stands until a test moves `now`, in seconds."""
+    clock = SimpleNamespace(now=1e5)
+    monkeypatch.setattr(servers_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_beyond_the_budget_the_first_root_cause_is_named(clock: SimpleNamespace) -> None:
     world = make_world(budget=1)
     world.engines.publish(0)
     world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
-    with pytest.raises(ServersFailed, match="2 restarts are more than sglang.max_restarts 1.*root cause: it died"):
+    message = "server 1.*2 restarts of it within an hour are more than sglang.max_restarts 1.*root cause: it died"
+    with pytest.raises(ServersFailed, match=message):
         world.engines.publish(1)
     assert world.engines.policy_version == 0
+
+
+def test_the_budget_is_each_servers_and_an_hours(clock: SimpleNamespace) -> None:
+    """Losses that a long run of many servers meets now and then do not end it."""
+    world = make_world(num_servers=3, budget=1)
+    world.engines.publish(0)
+    for version in range(1, 6):
+        for index in range(3):
+            world.node.newest(index).alive = False
+        world.engines.publish(version)
+        clock.now += 3601.0
+    world.node.newest(2).alive = False
+    world.engines.publish(6)
+    clock.now += 3599.0
+    world.node.newest(2).alive = False
+    with pytest.raises(ServersFailed, match="server 2 is lost and 2 restarts"):
+        world.engines.publish(7)
+
+
+def test_a_server_that_never_serves_is_not_restarted_forever(clock: SimpleNamespace) -> None:
+    world = make_world(budget=3)
+    world.engines.publish(0)
+
+    def fail(engines: Sequence[int], version: int, sources: Any) -> Any:
+        clock.now += 1900.0
+        return SimpleNamespace(failures={0: "it hangs"})
+
+    world.update.update_engines = fail  # type: ignore[method-assign]
+    with pytest.raises(ServersFailed, match="server 0 is lost and 4 restarts"):
+        world.engines.publish(1)
+
+
+def test_a_replaced_server_is_told_its_number_and_the_first_ones_cache() -> None:
+    """Its seed differs from its predecessor's, and its cache, sized beside the trainer, is no larger than the first."""
+    world = make_world()
+    world.engines.publish(0)
+    world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
+    world.engines.publish(1)
+    assert world.node.restarts == [(0, 0, None), (1, 0, None), (1, 1, 1001), (1, 2, 1001)]
 
 
 def test_lost_servers_are_restarted_at_the_served_version() -> None:
@@ -308,6 +359,17 @@ def test_every_rank_empties_its_cache_before_a_server_wakes(events: list[str]) -
     assert events == ["empty cache", "barrier", "wake weights"]
 
 
+def test_every_rank_empties_its_cache_before_a_lost_server_is_replaced(events: list[str]) -> None:
+    """The fresh one sizes its KV cache by the memory that it finds free."""
+    engines = engines_on_the_trainers_device(events)
+    engines.publish(0)
+    events.clear()
+    engines._servers.own(0).kill()
+    engines._servers._start = lambda *start: (events.append("start"), Server(0, 1))[1]
+    engines.publish(1)
+    assert events == ["empty cache", "barrier", "start", "wake weights"]
+
+
 def test_free_memory_is_read_before_any_rank_releases_some(events: list[str]) -> None:
     """A late rank would otherwise count memory that servers released as free before, and wait in vain."""
     engines = engines_on_the_trainers_device(events)
@@ -328,8 +390,8 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
 ) -> None:
     """SGLang sizes its KV cache by the free memory it finds, so nothing of the trainer may be on the device yet."""
     server = Server(0, 0)
-    server.wait_until_healthy = lambda: (events.append("healthy"), SimpleNamespace(api_version=None))[1]
-    servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
+    server.wait_until_healthy = lambda: (events.append("healthy"), Server.wait_until_healthy(server))[1]
+    servers = StartedServers(lambda *start: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
     builder = build_engines.SglangBuilder.__new__(build_engines.SglangBuilder)
     builder._config = SimpleNamespace(model=SimpleNamespace(path="model"))
     builder._ranks, builder._coordination = SimpleNamespace(rank=0), Coordination()

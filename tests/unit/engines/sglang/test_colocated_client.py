@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
 
-from megatron_dapo.engines.sglang.client import ColocatedClient
+from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient
 from megatron_dapo.engines.sglang.cluster import SharedDevice
 
 
@@ -31,6 +32,7 @@ def test_weights_are_resumed_before_and_the_cache_after_the_sync() -> None:
     client.calls.append("sync")
     client.resume()
     assert client.calls == [
+        ("/pause_generation",),
         ("/flush_cache",),
         ("/release_memory_occupation", "kv_cache", "weights"),
         ("/pause_generation",),
@@ -56,15 +58,33 @@ def test_a_repeated_update_resumes_no_memory_twice() -> None:
     client.begin_weight_update()
     client.resume()
     assert client.calls == [
+        ("/pause_generation",),
         ("/flush_cache",),
         ("/release_memory_occupation", "kv_cache", "weights"),
         ("/resume_memory_occupation", "weights"),
+        ("/pause_generation",),
         ("/flush_cache",),
         ("/release_memory_occupation", "weights"),
         ("/resume_memory_occupation", "weights"),
         ("/resume_memory_occupation", "kv_cache"),
         ("/continue_generation",),
     ]
+
+
+def test_a_health_check_of_a_sleeping_server_runs_no_forward(server: FakeServer) -> None:
+    """SGLang generates a token for it unless generation is paused, and its scheduler dies on memory that is gone."""
+    client, monitor = (kind(server.url, server.key) for kind in (ColocatedClient, SglangClient))
+    monitor.health()
+    client.sleep()
+    with pytest.raises(EngineError, match="503"):
+        monitor.health()
+    client.begin_weight_update()
+    with pytest.raises(EngineError, match="503"):
+        monitor.health()
+    client.resume()
+    monitor.health()
+    assert server.forwards == ["", ""], "released memory at each forward"
+    assert [body["mode"] for path, body in server.calls if path == "/pause_generation"] == ["abort"]
 
 
 def test_the_release_ends_when_the_device_reports_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

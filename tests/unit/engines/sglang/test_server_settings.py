@@ -58,6 +58,26 @@ def test_kernels_on_a_gpu_are_those_of_the_configuration(settings: Any, tmp_path
     assert command(settings(**named), 1, 2, tmp_path) == command(settings(), 1, 2, tmp_path)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_idle_servers_neither_spin_nor_end_themselves(settings: Any, tmp_path: Path, device: str) -> None:
+    some = settings(device=device)
+    assert "--sleep-on-idle" in command(some, 1, 2, tmp_path)
+    assert environment(some, tmp_path, {})["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] == "false"
+
+
+def test_a_restarted_server_has_another_seed_and_no_larger_cache(settings: Any, tmp_path: Path) -> None:
+    def value(name: str, **fields: Any) -> str:
+        line = command(settings(device="cuda", **fields), 1, 2, tmp_path)
+        return line[line.index(name) + 1] if name in line else ""
+
+    # 64 servers, each restarted up to 8 times.
+    seeds = {value("--random-seed", random_seed=7 + i, num_restarts=n) for i in range(64) for n in range(9)}
+    assert len(seeds) == 64 * 9 and all(0 <= int(seed) < 1 << 31 for seed in seeds)
+    assert value("--random-seed", random_seed=(1 << 31) - 1, num_restarts=1) == str((1 << 16) - 1)
+    assert value("--max-total-tokens") == "" and value("--max-total-tokens", replaced_cache_tokens=500) == "500"
+    assert value("--max-total-tokens", replaced_cache_tokens=500, max_total_tokens=400) == "400"
+
+
 def test_fp8_is_requested_regardless_of_the_directory(settings: Any, tmp_path: Path) -> None:
     assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
     line = command(settings(quantization="fp8"), 1, 2, tmp_path)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,16 @@ def calls(settings: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the paths and bodies of the engine's POST requests."""
     lines = Path(f"{settings.python}.calls").read_text().splitlines()
     return [(path, json.loads(body or "{}")) for path, _, body in (line.partition(" ") for line in lines)]
+
+
+def test_a_server_that_had_been_restarted_is_kept() -> None:
+    """The next attempt counts restarts from 0 again, and knows no cache of an earlier server."""
+    kept = SimpleNamespace(url="http://kept", pid=7, is_alive=lambda: True)
+    settings = {"dtype": "float32", "num_restarts": 2, "replaced_cache_tokens": 500}
+    keeper = supervisor.Supervisor(KEEP_S)
+    keeper._slots[0] = supervisor._Slot(kept, settings, has_served=True)
+    found = keeper.start(0, 0, {**settings, "num_restarts": 0, "replaced_cache_tokens": None}, fresh=False)
+    assert (found["url"], found["has_served"]) == ("http://kept", True)
 
 
 def test_the_next_attempt_takes_the_server_over_and_the_end_of_the_run_ends_it(
