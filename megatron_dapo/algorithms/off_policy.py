@@ -134,28 +134,34 @@ def mismatch_sums(
 
     staleness [P]: policy versions each token is behind; None: 0 everywhere.
     """
-    # float64: the gap of two engines in fp32 is 1e-7, below what a float32 sum over 1e8 tokens resolves.
     trained = loss_mask > 0
-    old, rollout = old_logprobs.detach()[trained].double(), rollout_logprobs.detach()[trained].double()
-    difference = old - rollout
+
+    def over(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # Not values[tokens]: the host would wait for the number of tokens.
+        return torch.where(tokens, values, 0.0).sum()
+
+    # float64: the gap of two engines in fp32 is 1e-7, below what a float32 sum over 1e8 tokens resolves. 0 on both sides at all
+    # other tokens, which is no gap.
+    old, rollout = (torch.where(trained, side.detach().double(), 0.0) for side in (old_logprobs, rollout_logprobs))
+    difference, low_variance = old - rollout, k3(rollout, old)
     weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     probability_gap = (old.exp() - rollout.exp()).abs()
     zero = torch.zeros(1, dtype=torch.float64, device=old.device)
     sums = {
-        "num_tokens": torch.ones_like(old).sum(),
+        "num_tokens": trained.sum().to(torch.float64),
         "abs_logprob_diff": difference.abs().sum(),
         "abs_prob_diff": probability_gap.sum(),
         "k1": -difference.sum(),
-        "k3": k3(rollout, old).sum(),
-        "weight": weights.sum(),
-        "weight_square": weights.square().sum(),
+        "k3": low_variance.sum(),
+        "weight": over(trained, weights),
+        "weight_square": over(trained, weights.square()),
     }
-    behind = torch.zeros_like(old) if staleness is None else staleness.to(old.device)[trained]
+    behind = torch.zeros_like(old) if staleness is None else staleness.to(old.device)
     for lag, (first, last) in LAGS.items():
-        chosen = (behind >= first) & (behind <= last)
+        chosen = trained & (behind >= first) & (behind <= last)
         sums[f"{lag}_tokens"] = chosen.sum().to(torch.float64)
-        sums[f"{lag}_abs_logprob_diff"] = difference.abs()[chosen].sum()
-        sums[f"{lag}_k3"] = k3(rollout, old)[chosen].sum()
+        sums[f"{lag}_abs_logprob_diff"] = over(chosen, difference.abs())
+        sums[f"{lag}_k3"] = over(chosen, low_variance)
     maxima = {
         "abs_logprob_diff": torch.cat([difference.abs(), zero]).max(),
         "abs_prob_diff": torch.cat([probability_gap, zero]).max(),

@@ -265,7 +265,12 @@ def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
     # The interleaved schedule must not send forward and backward in one call: with pipeline = 2 both go to the same rank, and
     # megatron-core's exchange of lengths (p2p_communication.py:_communicate_shapes) would swap them.
     interleaved = layout.virtual_pipeline > 1
-    return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": torch.cuda.is_available() and not interleaved}
+    return {
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+        # megatron-core waits for the device after every hand-over, for a bug of old versions of torch.
+        "batch_p2p_sync": False,
+    }
 
 
 def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:

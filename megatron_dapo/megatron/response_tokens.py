@@ -48,9 +48,12 @@ def gather_response_tokens(
     prompt_lengths = {sample.sample_id: sample.prompt_length for sample in samples}
     flat = torch.zeros(sum(lengths))
     if is_reporting_rank(layout, rank):
-        for output, micro_batch in zip(outputs, micro_batches, strict=True):
-            assert output is not None, "the last pipeline stage has outputs"
-            whole = _whole(output.detach().to("cpu", torch.float32), micro_batch, layout, rank)
+        local = [output.detach().float() for output in outputs if output is not None]
+        assert len(local) == len(outputs), "the last pipeline stage has outputs"
+        # One transfer: the host waits for each.
+        on_host = torch.cat(local).cpu().split([output.numel() for output in local])
+        for output, micro_batch in zip(on_host, micro_batches, strict=True):
+            whole = _whole(output, micro_batch, layout, rank)
             prompts = [prompt_lengths[name] for name in micro_batch.sample_ids if name != PADDING_ID]
             for name, part in unpack_responses(whole, micro_batch, prompts).items():
                 flat[starts[name] : starts[name] + part.numel()] += part

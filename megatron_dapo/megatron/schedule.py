@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import tee
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.parallel_state import Groups
 from megatron_dapo.megatron.precision import keeping_scales
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import padded_length
+from megatron_dapo.parallel.packing import padded_length, to_device
 from megatron_dapo.types import MicroBatch
 
 Output = TypeVar("Output")
@@ -32,25 +33,24 @@ ReadOutput = Callable[[GPTModel, torch.Tensor, MicroBatch], Output]
 Loss = Callable[[MicroBatch, Output, int], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
-# Share of a step's tokens that equal micro-batches may add as padding. Stages that know the length of what comes save the
-# exchange of it (and, on a GPU, the wait of the host) at every hand-over: little beside a micro-batch's own computation.
+# Share of a step's tokens that equal micro-batches may add as padding. Stages that know the length of what comes save its
+# exchange at every hand-over, after which the host waits for the device to read it (p2p_communication.py:_communicate_shapes).
 MAX_PADDED_SHARE = 0.02
 _PADDING_SEQUENCE = 512  # tokens of a sequence of padding, so that attention over it costs no more than a sequence's
 
 
 @dataclass(frozen=True)
 class PreparedMicroBatch:
-    """One micro-batch as this rank computes it, shared by all its chunks.
+    """One micro-batch as this rank computes it, shared by all its chunks; on the host until the first of them does.
 
-    The model computes `token_ids` and `position_ids` [P_padded]: those of the micro-batch, and masked sequences behind them
-    where all have one length. Losses see the micro-batch alone.
+    The model computes `token_ids` and the `position_ids` of `packed` [P_padded]: those of the micro-batch, and masked
+    sequences after them if all have one length. Losses see the micro-batch alone.
     """
 
     index: int
-    micro_batch: MicroBatch  # context-sliced
+    micro_batch: MicroBatch  # context-sliced, without routing
     packed: PackedSequences
     token_ids: torch.Tensor
-    position_ids: torch.Tensor
 
 
 def prepare(
@@ -113,7 +113,8 @@ def _prepare_one(
     # Its own tokens once more: a router sends them to as many experts as those, and one token all to the same.
     repeats = -(-positions.numel() // local.num_tokens)
     token_ids = torch.cat((local.token_ids, local.token_ids.repeat(repeats)[: positions.numel()]))
-    return PreparedMicroBatch(index, local, packed, token_ids, position_ids)
+    # Routing is the largest of the fields, and no loss reads it.
+    return PreparedMicroBatch(index, replace(local, routing=None, is_routed=None), packed, token_ids)
 
 
 def _engine_routing(local: MicroBatch, num_padding: int) -> EngineRouting | None:
@@ -188,7 +189,7 @@ def _run(
         item = next(iterator)
         hidden = chunk(
             input_ids=item.token_ids[None],
-            position_ids=item.position_ids[None],
+            position_ids=item.packed.position_ids[None],
             attention_mask=None,
             packed_seq_params=item.packed,
         )
@@ -199,11 +200,13 @@ def _run(
     for chunk in chunks:
         # All stages have the same micro-batches, so they decide alike.
         unwrap(chunk).config.variable_seq_lengths = len(lengths) > 1
-    # Each chunk draws every micro-batch; with a single chunk megatron-core takes the bare iterator.
-    iterators = [iter(prepared) for _ in chunks]
+    # Each chunk draws every micro-batch, which moves to the device for the first of them; with a single chunk megatron-core
+    # takes the bare iterator.
+    device = torch.cuda.current_device()
+    iterators = tee((to_device(item, device) for item in prepared), len(chunks))
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(prepared),
         seq_length=max(lengths) * context_size,  # unused where stages exchange the real ones

@@ -37,11 +37,6 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     )
 
 
-def computing_device() -> torch.device:
-    """Return the device on which this process computes: the current CUDA device where it talks NCCL, else the CPU."""
-    return communication_device() if dist.is_initialized() else torch.device("cpu")
-
-
 def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The JSON-serializable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
     device = communication_device(group)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from megatron_dapo.parallel.collectives import computing_device
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import MicroBatchLimits, pack, plan_micro_batches, to_device
+from megatron_dapo.parallel.packing import MicroBatchLimits, pack, plan_micro_batches
 from megatron_dapo.types import MicroBatch, TrainSample
 
 SPLITS = ("groups", "samples")
@@ -56,7 +55,8 @@ def build_micro_batches(
     limits: MicroBatchLimits,
     pack: Packing = pack,
 ) -> list[MicroBatch]:
-    """The micro-batches of data-parallel rank `data_rank` for one mini-batch, on the device where this process computes.
+    """The micro-batches of data-parallel rank `data_rank` for one mini-batch, on the host: a rollout batch
+    would take gigabytes of a GPU, so the model moves each micro-batch when it computes it.
 
     samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common.
     loss_weights: of each sample's trained tokens. pack: how a micro-batch's sequences are laid out.
@@ -64,11 +64,8 @@ def build_micro_batches(
     if len(loss_weights) != len(samples):
         raise ValueError(f"mini-batch: {len(loss_weights)} loss weights for {len(samples)} samples")
     plan = plan_micro_batches([sample.num_tokens for sample in samples], layout, limits)
-    device = computing_device()
     # Only this rank's share is packed: planning needs no more than the lengths.
     return [
-        to_device(
-            pack([samples[index] for index in part], [float(loss_weights[index]) for index in part], layout), device
-        )
+        pack([samples[index] for index in part], [float(loss_weights[index]) for index in part], layout)
         for part in plan[data_rank]
     ]

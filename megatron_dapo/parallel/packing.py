@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from megatron_dapo.types import MicroBatch, TrainSample
 
 PADDING_ID = ""  # sample id of the masked sequence that fills a micro-batch up
 
+Moved = TypeVar("Moved")
 # [data-parallel rank][micro-batch] -> indices of its sequences, empty for a masked micro-batch
 MicroBatchPlan = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -217,12 +219,19 @@ def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float]
     )
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """The micro-batch with its tensors on `device`."""
-    fields = vars(micro_batch)
-    return dataclasses.replace(
-        micro_batch, **{name: value.to(device) for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    )
+def to_device(value: Moved, device: torch.device | str | int) -> Moved:
+    """Return a dataclass with its tensors, and those of dataclasses in it, on `device`.
+
+    A copy from the host to a GPU is queued on the current stream; the host does not wait for it.
+    """
+    if isinstance(value, torch.Tensor):
+        is_upload = value.device.type == "cpu" and torch.device(device).type == "cuda"
+        # The host would wait for a copy out of memory that is not page-locked.
+        return value.pin_memory().to(device, non_blocking=True) if is_upload else value.to(device)
+    if not dataclasses.is_dataclass(value):
+        return value
+    names = [field.name for field in dataclasses.fields(value) if field.init]
+    return dataclasses.replace(value, **{name: to_device(getattr(value, name), device) for name in names})
 
 
 def unpack_responses(

@@ -30,7 +30,7 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
-from megatron_dapo.parallel.packing import padded_length, to_device
+from megatron_dapo.parallel.packing import padded_length
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.cases import (
     CUTS,
@@ -142,10 +142,7 @@ def check_cut(
     micro_batches = build_micro_batches(
         problem.samples, weights, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
     )
-    device = communication_device()
-    metrics = actor.accumulate_gradients(
-        [to_device(part, device) for part in micro_batches], dapo_loss, oracle.TEMPERATURE
-    )
+    metrics = actor.accumulate_gradients(micro_batches, dapo_loss, oracle.TEMPERATURE)
     answer = problem.answers[aggregation]
     trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
     # Equal gradients of fewer tokens would mean that both sides dropped the same ones.

@@ -29,6 +29,7 @@ from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.response_tokens import gather_response_tokens, is_reporting_rank
 from megatron_dapo.parallel.collectives import max_over, sum_over
 from megatron_dapo.parallel.coordination import Progress
+from megatron_dapo.parallel.packing import to_device
 from megatron_dapo.trainer.offload import POLICY, REFERENCE, DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.updater import (
@@ -72,8 +73,8 @@ class _PolicyMiniBatch(MiniBatch):
     """Behavior terms are known per micro-batch, and on last pipeline stages only; empty until they are computed."""
 
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
-    # Over this rank's tokens; empty without a correction.
-    correction_sums: dict[str, float] = field(default_factory=dict)
+    # Over this rank's tokens; empty without a correction. Tensors: reading one would wait for the device.
+    correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class PolicyLearner:
@@ -180,7 +181,7 @@ class PolicyLearner:
         sums = []
         for output, whole in zip(outputs, mini_batch.micro_batches, strict=True):
             if output is not None:
-                local = self._local(whole)
+                local = self._local(whole, output.logprobs)
                 sums.append(mismatch_sums(output.logprobs, local.rollout_logprobs, local.loss_mask))
         return self._mismatch(sums)
 
@@ -247,14 +248,14 @@ class PolicyLearner:
             if logprobs is None:  # off the last pipeline stage
                 terms.append(None)
                 continue
-            micro_batch = self._local(mini_batch.micro_batches[index])
+            micro_batch = self._local(mini_batch.micro_batches[index], logprobs)
             mismatch.append(_mismatch_sums(logprobs, micro_batch))
             weights, sums = self._objective.importance(micro_batch, logprobs)
             add_sums(mini_batch.correction_sums, sums)
             terms.append(BehaviorTerms(logprobs, weights, reference[index]))
         return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
 
-    def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, float]) -> list[BehaviorTerms | None]:
+    def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, torch.Tensor]) -> list[BehaviorTerms | None]:
         # Tensor-parallel ranks hold the same tokens: only one of them adds its sums.
         own = {name: sums.get(name, 0.0) if self._is_reporting else 0.0 for name in ("is_weight_sum", "num_tokens")}
         total = sum_over(own, self._group)
@@ -277,8 +278,11 @@ class PolicyLearner:
             return [None] * len(mini_batch.micro_batches)
         return self._logprobs(self.reference, mini_batch)
 
-    def _local(self, micro_batch: MicroBatch) -> MicroBatch:
-        return slice_for_context(micro_batch, self._coordinates.context, self.actor.layout.context)
+    def _local(self, micro_batch: MicroBatch, output: torch.Tensor) -> MicroBatch:
+        """Return what this context rank holds of the micro-batch, on the device of its `output`."""
+        without_routing = replace(micro_batch, routing=None, is_routed=None)
+        local = slice_for_context(without_routing, self._coordinates.context, self.actor.layout.context)
+        return to_device(local, output.device)
 
     def _step(self, mini_batch: _PolicyMiniBatch, train_step: int, mismatch: list[MetricSums]) -> StepResult:
         """Make one optimizer step. Without behavior terms it is the first since the rollout: its own forward gives them."""

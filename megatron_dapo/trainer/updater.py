@@ -191,7 +191,7 @@ def trained_tokens(samples: Sequence[TrainSample]) -> torch.Tensor:
     return torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
 
 
-def add_sums(totals: dict[str, float], values: Mapping[str, Any]) -> None:
-    """Add `values` to the sums of the same names."""
+def add_sums(totals: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Add `values`, numbers or tensors, to the sums of the same names."""
     for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + float(value)
+        totals[name] = totals.get(name, 0.0) + value

@@ -1,4 +1,4 @@
-"""Preparation of micro-batches: only what the layers in use read is computed."""
+"""Preparation of micro-batches: only what the layers in use read is computed, and each moves to the device when its turn comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from actor_checks import make_micro_batch
 
 from megatron_dapo.megatron import attention, schedule
+from megatron_dapo.parallel import packing
 from megatron_dapo.parallel.layout import ParallelLayout
 
 
@@ -50,3 +51,42 @@ def test_our_own_layers_plan_a_micro_batch_once(plans: list[Any]) -> None:
     for _ in range(3):
         layer(query, query, query, packed_seq_params=item.packed)
     assert len(plans) == 1
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_micro_batch_moves_to_the_device_once_when_the_first_chunk_computes_it(
+    num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ParallelLayout(1)
+    batch = make_micro_batch([torch.arange(1, 9), torch.arange(1, 5)], layout, total_targets=10, seed=1)
+    prepared = schedule.prepare([batch] * 3, layout, rank=0)
+    moved: list[int] = []
+
+    def to_device(item: schedule.PreparedMicroBatch, device: Any) -> schedule.PreparedMicroBatch:
+        assert device == "the device"
+        moved.append(item.index)
+        return packing.to_device(item, "meta")
+
+    def run(forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> list[int]:
+        counts = []
+        for index in range(num_microbatches):
+            for chunk, iterator in zip(model, data_iterator if num_chunks > 1 else [data_iterator], strict=True):
+                output, finish = forward_step_func(iterator, chunk)
+                counts.append(len(moved))
+                assert finish(output)[2] == index
+        return counts
+
+    def chunk(input_ids: torch.Tensor, packed_seq_params: Any, **_: Any) -> torch.Tensor:
+        assert {input_ids.device.type, packed_seq_params.cu_seqlens_q.device.type} == {"meta"}
+        return input_ids
+
+    def loss(micro_batch: Any, output: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
+        assert micro_batch.advantages.device.type == "meta"
+        return output, index
+
+    monkeypatch.setattr(schedule, "to_device", to_device)
+    monkeypatch.setattr(schedule.torch.cuda, "current_device", lambda: "the device")
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: run)
+    monkeypatch.setattr(schedule, "unwrap", lambda chunk: SimpleNamespace(config=SimpleNamespace()))
+    counts = schedule._run([chunk] * num_chunks, prepared, lambda chunk, hidden, micro_batch: hidden, loss)
+    assert counts == [1 + index for index in range(3) for _ in range(num_chunks)] and moved == [0, 1, 2]

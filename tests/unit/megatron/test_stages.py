@@ -1,4 +1,4 @@
-"""Layers that a pipeline stage holds, against megatron-core's own arithmetic."""
+"""Layers that a pipeline stage holds, against megatron-core's own arithmetic; and how stages hand over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dapo.megatron.model_config import _layout_fields
+from megatron_dapo.megatron.model_config import _communication_fields, _layout_fields
 from megatron_dapo.parallel.layout import ParallelLayout
 
 
@@ -34,3 +34,10 @@ def test_layers_are_those_of_megatron_core(stages: int, first: int, last: int, n
             start = get_transformer_layer_offset(config, stage, rank)
             count = get_num_layers_to_build(config, stage, rank)
             assert layout.layers_of(rank, chunk, num_layers) == range(start, start + count), (rank, chunk)
+
+
+def test_stages_on_gpus_do_not_wait_for_the_device_after_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fields = _communication_fields(ParallelLayout(2, pipeline=2))
+    assert fields["batch_p2p_comm"] and not fields["batch_p2p_sync"]
+    assert TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2).batch_p2p_sync, "megatron-core's own"

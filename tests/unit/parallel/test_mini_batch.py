@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -85,17 +87,15 @@ def test_wrong_number_of_weights_is_an_error() -> None:
         build_micro_batches(make_samples(5), [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2))
 
 
-def _one_sample() -> TrainSample:
-    return TrainSample("0", 0, torch.arange(5), 2, torch.ones(3), torch.ones(3), torch.zeros(3))
+def test_a_rollout_batch_is_packed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[object] = []
+    to = torch.Tensor.to
 
+    def record(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
+        moves.extend(each for each in (*arguments, *settings.values()) if isinstance(each, (str, torch.device)))
+        return to(tensor, *arguments, **settings)
 
-def test_micro_batches_lie_where_the_process_computes(monkeypatch) -> None:
-    from megatron_dapo.parallel import mini_batch
-
-    def devices() -> set[str]:
-        [built] = build_micro_batches([_one_sample()], [1.0], ParallelLayout(1), 0, MicroBatchLimits(8))
-        return {value.device.type for value in vars(built).values() if isinstance(value, torch.Tensor)}
-
-    assert devices() == {"cpu"}
-    monkeypatch.setattr(mini_batch, "computing_device", lambda: torch.device("meta"))
-    assert devices() == {"meta"}
+    monkeypatch.setattr(torch.Tensor, "to", record)
+    samples = make_samples(13)
+    build_micro_batches(samples, [1.0] * 13, ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2))
+    assert not moves

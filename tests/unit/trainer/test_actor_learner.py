@@ -1,9 +1,11 @@
-"""Old log-probs: the first mini-batch's come from its training forward, all others are computed before any step."""
+"""Old log-probs: the first mini-batch's come from its training forward, all others are computed before any step; and the host
+reads nothing of a micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from value_path import make_config
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.config.algorithm_schema import OffPolicyConfig
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer import actor_learner
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
@@ -58,15 +61,20 @@ class FakeActor:
         for index, micro_batch in enumerate(micro_batches):
             _, metrics = loss_fn(micro_batch, self._outputs(micro_batch.num_tokens), index)
             for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+                totals[name] = totals.get(name, 0.0) + value
+        totals = {name: float(value) for name, value in totals.items()}
         self.ratios.append(totals["ratio_sum"] / totals["num_tokens"])
         self.num_steps += 1
         return Result(totals)
 
 
-def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None) -> PolicyLearner:
+def make_learner(
+    actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None, **training: int
+) -> PolicyLearner:
     off_policy = (correction or OffPolicyConfig()).model_dump()
-    config = make_config(training={"mini_batch_prompts": 2, "epochs": epochs}, algorithm={"off_policy": off_policy})
+    config = make_config(
+        training={"mini_batch_prompts": 2, "epochs": epochs, **training}, algorithm={"off_policy": off_policy}
+    )
     phases = Phases()
     return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
 
@@ -146,6 +154,57 @@ def test_a_mini_batch_without_a_trained_token_makes_no_step(caplog: pytest.LogCa
     nothing = [replace(one, loss_mask=torch.zeros(4)) for one in make_samples(2)]
     result = make_learner(FakeActor(), epochs=1).learn(nothing, train_step=0, mismatch_gate=0.1)
     assert result.num_optimizer_steps == 0 and result.metrics["actor/trained_tokens"] == 0
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a device: counts what makes the host wait for a value of it or of what is computed from it."""
+
+    reads: ClassVar[list[str]] = []
+    WAITS = ("item", "__float__", "__int__", "__bool__", "tolist", "cpu", "numpy", "nonzero", "masked_select", "equal")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        index = args[1] if name == "__getitem__" else None
+        if name in cls.WAITS or (isinstance(index, torch.Tensor) and index.dtype == torch.bool):
+            cls.reads.append(name)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def of(cls, value: Any, device: Any = None) -> Any:
+        """Return a dataclass with its tensors on the device."""
+        tensors = {name: each.as_subclass(cls) for name, each in vars(value).items() if isinstance(each, torch.Tensor)}
+        return replace(value, **tensors)
+
+
+class DeviceActor(FakeActor):
+    def _outputs(self, num_tokens: int) -> Outputs:
+        return OnDevice.of(super()._outputs(num_tokens))
+
+    def train_step(self, micro_batches, loss_fn, temperature, learning_rate):
+        return super().train_step([OnDevice.of(one) for one in micro_batches], loss_fn, temperature, learning_rate)
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        OffPolicyConfig(),
+        OffPolicyConfig(correction="tis", high=1.5),
+        OffPolicyConfig(correction="mis", high=1.5, level="geometric"),
+    ],
+)
+@pytest.mark.parametrize("gate", [None, 0.6])
+def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(
+    correction: OffPolicyConfig, gate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_learner, "to_device", OnDevice.of)
+    reads = []
+    for tokens in (1024, 8):  # all samples of a mini-batch in one micro-batch, or one in each
+        OnDevice.reads.clear()
+        learner = make_learner(DeviceActor(), 1, correction, micro_batch_tokens=tokens)
+        learner.learn(make_samples(4), train_step=1, mismatch_gate=gate)
+        reads.append(OnDevice.reads.copy())
+    assert reads[0] == reads[1] and reads[0], "the metrics are read once"
 
 
 class DivergentHead:
