@@ -1,11 +1,13 @@
 """Models in `torch_dist` checkpoints of Megatron-LM: opened as a stored model, and written.
 
-A directory of Megatron-LM has iter_0000012/ with common.pt, metadata.json, .metadata and *.distcp, and beside it
-latest_checkpointed_iteration.txt, which names the newest iteration. The optimizer's state is neither read nor written.
+A directory of Megatron-LM has iter_0000012/ with metadata.json, .metadata and *.distcp, and next to it
+latest_checkpointed_iteration.txt, which names the newest iteration. The optimizer's state is neither read nor written, nor
+what all ranks share: common.pt of megatron-core 0.16, an entry of .metadata of 0.19.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -32,12 +34,16 @@ from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, shard_view, slice_view
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
-from megatron_dapo.untrusted import one_line, read_json
+from megatron_dapo.untrusted import blamed_on, one_line, read_json
+
+logger = logging.getLogger(__name__)
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-CONFIG_FILE, METADATA_FILE, COMMON_FILE = "metadata.json", ".metadata", "common.pt"
+CONFIG_FILE, METADATA_FILE = "metadata.json", ".metadata"
 RELEASE = "release"  # Megatron-LM's name of a checkpoint that no run saved
 BACKEND = "torch_dist"
+# Of the format, as written by the tested versions of megatron-core; a checkpoint does not say which of these wrote it.
+VERSION, MEGATRON_CORE = 1, "0.16.1 to 0.19.2"
 _OF_MODELS = ("decoder.", "embedding.", "output_layer.")
 _ONE_RANK = ParallelLayout(world_size=1)
 
@@ -65,12 +71,13 @@ def iteration_directory(path: Path) -> Path:
             f"{path}: a checkpoint of one file a rank (mp_rank_*), not {BACKEND}; convert it with Megatron-LM first: "
             "load it there and save it with --ckpt-format torch_dist --ckpt-convert-format torch_dist"
         )
-    for name in (CONFIG_FILE, METADATA_FILE, COMMON_FILE):
+    for name in (CONFIG_FILE, METADATA_FILE):
         if not (path / name).is_file():
             raise ValueError(
                 f"{path}: no {name}; a {BACKEND} checkpoint has it: the copy is incomplete, or it is another directory"
             )
-    backend = read_json(path / CONFIG_FILE).get("sharded_backend")
+    with blamed_on(path / CONFIG_FILE):
+        backend = read_json(path / CONFIG_FILE).get("sharded_backend")
     if backend != BACKEND:
         raise ValueError(
             f"{path / CONFIG_FILE}: format {backend!r}, this program reads {BACKEND!r}; save it with Megatron-LM's --ckpt-format"
@@ -179,14 +186,26 @@ def convert_torch_dist(
 ) -> ExportReport:
     """Write a checkpoint of Megatron-LM as a Hugging Face directory; config, tokenizer and types are those of `model`.
 
-    ValueError or OSError in one line; then `target` is not there.
+    ValueError or OSError in one line; then `target` is not there. A newer version of the format that could be read is
+    logged.
     """
     if model is None:
         raise ValueError(
             f"{source} is of Megatron-LM and has no config.json; name a Hugging Face directory of the same model with --model"
         )
-    with TorchDistModel(source, model) as stored:
-        return export_stored_model(target, stored, model, shard_bytes=shard_bytes)
+    directory = iteration_directory(Path(source))
+    version = read_json(directory / CONFIG_FILE).get("sharded_backend_version", VERSION)
+    versions = (
+        f"version {one_line(version, 20)} of {BACKEND}; megatron-core {MEGATRON_CORE}, the tested ones, write version {VERSION}"
+    )
+    try:
+        with TorchDistModel(directory, model) as stored:
+            report = export_stored_model(target, stored, model, shard_bytes=shard_bytes)
+    except ValueError as error:
+        raise error if version == VERSION else ValueError(f"{error} ({versions})") from None
+    if version != VERSION:
+        logger.warning("%s: converted all the same from %s", directory, versions)
+    return report
 
 
 def write_torch_dist_model(

@@ -1,20 +1,24 @@
-"""torch_dist checkpoints that cannot be converted are refused in one line, and nothing is left behind; a run's checkpoint becomes
-one."""
+"""torch_dist checkpoints that cannot be converted are refused in one line, and nothing is left behind; those of newer versions of
+megatron-core are converted while they can be read; a run's checkpoint becomes one."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
+from megatron_dapo.megatron import torch_dist
 from tests.unit.checkpoints.saved_states import random_state, save_states
 
 
@@ -40,8 +44,56 @@ def test_a_model_comes_back_with_experts_and_types(model: Path, stored: Path, tm
     assert convert("verify", str(model), str(tmp_path / "back")) == 0
 
 
-def missing_common(inside: Path) -> None:
-    (inside / "common.pt").unlink()
+@pytest.mark.parametrize("common", ["", "data", "common.pt"])
+def test_what_all_ranks_share_may_be_anywhere(
+    common: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core 0.16 writes common.pt, 0.19 an object in the data; the model needs neither."""
+    write = torch_dist.write_torch_dist
+
+    def in_data(directory: Path, tensors: Any, states: Any, common: Any) -> None:
+        shared = ShardedObject("common_state", dict(common), (1,), (0,), replica_id=0)
+        write(directory, tensors, states, {"common_state": shared})
+
+    if common == "data":
+        monkeypatch.setattr(torch_dist, "write_torch_dist", in_data)
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    assert convert("hf-to-megatron", str(model), str(stored), "--format", "torch_dist") == 0
+    file = stored / "release/common.pt"
+    file.unlink(missing_ok=True)
+    if common == "common.pt":
+        torch.save({"iteration": 0}, file)
+    assert (common == "data") <= (b"common_state" in (stored / "release/.metadata").read_bytes())
+    assert convert("megatron-to-hf", str(stored), str(back), "--model", str(model)) == 0
+    assert convert("verify", str(model), str(back)) == 0
+
+
+VERSIONS = "version 7 of torch_dist; megatron-core 0.16.1 to 0.19.2, the tested ones, write version 1"
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_newer_version_of_the_format_is_named_and_read_if_it_can_be(
+    is_readable: bool,
+    model: Path,
+    stored: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = stored / "release/metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sharded_backend_version": 7}))
+    if not is_readable:
+        (stored / "release/.metadata").write_bytes(pickle.dumps(Fraction(1, 2)))  # a record that this program does not know
+    capsys.readouterr()
+    code = convert("megatron-to-hf", str(stored), str(tmp_path / "back"), "--model", str(model))
+    error = capsys.readouterr().err
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_dapo")]
+    if is_readable:
+        assert code == 0 and convert("verify", str(model), str(tmp_path / "back")) == 0
+        assert [VERSIONS in warning and "\n" not in warning for warning in warnings] == [True]
+    else:
+        assert code == 2 and VERSIONS in error and "fractions.Fraction" in error and error.count("\n") == 1
+        assert not warnings and not (tmp_path / "back").exists()
 
 
 def legacy(inside: Path) -> None:
@@ -54,7 +106,7 @@ def truncated(inside: Path) -> None:
 
 
 def lost_part(inside: Path) -> None:
-    (inside / "__0_1.distcp").unlink()
+    max(inside.glob("*.distcp")).unlink()
 
 
 def flipped_metadata(inside: Path) -> None:
@@ -79,10 +131,9 @@ def no_number(inside: Path) -> None:
 
 
 DAMAGES = {
-    missing_common: "no common.pt",
     legacy: "--ckpt-convert-format torch_dist",
     truncated: "__0_0.distcp: has",
-    lost_part: "__0_1.distcp: is missing",
+    lost_part: ".distcp: is missing",
     flipped_metadata: ".metadata: cannot be read",
     harmful_metadata: "builtins.print, which is no record of a checkpoint",
     another_format: "format 'zarr'",
