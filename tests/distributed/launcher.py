@@ -214,6 +214,7 @@ def _work(job: Job) -> None:
     try:
         function, sound = _load(job.target), _package_callables()
         result = function(json.loads((directory / "arguments.json").read_text()))
+        _require_megatron_core()
         replaced = [name for name, value in _package_callables().items() if sound.get(name, value) is not value]
         assert not replaced, f"{job.target} left {', '.join(replaced)} replaced, which the next test would meet"
     except BaseException:
@@ -225,6 +226,24 @@ def _work(job: Job) -> None:
     _leave_groups(job.target)
     faulthandler.cancel_dump_traceback_later()
     _leave(directory / f"done{job.rank}", "")
+
+
+def _require_megatron_core() -> None:
+    """Fail unless all of megatron-core that was imported is of the version that the tests are for."""
+    wanted = os.environ.get("MEGATRON_DAPO_MEGATRON_CORE")
+    if wanted is None or "megatron.core" not in sys.modules:
+        return
+    core = sys.modules["megatron.core"]
+    directory = str(Path(core.__file__).parent)
+    others = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.core.") and not str(getattr(module, "__file__", directory)).startswith(directory)
+    ]
+    # The version may have a commit's hash behind a plus sign.
+    assert core.__version__.partition("+")[0] == wanted and not others, (
+        f"the tests are for megatron-core {wanted}, the rank has {core.__version__} of {directory}, and {others[:3]}"
+    )
 
 
 def _package_callables() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,3 +91,28 @@ def test_a_micro_batch_moves_to_the_device_once_when_the_first_chunk_computes_it
     monkeypatch.setattr(schedule, "unwrap", lambda chunk: SimpleNamespace(config=SimpleNamespace()))
     counts = schedule._run([chunk] * num_chunks, prepared, lambda chunk, hidden, micro_batch: hidden, loss)
     assert counts == [1 + index for index in range(3) for _ in range(num_chunks)] and moved == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lengths", [[16, 8], [8, 600, 24], [8, 8, 8, 1500]])
+@pytest.mark.parametrize("context_size", [2, 4])
+@pytest.mark.parametrize("padded_to", [0, 4096])
+def test_ranks_hold_what_transformer_engine_takes_for_granted(
+    lengths: list[int], context_size: int, padded_to: int
+) -> None:
+    """Without padded bounds its ring takes bounds // C for those of a rank, and // 2C for those of a half."""
+    layout = ParallelLayout(context_size, context=context_size)
+    batch = make_micro_batch([torch.arange(1, length + 1) for length in lengths], layout, total_targets=10, seed=1)
+    for rank in range(context_size):
+        [item] = schedule.prepare([batch], layout, rank, fixed_tokens=padded_to)
+        packed, bounds = item.packed, item.packed.cu_seqlens_q.tolist()
+        # Given, they would mean padding between sequences, which Transformer Engine skips: some rows would have no attention.
+        assert packed.cu_seqlens_q_padded is None and packed.cu_seqlens_kv_padded is None
+        assert not getattr(packed, "pad_between_seqs", None) and packed.max_seqlen_q % (2 * context_size) == 0
+        assert padded_to in (0, bounds[-1])
+        local = iter(packed.position_ids.tolist())
+        for start, end in pairwise(bounds):
+            half = end // (2 * context_size) - start // (2 * context_size)
+            assert end // context_size - start // context_size == 2 * half
+            for chunk in (rank, 2 * context_size - 1 - rank):
+                assert [next(local) for _ in range(half)] == list(range(chunk * half, (chunk + 1) * half))
+        assert next(local, None) is None, "the rank holds no other token"

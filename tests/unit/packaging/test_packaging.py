@@ -48,6 +48,13 @@ def pins(path: Path) -> dict[str, str]:
     return {canonicalize_name(requirement.name): str(requirement.specifier)[2:] for requirement in requirements}
 
 
+def test_megatron_core_of_the_cuda_lock_is_tested(repository: Path) -> None:
+    locks = [pins(repository / "requirements" / name) for name in ("megatron-cpu-py311.txt", "cuda-py312.txt")]
+    tested, shipped = (lock["megatron-core"] for lock in locks)
+    makefile = (repository / "Makefile").read_text(encoding="utf-8")
+    assert tested == shipped and f"MEGATRON_CORE ?= {tested}\n" in makefile
+
+
 def test_metadata(metadata: dict[str, Any]) -> None:
     assert metadata["name"] == "megatron-dapo" and metadata["dynamic"] == ["version"]
     assert set(metadata["optional-dependencies"]) >= {"gpu", "sglang", "quantize", "plots", "dev"}
