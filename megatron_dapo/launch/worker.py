@@ -33,10 +33,12 @@ from megatron_dapo.launch.environment import (
 from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.recovery.verdict import WatchLimits
 from megatron_dapo.untrusted import PrintableFormatter
 
 if TYPE_CHECKING:
     from megatron_dapo.config.loader import LoadedConfig
+    from megatron_dapo.config.schema import RunConfig
     from megatron_dapo.recovery.attempts import Verdict
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
@@ -217,9 +219,9 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     attempt = begin_attempt(output_dir, _STARTED) if process.rank == 0 else None
     if attempt is not None:
         record_begin(output_dir, attempt, batch_job())
-    heartbeat.describe(output_dir, attempt)
+    heartbeat.describe(output_dir, attempt, watch_limits(loaded.config.run))
     write_worker_pid(output_dir, process.rank)
-    _use_own_device(process)
+    heartbeat.is_on_gpu = _use_own_device(process)
     reason = ""
     if parsed.replay is not None:
         from megatron_dapo.trainer.replay import run_replay
@@ -238,12 +240,21 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     return exit_code_at(reason)
 
 
-def _use_own_device(process: ProcessEnvironment) -> None:
-    """Give every process of a node its own GPU. Under a launcher that shows a process only its own one, that is GPU 0."""
+def watch_limits(run: RunConfig) -> WatchLimits:
+    """Return the watcher's limits as a run's configuration sets them."""
+    return WatchLimits(
+        stopped_s=run.stopped_timeout_seconds, stalled_s=run.hang_timeout_seconds, node_s=run.node_timeout_seconds
+    )
+
+
+def _use_own_device(process: ProcessEnvironment) -> bool:
+    """Give every process of a node its own GPU; False if there is none. A launcher may show a process only its own, as GPU 0."""
     import torch
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
+    return True
 
 
 def _configure_logging(process: ProcessEnvironment) -> None:

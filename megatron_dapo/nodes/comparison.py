@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 NORMS = {"euclidean": 2.0, "manhattan": 1.0, "chebyshev": math.inf}
-MIN_NODES = 3  # two nodes are as far from each other as the other way round
 _EXACT_NODES = 256  # above it, distances come from one matrix product: they are then exact to a few thousandths
 
 

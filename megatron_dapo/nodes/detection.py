@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_dapo.nodes import MIN_NODES
 from megatron_dapo.nodes.comparison import (
-    MIN_NODES,
     NORMS,
     fill_gaps,
     mean_distances,
@@ -89,7 +89,7 @@ def detect(
     """Return an alert for the first metric, in the order of `samples.metrics`, in which a node has long been an outlier.
 
     denoisers: by metric, with ANY_METRIC for the others; None compares the samples as they are, and so does a metric for
-    which there is none. Samples shorter than `settings.seconds_needed` have no alert, nor have roles of less than 3 nodes.
+    which there is none. Samples shorter than `settings.seconds_needed` have no alert, nor have roles of fewer than MIN_NODES.
     """
     num_windows = samples.num_seconds - settings.window_s + 1
     if num_windows < settings.continuity_s:

@@ -23,6 +23,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = Path("/sys/fs/cgroup")
 _OOM_S = 10.0  # between a kill and the end of a process that had much memory to give back
 FILE_PROCESS = "file process"  # name of a rank's own, as `ps -o comm` shows it
+# System calls that read, write, flush or close the file of their first argument: read, write, close, pread64, pwrite64, readv,
+# writev, fsync, fdatasync.
+_FILE_CALLS = {"x86_64": {0, 1, 3, 17, 18, 19, 20, 74, 75}, "aarch64": {63, 64, 57, 67, 68, 65, 66, 82, 83}}
+_NO_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:")  # begin the paths of descriptors that no file system of the run is asked for
 _KMSG_BYTES = 8192  # the longest record of the kernel's log
 
 
@@ -147,18 +151,28 @@ def _listed(directory: str) -> list[str]:
 
 
 def held_in_kernel(pid: int) -> list[str]:
-    """Return a line for each thread in uninterruptible sleep (state D): what the kernel is doing there, and with which file."""
+    """Return a line for each thread that a file system may hold: what the kernel is doing there, and with which file.
+
+    These are the threads in uninterruptible sleep (state D), and the main thread asleep in a call on a file: file systems in
+    user space let their callers sleep interruptibly (state S).
+    """
     lines = []
     for task in _listed(f"/proc/{pid}/task"):
         base = f"/proc/{pid}/task/{task}"
-        fields = _stat_fields(f"{base}/stat")
-        if fields and fields[0] == "D":
+        state, call = (_stat_fields(f"{base}/stat") or [""])[0], read_text(f"{base}/syscall").split()
+        file = _file_of_call(pid, call)
+        if state == "D" or (state == "S" and task == str(pid) and _is_for_file(call, file)):
             # The kernel's stack needs root; the name of the function where it sleeps does not.
             stack = re.findall(r"\] (\w+)", read_text(f"{base}/stack"))
-            doing = " < ".join(stack[:6]) or read_text(f"{base}/wchan") or "uninterruptible sleep"
-            file = _file_of_call(pid, read_text(f"{base}/syscall").split())
+            doing = " < ".join(stack[:6]) or read_text(f"{base}/wchan") or f"sleep in state {state}"
             lines.append(f"thread {task}: {doing}{f', with {file}' if file else ''}")
     return lines
+
+
+def _is_for_file(call: list[str], file: str) -> bool:
+    """Return True if a system call waits for a file system."""
+    is_for_descriptor = bool(call) and call[0].isdigit() and int(call[0]) in _FILE_CALLS.get(os.uname().machine, ())
+    return is_for_descriptor and bool(file) and not file.startswith(_NO_FILES)
 
 
 def _file_of_call(pid: int, call: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Heartbeats of one rank to the watcher of its node, and its end at the watcher's word.
+"""Sends this rank's heartbeats to its node's watcher, and exits when the watcher says so.
 
     rank                                                watcher of the node (recovery.watcher)
     connect                 --- process id, 2 files -->  reads the page, waits on the pidfd
@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.recovery.evidence import read_text
 from megatron_dapo.recovery.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
-from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, PAGE_BYTES
+from megatron_dapo.recovery.verdict import BOUNDED, COLLECTIVE, WatchLimits
+from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, STATUS_BYTES
 
 if TYPE_CHECKING:
     from megatron_dapo.parallel.coordination import Progress
@@ -51,18 +52,19 @@ _LAST_S = 0.3  # from the verdict to the exit, for what the main thread has to p
 _MAX_GROUPS = 48  # of which sequence numbers are reported
 _DETAIL_CHARS = 12_000
 
-COLLECTIVE, BOUNDED = "collective", "bounded"
 # Waits of the main thread by the innermost frame whose module, or package, is listed. (Not its file: an environment in
-# /opt/torch, or in a checkout named megatron_dapo, has such a word in the path of every library.) "collective": for other
-# ranks. "bounded": for something outside this process, under a deadline of its own that names it. Silence in any other place
-# is a hang of this rank.
-_WAITS = (
+# /opt/torch, or in a checkout named megatron_dapo, has such a word in the path of every library.) COLLECTIVE: for other
+# ranks. BOUNDED: for something outside this process, under a deadline that names it. Silence in any other place is a hang of
+# this rank.
+WAITS = (
     ("megatron_dapo.engines.sglang", BOUNDED, "an answer of an SGLang server"),
     ("megatron_dapo.rewards", BOUNDED, "verifiers"),
     ("megatron_dapo.bridge", BOUNDED, "the weight sync of an engine"),
     ("megatron_dapo.rollout.async_collector", BOUNDED, "the collecting thread"),
     ("megatron_dapo.recovery.heartbeat", BOUNDED, "the watcher"),
     ("megatron_dapo.recovery.memory_copies", BOUNDED, "the keeper of checkpoints in memory"),
+    ("megatron_dapo.recovery.file_process", BOUNDED, "the file process"),
+    ("megatron_dapo.recovery.background_save", BOUNDED, "the copy of a checkpoint"),
     ("megatron_dapo.parallel.coordination", COLLECTIVE, ""),
     ("megatron_dapo.launch.lifetime", COLLECTIVE, "rank 0"),
     ("megatron_dapo.reshard.execution", COLLECTIVE, ""),
@@ -107,6 +109,7 @@ class Heartbeat:
         self._has_warned = self._has_reported = False
         self.file_process: FileProcess | None = None  # shown to the watcher, which looks at it when this rank is silent
         self.place: Place | None = None
+        self.is_on_gpu = False  # its collectives run on a GPU: waiting for them looks like work
         self.train_step: Callable[[], int] = lambda: -1  # shown to the node's sampler
         self._seconds: dict[str, tuple[float, float]] = {}  # by phase: of the clock, and of work
         self._clocks, self._turn_lock = _clocks(), threading.Lock()
@@ -161,15 +164,16 @@ class Heartbeat:
             )
             self._seconds[self._phases[-1]] = round(elapsed, 3), round(worked, 3)
 
-    def describe(self, run_directory: Path, attempt: int | None) -> None:
-        """Tell the watcher where records go, who may read them (by this process's umask), and, on rank 0, the number of this start."""
+    def describe(self, run_directory: Path, attempt: int | None, limits: WatchLimits | None = None) -> None:
+        """Tell the watcher where records go, who may read them (by this process's umask), its limits, and, on rank 0, the
+        number of this start."""
         self.run_directory, self.attempt = run_directory, attempt or self.attempt
         umask = os.umask(0o077)  # there is no way to read it
         os.umask(umask)
         # Its device while it still answers: the watcher looks whether that disk writes, and never at the directory itself.
         device = run_directory.stat().st_dev if run_directory.exists() else 0
         place = {"directory": str(run_directory.absolute()), "device": device}
-        self._send({"kind": "run", **place, "attempt": attempt, "umask": umask})
+        self._send({"kind": "run", **place, "attempt": attempt, "umask": umask, "limits": asdict(limits or WatchLimits())})
 
     # The watcher
 
@@ -188,8 +192,8 @@ class Heartbeat:
         self._socket = _connected(address)
         self._socket.settimeout(_SAMPLE_S)
         stacks, page = os.memfd_create("stacks"), os.memfd_create("page")
-        os.ftruncate(page, PAGE_BYTES)
-        self._page = mmap.mmap(page, PAGE_BYTES)
+        os.ftruncate(page, STATUS_BYTES)
+        self._page = mmap.mmap(page, STATUS_BYTES)
         hello = {"kind": "hello", "rank": place.rank, "pid": os.getpid(), "node": self._node}
         socket.send_fds(self._socket, [json.dumps(hello).encode()], [page, stacks])
         self._page_file = page
@@ -320,13 +324,13 @@ class Heartbeat:
     def _write_page(self) -> None:
         if self._page is None:
             return
-        page = {"phase": self.phase_name, "beats": self._beats, **self._sample}
+        page = {"phase": self.phase_name, "beats": self._beats, "is_on_gpu": self.is_on_gpu, **self._sample}
         page["progress"] = self._progress.count if self._progress is not None else 0
         page["step"], page["seconds"] = self.train_step(), dict(self._seconds)
         if self.file_process is not None:
             page["file_process"] = [self.file_process.pid, self.file_process.doing]
         text = json.dumps(page).encode()
-        if len(text) > PAGE_BYTES - 4:
+        if len(text) > STATUS_BYTES - 4:
             text = json.dumps({**page, "groups": {}}).encode()
         with self._page_lock:
             # In one piece: the reader takes what it cannot parse for a page that is being written.
@@ -412,7 +416,7 @@ def waiting_for(frame: FrameType | None) -> tuple[str, str]:
         here = f"{function} ({'/'.join(file.split('/')[-2:])}:{frame.f_lineno})"
         innermost = innermost or here
         module = str(frame.f_globals.get("__name__", ""))
-        for package, kind, name in _WAITS:
+        for package, kind, name in WAITS:
             if module == package or module.startswith(f"{package}."):
                 return kind, f"{name}: {here}" if name else here
         if module.startswith("megatron_dapo."):
@@ -422,7 +426,11 @@ def waiting_for(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _sequence_numbers() -> dict[str, Any]:
-    """Return how many collectives this rank has entered, by process group and in all; nothing before torch is there."""
+    """Return how many collectives this rank has entered, by process group and in all; nothing before torch is there.
+
+    NCCL counts like gloo when the host enters a collective, before the communicator exists and without asking the device
+    (ProcessGroupNCCL::collective increments seqCollective_). Neither counts messages between two ranks.
+    """
     # Read from torch's own counters, never imported here: the rank may not have started torch.distributed.
     # The main thread may be importing it at this moment: then it has no groups yet.
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
@@ -431,11 +439,17 @@ def _sequence_numbers() -> dict[str, Any]:
     groups = {}
     for group in list(world.pg_map):
         try:
-            groups[group.group_name] = group._get_sequence_number_for_group()
+            groups[_name_of(group)] = group._get_sequence_number_for_group()
         except RuntimeError:  # a backend without such counters
             continue
     newest = sorted(groups.items(), key=lambda item: -item[1])[:_MAX_GROUPS]
     return {"groups": dict(newest), "sequence": sum(groups.values())}
+
+
+def _name_of(group: Any) -> str:
+    """Return a name that all members of a process group share, with what it is for if its maker said so."""
+    purpose = getattr(group, "group_desc", "undefined")
+    return group.group_name if purpose in ("", "undefined") else f"{group.group_name} ({purpose})"
 
 
 def flight_record(num_entries: int = 20) -> str:

@@ -1,4 +1,4 @@
-"""The network as the watcher of a node sees it: datagrams to and from the other watchers, and whether this node's own link is lost.
+"""The network as the watcher of a node sees it: messages to and from the other watchers, and whether this node's own link is lost.
 
 A node that hears nothing of another cannot tell which of them has lost its link, unless its own interface has no carrier.
 It then asks third machines: where none of those that answered before answers now, its own link is lost.
@@ -23,15 +23,24 @@ _NUM_ASKED = 4
 _SILENT_S = 3.5  # of another node, until third machines are asked
 _ASK_S = 1.0  # between two questions then
 _FIRST_ASK_S = 5.0  # between two until as many have answered once
+_MAX_CONNECTIONS = 64  # at once
+_CALL_S = 5.0  # for a connection, a message and its answer
 
 
 class Datagrams:
-    """Messages between the watchers of a run. With one node there is no socket."""
+    """Messages between the watchers of a run. With one node there is no socket.
+
+    Datagrams are the first that a busy link drops. A watcher that has missed answers for long therefore sends its message
+    over a connection as well (`call`), to the port that the other's messages name.
+    """
 
     def __init__(self, node_rank: int, num_nodes: int, leader: tuple[str, int], run_id: str) -> None:
         self.node_rank, self.num_nodes, self._run_id = node_rank, num_nodes, run_id
         self.addresses: dict[int, tuple] = {}  # node: address of its watcher
         self.socket: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._ports: dict[int, int] = {}  # node: TCP port of its watcher
+        self._connections: list[Connection] = []
         if num_nodes > 1:
             family, kind, protocol, _, address = _resolved(leader)
             self.socket = socket.socket(family, kind, protocol)
@@ -41,6 +50,8 @@ class Datagrams:
             is_reachable = leader[0] == address[0] or not str(address[0]).startswith("127.")
             self._bind(own if is_reachable else ("", address[1]))
             self.addresses[0] = address
+            self._listener = socket.create_server((self.socket.getsockname()[0], 0), family=family, backlog=256)
+            self._listener.setblocking(False)
 
     def _bind(self, address: tuple) -> None:
         assert self.socket is not None
@@ -50,7 +61,7 @@ class Datagrams:
                 return self.socket.bind(address)
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL and address[0]:
-                    address = ("", *address[1:])  # the leader is behind an address that is none of its node's
+                    address = ("", *address[1:])  # the leader has an address that is none of its node's interfaces
                     continue
                 # The watcher of the attempt before this one may hold the port for some seconds.
                 if time.monotonic() > end:
@@ -64,16 +75,30 @@ class Datagrams:
         return str(self.addresses[node][0]) if node in self.addresses else ""
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
+        """Send a datagram to a node, and the same over connections of its watcher that wait for an answer."""
         if self.socket is not None and node in self.addresses:
-            try:
-                text = json.dumps({"run": self._run_id, "from": self.node_rank, **message})
-                if len(text) > _DATAGRAM:
-                    text = json.dumps({"run": self._run_id, "from": self.node_rank, **message, "details": []})
-                self.socket.sendto(text.encode(), self.addresses[node])
-            except OSError:
-                pass  # no route, no carrier: silence says it
+            text = self._text(message)
+            with suppress(OSError):  # unreachable: the peer notices the missing messages
+                self.socket.sendto(text, self.addresses[node])
+            for connection in self._connections:
+                connection.answer(node, text)
 
-    def receive(self) -> list[dict[str, Any]]:
+    def call(self, node: int, message: Mapping[str, Any], now: float) -> None:
+        """Send a message over a new connection; `receive` returns the answer. One call to a node at a time."""
+        if node in self._ports and not any(each.called == node for each in self._connections):
+            assert self.socket is not None
+            calling = socket.socket(self.socket.family, socket.SOCK_STREAM)
+            calling.setblocking(False)
+            calling.connect_ex((self.host(node), self._ports[node]))
+            self._connections.append(Connection(calling, now, self._text(message), node))
+
+    def _text(self, message: Mapping[str, Any]) -> bytes:
+        port = self._listener.getsockname()[1] if self._listener is not None else 0
+        whole = {"run": self._run_id, "from": self.node_rank, "port": port, **message}
+        text = json.dumps(whole)
+        return (text if len(text) <= _DATAGRAM else json.dumps({**whole, "details": []})).encode()
+
+    def receive(self, now: float) -> list[dict[str, Any]]:
         """Return what has arrived from watchers of this run; their addresses are learned."""
         found: list[dict[str, Any]] = []
         while self.socket is not None:
@@ -83,26 +108,76 @@ class Datagrams:
                 break
             except OSError:
                 continue  # an answer of ICMP to something sent before
+            if (message := self._parsed(text)) is not None:
+                self.addresses[message["from"]] = address
+                found.append(message)
+        while self._listener is not None and len(self._connections) < _MAX_CONNECTIONS:
             try:
-                message = json.loads(text)
-                if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
-                    self.addresses[message["from"]] = address
-                    found.append(message)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # not from a watcher
+                self._connections.append(Connection(self._listener.accept()[0], now))
+            except OSError:
+                break
+        for connection in self._connections:
+            text = connection.read(now)
+            if text and (message := self._parsed(text)) is not None:
+                connection.caller = message["from"] if connection.called is None else None
+                found.append(message)
+        self._connections = [each for each in self._connections if not each.is_over]
         return found
 
+    def _parsed(self, text: bytes) -> dict[str, Any] | None:
+        """Return a message of a watcher of this run, None for anything else."""
+        try:
+            message = json.loads(text)
+            if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
+                self._ports[message["from"]] = int(message["port"])
+                return message
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        return None
 
-_FIELDS = {
-    "ranks": list,
-    "name": str,
-    "is_done": bool,
-    "idle_s": float,
-    "unanswered_s": float,
-    "is_bounded": bool,
-    "failures": list,
-    "details": list,
-}
+
+class Connection:
+    """One message to a watcher and its answer, each a line, without ever waiting.
+
+    called: the node that is called, None for a connection that another watcher has opened.
+    """
+
+    def __init__(self, connected: socket.socket, now: float, message: bytes = b"", called: int | None = None) -> None:
+        connected.setblocking(False)
+        self._socket, self._unsent, self._received = connected, message + b"\n" * bool(message), b""
+        self._ends_at = now + _CALL_S
+        self.called = called
+        self.caller: int | None = None  # the node that has opened it, once its message is here
+        self.is_over = False
+
+    def read(self, now: float) -> bytes:
+        """Return the line of the other side once it is complete; b"" before and if it does not come."""
+        line = b""
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :] if self._unsent else b""
+            while b"\n" not in self._received and (part := self._socket.recv(_DATAGRAM)):
+                self._received += part
+            line, end, _ = self._received.partition(b"\n")
+            line, self._received = line if end else b"", b""
+            self.is_over = self.called is not None or not end
+        except OSError as error:
+            # EAGAIN: nothing has arrived yet. ENOTCONN: not connected yet.
+            self.is_over = error.errno not in (errno.EAGAIN, errno.ENOTCONN)
+        if self.is_over or now > self._ends_at or len(self._received) > 2 * _DATAGRAM:
+            self.is_over = True
+            self._socket.close()
+        return line
+
+    def answer(self, node: int, text: bytes) -> None:
+        """Send the answer if this connection is that of a node's watcher."""
+        if self.caller == node and not self.is_over:
+            with suppress(OSError):
+                self._socket.send(text + b"\n")
+            self.is_over = True
+            self._socket.close()
+
+
+_FIELDS = {"view": dict, "failures": list, "details": list}
 
 
 def _is_whole(message: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dapo.engines.sglang.processes import end_with_parent
 from megatron_dapo.recovery.node_counters import NodeCounters
-from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, PAGE_BYTES
+from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, STATUS_BYTES
 
 SAMPLE_S = 1.0
 MAX_BYTES = 1 << 21  # of a node's newest file; the one before it is kept too: two hours and more of samples
@@ -54,7 +54,7 @@ class RankPage:
 
     def __init__(self, rank: int, descriptor: int) -> None:
         self.rank = rank
-        self._memory = mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
+        self._memory = mmap.mmap(descriptor, STATUS_BYTES, prot=mmap.PROT_READ)
         os.close(descriptor)
         self._last: dict[str, Any] = {}
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.nodes import MIN_NODES
 from megatron_dapo.recovery.attempts import record_alert
 from megatron_dapo.recovery.node_metrics import SAMPLE_S, become_helper, flush_seconds, start_helper
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIN_NODES = 4  # of the published evaluation; among fewer it is not plain who is unlike the others
 DIRECTORY = "nodes"  # in the run directory
 STRAGGLERS = "stragglers.json"
 _NICE = 19

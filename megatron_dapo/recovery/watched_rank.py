@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dapo.recovery.evidence import FILE_PROCESS, OutOfMemory, activity, bytes_in_flight, held_in_kernel
+from megatron_dapo.recovery.verdict import RankView
 
-PAGE_BYTES = 1 << 14  # of shared memory, in which a rank says what it does
+STATUS_BYTES = 1 << 14  # of shared memory, in which a rank says what it does
 MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
 LOOK_CLOSER_S = 4.0  # of silence
+PROBE_AFTER_S = 3.0  # of silence, from which on it matters what the kernel holds it in
 WORKING_SHARE = 0.1  # of a core: less is polling
 _WORKING_BYTES = 1 << 15  # between two looks: less is the traffic of event loops
 _WORKING_FAULTS = 8
@@ -29,23 +31,23 @@ class WatchedRank:
         self.connection: socket.socket | None = connection
         self.stacks = stacks
         self.pidfd = os.pidfd_open(self.pid)
-        self._memory = mmap.mmap(page, PAGE_BYTES)
+        self._memory = mmap.mmap(page, STATUS_BYTES)
         os.close(page)
         self._page: dict[str, Any] = {"phase": "start"}
         self._stacks_at = 0
         self._seen = activity(self.pid)
-        self._seen_at = self.moved_at = now
+        self._seen_at = self.moved_at = self._marked_at = now
         self._mark: object = None
         self._in_flight: dict[str, str] | None = None
         self._beats, self._beat_at = 0, now
         self.out_of_memory = OutOfMemory(self.pid)
-        self.stopped_since = self.held_since = 0.0
+        self.stopped_since = 0.0
         self.is_over = self.is_complete = self.is_reported = False
         self.flight_record = self.last_stacks = ""
 
     @property
     def page(self) -> dict[str, Any]:
-        """The rank's word on itself: phase, wait, doing, progress, groups, sequence."""
+        """What the rank has written about itself: phase, wait, doing, progress, groups, sequence."""
         length = int.from_bytes(self._memory[:4], "little")
         try:
             self._page = json.loads(self._memory[4 : 4 + length])
@@ -53,12 +55,30 @@ class WatchedRank:
             pass  # it is being written: the last one stands
         return self._page
 
-    def waiting(self, now: float) -> tuple[str, str]:
-        """Return the kind of its wait and where it is, as `heartbeat.waiting_for` tells."""
-        page = self.page
+    def view(self, now: float, node_rank: int = 0) -> RankView:
+        """Return what this rank does now."""
+        page, idle_s = self.page, now - self.moved_at
+        wait, doing = str(page.get("wait", "")), str(page.get("doing", ""))
         if page.get("beats") and now - self._beat_at > _STALE_S:
-            return "", "native code that holds the interpreter"  # no thread of it could look
-        return str(page.get("wait", "")), str(page.get("doing", ""))
+            wait, doing = "", "native code that holds the interpreter"  # no thread of it could look
+        is_silent = idle_s > PROBE_AFTER_S and not self.stopped_since
+        return RankView(
+            self.rank,
+            self.node,
+            node_rank,
+            str(page["phase"]),
+            wait,
+            doing,
+            idle_s,
+            stalled_s=now - self._marked_at,
+            is_on_gpu=bool(page.get("is_on_gpu")),
+            groups=page.get("groups", {}),
+            sequence=page.get("sequence", 0),
+            stopped_s=now - self.stopped_since if self.stopped_since else 0.0,
+            held=tuple(self.held()) if is_silent else (),
+            file_operation=self.file_operation if is_silent else "",
+            is_sampled=bool(page.get("beats")),
+        )
 
     def look(self, now: float, queues: Mapping[str, str] | None) -> None:
         """Note whether it has moved since the last look, and whether it is stopped.
@@ -76,6 +96,8 @@ class WatchedRank:
         )
         if moved or mark != self._mark or (queues is not None and self._queues_move(queues, now)):
             self.moved_at = now
+        if mark != self._mark:
+            self._marked_at = now
         if page.get("beats", 0) != self._beats:
             self._beats, self._beat_at = page.get("beats", 0), now
         self._seen, self._seen_at, self._mark = seen, now, mark
@@ -91,6 +113,7 @@ class WatchedRank:
     def shift(self, seconds: float) -> None:
         """Forget time in which the watcher itself did not run."""
         self.moved_at += seconds
+        self._marked_at += seconds
         self._seen_at += seconds
         self._beat_at += seconds
         self.stopped_since += seconds if self.stopped_since else 0.0

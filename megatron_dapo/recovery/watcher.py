@@ -1,18 +1,16 @@
 """The watcher of a node: a small process that sees its ranks end, stop or hang, and agrees with the other nodes on the culprit.
 
-Its first rank starts it (`Heartbeat.connect`); it outlives any of them and ends after the last. It imports the standard
-library alone, and its own writes to the run directory happen in a child that may hang.
+Its first rank starts it (`Heartbeat.connect`); it outlives any of them and ends after the last. It imports only the standard
+library, and its own writes to the run directory happen in a child that may hang.
 
     ranks of the node      pidfd: exit and signal at once; /proc: stopped, held in the kernel, working or idle; page: phase,
                            kind of wait, sequence numbers of collectives
-    other nodes            one UDP datagram a second to the leader, the watcher of node 0, and its answer back; no connections.
-                           If the leader is silent, the lowest node that answers decides in its place
-    verdict                the leader orders all records (`failure.in_order`), prints the first line and tells every node: stacks
-                           of all ranks, then their exit, then files
+    other nodes            one UDP datagram a second to the leader, the watcher of node 0, and its answer back; over a connection
+                           too while answers stay away. If the leader is silent, the lowest node that answers decides instead
+    verdict                `recovery.verdict` judges what was seen (pure); the leader prints the first line and tells every node:
+                           stacks of all ranks, then their exit, then files
 
-A rank is silent while it neither runs, reads, writes nor enters a collective. Silence in a collective is a wait for others
-and in a bounded wait the business of that wait's own deadline; anywhere else it is a hang of that rank. If every rank of
-the run is silent in collectives, the one that entered fewest is the culprit.
+This module sees and acts: sockets, processes, files and the clock. It never waits.
 """
 
 from __future__ import annotations
@@ -26,31 +24,32 @@ import socket
 import struct
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.recovery.evidence import exit_status, parent, sectors_written, signal_name, tcp_queues
-from megatron_dapo.recovery.failure import Failure, first_line, in_order, reserve_space, write_failures
+from megatron_dapo.recovery.failure import Failure, first_line, reserve_space, write_failures
 from megatron_dapo.recovery.network import Datagrams, OwnLink
+from megatron_dapo.recovery.verdict import (
+    BOUNDED,
+    WatchLimits,
+    NodeView,
+    RankView,
+    decision,
+    hang,
+    missing_ranks,
+    node_failure,
+    rank_failure,
+    without_contact,
+)
 from megatron_dapo.recovery.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, WatchedRank
 
 TICK_S = 0.5
 BEAT_S = 1.0
-STOPPED_S = 8.0  # in state T
-SILENT_S = 13.0  # of a rank that waits for nothing, and of all ranks together
-START_SILENT_S = 60.0  # the same while a run starts: imports and weights from a slow file system come in bursts
-_STARTING = ("start", "build")
-START_S = 600.0  # until every rank of the run has reported for the first time
-NODE_S = 9.0  # without a datagram
-UNHEARD_S = 7.0  # of a leader that hears a node whose datagrams say that it is not heard there
-SETTLE_S = 1.5  # between the first record and the verdict: the cause may be noticed after its consequence
-CAUSE_S = 12.0  # the same while all records are consequences
-DOUBT_S = 2.5  # for a node that is silent to say in the run directory that it has lost its link
-PROBE_AFTER_S = 3.0  # of silence, a file is written to see whether the file system answers
-PROBE_S = 8.0
+_WORD_S = 1.0  # for the record of a lost node to be read
 STACKS_S = 1.0  # for ranks to write their stacks
 WRITE_S = 2.5  # for the record to be on disk before ranks end, and their launchers look for it
 KILL_S = 5.5  # from the verdict to SIGKILL
@@ -58,38 +57,6 @@ END_S = 9.0  # from the verdict to the end of the watcher, whatever hangs
 _QUEUES_S = 2.0  # between two looks at the machine's TCP connections, which may be many
 _PATIENCE_S = 120.0  # for the first rank to connect
 _DETAIL = 6_000
-
-
-def culprit_of_silence(ranks: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
-    """Return which of the silent ranks holds up the others, and why it is thought so.
-
-    ranks: "rank", "wait", "doing", "idle_s", "groups" (collectives entered, by process group) and "sequence" of each.
-    """
-    outside = [each for each in ranks if not each["wait"]]
-    if outside:
-        first = max(outside, key=lambda each: (each["idle_s"], -each["rank"]))
-        return first, f"silent for {first['idle_s']:.0f} s in {first['doing']}, while the others wait for it"
-    late: Counter[int] = Counter()
-    for group in {name for each in ranks for name in each["groups"]}:
-        entered = {each["rank"]: each["groups"][group] for each in ranks if group in each["groups"]}
-        fewest = min(entered.values())
-        # In a circle of waits every rank is late somewhere: the one that most ranks wait for is the culprit.
-        num_waiting = sum(count > fewest for count in entered.values())
-        if num_waiting:
-            late.update({rank: num_waiting for rank, count in entered.items() if count == fewest})
-    if late:
-        most = max(late.values())
-        number = min(rank for rank, count in late.items() if count == most)
-        first = next(each for each in ranks if each["rank"] == number)
-        return first, (
-            f"silent for {first['idle_s']:.0f} s in {first['doing']}: it entered fewer collectives ({first['sequence']}) than "
-            "the ranks that wait for it"
-        )
-    first = max(ranks, key=lambda each: (each["idle_s"], -each["rank"]))
-    where = f"{first['idle_s']:.0f} s in {first['doing']}"
-    if len(ranks) == 1:
-        return first, f"silent for {where}: no other rank is left"
-    return first, f"all {len(ranks)} ranks wait for each other in collectives, this one longest: {where}"
 
 
 class Watcher:
@@ -107,21 +74,24 @@ class Watcher:
         self._link = OwnLink()
         self._directory: Path | None = None
         self._device = 0  # of the run directory
+        self._limits = WatchLimits()
         self._attempt = 1
         self._started = self._last_tick = time.monotonic()
         self._beat_at = self._queues_at = 0.0
         self._failures: list[tuple[float, Failure]] = []  # when it was noticed here, and what
-        self._probe: tuple[int, float, int | None] | None = (
-            None  # process, since when the disk writes nothing, sectors then
-        )
+        # Process that writes a probe file, since when the disk writes nothing, sectors then
+        self._probe: tuple[int, float, int | None] | None = None
+        self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are on the way
         # Of the leader
         self._heard: dict[int, float] = {}
-        self._reports: dict[int, Mapping[str, Any]] = {}
+        self._nodes: dict[int, NodeView] = {}  # by number, as of their last messages
+        self._words: dict[int, tuple[int, float]] = {}  # by lost node: process that looks for its record, since when
+        self._lost_links: set[int] = set()  # nodes that have recorded the loss of their link
         self._gone: set[int] = set()  # nodes that ended in good order
         self._gone_at = self._started  # the last of them
         # Of the others
         self._leader = 0
-        self._answered_at = self._started + START_S - NODE_S  # it may start later than this node
+        self._answered_at = self._started + self._limits.start_s - self._limits.node_s  # it may start later
         self._next_leaders: dict[int, tuple] = {}
         self._leader_is_done = False
         # The end
@@ -149,8 +119,7 @@ class Watcher:
                     rank.shift(lag)
                 self._heard = {node: at + lag for node, at in self._heard.items()}
                 self._answered_at += lag
-            if ready or now - self._last_tick >= TICK_S:
-                self._handle(ready, now)
+            self._handle(ready, now)
             if now - self._last_tick >= TICK_S:
                 self._last_tick = now
                 self._tick(now)
@@ -185,7 +154,7 @@ class Watcher:
                 self._read(rank, now)
             if rank.pidfd in ready and not rank.is_over:
                 self._ended(rank, now)
-        for message in self._network.receive():
+        for message in self._network.receive(now):
             try:
                 self._hear(message, now)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -219,6 +188,7 @@ class Watcher:
             self._directory = directory = Path(message["directory"])
             self._device = message["device"]
             self._attempt = message["attempt"] or self._attempt
+            self._limits = WatchLimits(**message["limits"])
             os.umask(message["umask"])
             if message["attempt"]:
                 _in_child(lambda: reserve_space(directory))
@@ -244,7 +214,7 @@ class Watcher:
             how = (
                 f"killed by {signal_name(number)}"
                 if status is not None
-                else "ended without a word, as by signal 9 (SIGKILL)"
+                else "exited without reporting an error, probably by signal 9 (SIGKILL)"
             )
             if number == signal.SIGTERM:
                 how += ": scancel, a time limit, a second Ctrl-C, or a launcher that has ended"
@@ -252,15 +222,11 @@ class Watcher:
             cause = "out of memory" if out_of_memory else "signal"
         else:
             message, cause = f"ended with exit code {os.WEXITSTATUS(status)} before the run was over", "exit"
-        self._note(self._record(rank, cause, message, stack), now)
-
-    def _record(self, rank: WatchedRank, cause: str, message: str, detail: str = "") -> Failure:
-        phase = str(rank.page.get("phase", ""))
-        return Failure(rank.rank, cause, message, self._name, phase, detail[-_DETAIL:], node_rank=self._node_rank)
+        self._note(rank.view(now, self._node_rank).failure(cause, message, stack), now)
 
     def _note(self, failure: Failure, now: float) -> None:
         """Keep a record for the verdict, once for each rank and cause."""
-        failure = replace(failure, time=time.time())
+        failure = replace(failure, time=time.time(), detail=failure.detail[-_DETAIL:])
         known = {(each.rank, each.cause, each.node_rank) for _, each in self._failures}
         if (failure.rank, failure.cause, failure.node_rank) not in known:
             self._failures.append((now, failure))
@@ -273,11 +239,8 @@ class Watcher:
             self._queues_at, queues = now, tcp_queues()
         for rank in living:
             rank.look(now, queues)
-        for rank in self._ranks.values():
-            if self._verdict is None and (requested := rank.new_stacks()):
-                _say(f"rank {rank.rank} ({self._name}), process {rank.pid}, its stacks:\n{requested}")
         if self._verdict is None:
-            self._look_for_hangs(now)
+            self._judge_ranks(now)
         self._look_at_link(now)
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
@@ -287,33 +250,24 @@ class Watcher:
         if self._verdict is not None:
             self._finish(now)
 
-    def _look_for_hangs(self, now: float) -> None:
+    def _judge_ranks(self, now: float) -> None:
         for rank in self._ranks.values():
+            stacks, failure = rank.new_stacks(), self._hangs.pop(rank.rank, None)
+            if failure is not None:
+                self._note(replace(failure, detail=stacks), now)
+            elif stacks:
+                _say(f"rank {rank.rank} ({self._name}), process {rank.pid}, its stacks:\n{stacks}")
             if rank.is_over or rank.is_reported or rank.is_complete:
                 continue
-            idle, (wait, doing) = now - rank.moved_at, rank.waiting(now)
-            if rank.stopped_since and now - rank.stopped_since > STOPPED_S:
-                # What it last entered is in its stack, which it can write only once it runs again; it ends then.
-                self._note(
-                    self._record(rank, "stopped", f"stopped (state T) for {now - rank.stopped_since:.0f} s"), now
-                )
-                continue
-            held = rank.held() if idle > PROBE_AFTER_S and not rank.stopped_since else []
-            # Who waits for FUSE or Lustre may sleep interruptibly.
-            waits = [rank.file_operation] if idle > PROBE_AFTER_S and rank.file_operation else []
-            if held or waits:
+            view = rank.view(now, self._node_rank)
+            if view.held or view.file_operation:
                 self._probe_files(now)
-            hung, stuck = self._hung_probe(now), held or waits
-            if stuck and hung:
-                message = f"file system hung: {self._directory} does not answer for {hung:.0f} s; it holds {stuck[0]}"
-                self._note(self._record(rank, "file system hung", message, "\n".join(stuck)), now)
-            limit = START_SILENT_S if rank.page["phase"] in _STARTING else SILENT_S
-            # Held in the kernel while the file system answers: a large write that is slow, under the phase's deadline.
-            if idle > limit and not wait and not held and not rank.stopped_since and rank.page.get("beats"):
-                rank.signal(signal.SIGUSR1)
-                time.sleep(0.1)
-                message = f"silent for {idle:.0f} s in {doing}"
-                self._note(self._record(rank, "hang", message, rank.new_stacks()), now)
+            failure = rank_failure(view, self._limits, str(self._directory), self._unwritten_s(now))
+            if failure is not None and failure.cause == "hang":
+                rank.signal(signal.SIGUSR1)  # its stacks are there at the next tick
+                self._hangs[rank.rank] = failure
+            elif failure is not None:
+                self._note(failure, now)
 
     def _probe_files(self, now: float) -> None:
         """Have a child write a small file beside the run's, to see whether the file system answers."""
@@ -322,8 +276,8 @@ class Watcher:
         directory, name = self._directory, f".watcher_{self._node_rank}"
         self._probe = (_in_child(lambda: _touch(directory / name)), now, self._sectors())
 
-    def _hung_probe(self, now: float) -> float:
-        """Return for how many seconds the file system has not answered; 0 while it may yet."""
+    def _unwritten_s(self, now: float) -> float:
+        """Return for how many seconds the probe file has not been written while its disk wrote nothing; 0 without one."""
         if self._probe is None:
             return 0.0
         process, since, written = self._probe
@@ -334,47 +288,42 @@ class Watcher:
         if (written_now := self._sectors()) != written:
             self._probe = process, now, written_now
             return 0.0
-        return now - since if now - since > PROBE_S else 0.0
+        return now - since
 
     def _sectors(self) -> int | None:
         return sectors_written(self._device) if self._device else None
 
     # Other nodes
 
-    def _silence(self, now: float) -> dict[str, Any]:
-        """Return how long the ranks of this node have been silent, and what each does where that matters."""
+    def _here(self, now: float) -> NodeView:
+        """Return what the ranks of this node do."""
         living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
+        views = [rank.view(now, self._node_rank) for rank in living]
         # The end of a rank is a move: those that waited for it have had no time to continue.
-        idle = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
-        is_bounded = any(rank.waiting(now)[0] == "bounded" for rank in living)
-        details = []
-        if idle > SILENT_S / 2 or self._failures:
-            for rank in living:
-                page, (wait, doing) = rank.page, rank.waiting(now)
-                details.append(
-                    {
-                        "rank": rank.rank,
-                        "node": self._name,
-                        "node_rank": self._node_rank,
-                        "idle_s": now - rank.moved_at,
-                        "phase": page["phase"],
-                        "wait": wait,
-                        "doing": doing,
-                        "groups": page.get("groups", {}),
-                        "sequence": page.get("sequence", 0),
-                    }
-                )
-        return {"idle_s": idle, "is_bounded": is_bounded, "details": details}
+        idle_s = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
+        stalled_s = min((view.stalled_s for view in views), default=0.0)
+        is_still = idle_s > self._limits.silent_s / 2 or stalled_s > self._limits.stalled_s / 2
+        return NodeView(
+            self._node_rank,
+            self._name,
+            tuple(sorted(self._ranks)),
+            is_gone=bool(self._ranks) and all(rank.is_complete for rank in self._ranks.values()),
+            unanswered_s=0.0 if self._is_leader else max(0.0, now - self._answered_at),
+            idle_s=idle_s,
+            is_bounded=any(view.wait == BOUNDED for view in views),
+            views=tuple(views) if is_still or self._failures else (),
+        )
 
     def _beat(self, now: float) -> None:
-        is_done = bool(self._ranks) and all(rank.is_complete for rank in self._ranks.values())
+        here = self._here(now)
+        self._nodes[self._node_rank], self._heard[self._node_rank] = here, now
+        if self._is_leader:
+            for node in self._network.addresses if here.is_gone else ():
+                self._network.send(node, {"kind": "answer", "is_done": True})
+            return
         beat = {
             "kind": "beat",
-            "ranks": sorted(self._ranks),
-            "name": self._name,
-            "is_done": is_done,
-            "is_over": self._verdict is not None,
-            "unanswered_s": 0.0 if self._is_leader else max(0.0, now - self._answered_at),
+            "view": asdict(replace(here, views=())),
             "failures": [
                 {
                     **asdict(failure),
@@ -384,37 +333,37 @@ class Watcher:
                 }
                 for at, failure in self._failures[:4]
             ],
-            **self._silence(now),
+            "details": [asdict(replace(view, held=(), file_operation="")) for view in here.views],
         }
-        self._reports[self._node_rank], self._heard[self._node_rank] = beat, now
-        if self._is_leader:
-            for node in self._network.addresses if is_done else ():
-                self._network.send(node, {"kind": "answer", "is_done": True})
-            return
         self._network.send(self._leader, beat)
-        if now - self._answered_at > NODE_S and not self._leader_is_done and not is_done and self._verdict is None:
+        if self._leader_is_done or here.is_gone or self._verdict is not None:
+            return
+        if now - self._answered_at > self._limits.node_s / 3:
+            self._network.call(self._leader, beat, now)
+        if now - self._answered_at > self._limits.node_s:
             self._lose_leader(now)
 
     def _look_at_link(self, now: float) -> None:
         others = [node for node in self._network.addresses if node != self._node_rank]
         if others:
-            at = min((at for _, at, _ in self._without_contact(now)), default=now)
-            self._link.look(now, self._network.host(others[0]), now - at)
+            nodes = [node for node in self._seen(now) if node.node_rank != self._node_rank and not node.is_gone]
+            silent_s = max((node.silent_s + node.unanswered_s for node in nodes), default=0.0)
+            self._link.look(now, self._network.host(others[0]), silent_s)
 
-    def _without_contact(self, now: float) -> Iterator[tuple[int, float, str]]:
-        """Yield the nodes that this one should hear, since when it does not or is not heard, and which of the two."""
-        if not self._is_leader:
-            yield self._leader, self._answered_at, "is silent"
-            return
-        for node, at in self._heard.items():
-            if node != self._node_rank and node not in self._gone:
-                yield node, at, "is silent"
-                yield node, at - self._reports[node]["unanswered_s"], "has had no answer"
+    def _seen(self, now: float) -> list[NodeView]:
+        """Return the nodes that this one hears, as of now: all of them for the leader, the leader for the others."""
+        if self._is_leader:
+            return [replace(self._nodes[node], silent_s=now - at) for node, at in self._heard.items()]
+        name = f"node {self._leader}" if self._leader else "the node of rank 0"
+        leader = self._nodes.get(self._leader) or NodeView(self._leader, name)
+        return [replace(leader, silent_s=now - self._answered_at)]
 
     def _lose_leader(self, now: float) -> None:
         """Turn to the next node that may answer, in the end to oneself."""
         lost = self._leader
-        failure = self._lost_node(lost, f"node {lost}" if lost else "the node of rank 0", now, self._answered_at)
+        [leader] = self._seen(now)
+        failure = self._node_failure(leader, leader.silent_s, "is silent", now)
+        assert failure is not None
         self._note(failure, now)
         following = sorted(node for node in self._next_leaders if node > lost)
         is_alone = failure.node_rank == self._node_rank
@@ -422,19 +371,11 @@ class Watcher:
         self._leader = self._node_rank if is_alone or is_next else following[0]
         self._network.addresses.update(self._next_leaders)
         if not self._is_leader:
-            self._answered_at = now - NODE_S / 2  # it answers at once or not at all
+            self._answered_at = now - self._limits.node_s / 2  # it answers at once or not at all
 
-    def _lost_node(self, node: int, name: str, now: float, at: float, how: str = "is silent") -> Failure:
-        """Return the record of a node without contact since `at`, or of this node if its own link is lost."""
-        silent_s = now - at
-        if fault := self._link.fault(at, self._network.host(node)):
-            message = f"link lost: {name} {how} for {silent_s:.0f} s, {fault}"
-            return Failure(-1, "link lost", message, self._name, self._phase(), node_rank=self._node_rank)
-        beat = self._reports.get(node, {})
-        numbers = beat.get("ranks") or ()
-        ranks = f" with rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else ""
-        message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
-        return Failure(-1, "node lost", message, beat.get("name", name), self._phase(), node_rank=node)
+    def _node_failure(self, node: NodeView, silent_s: float, how: str, now: float) -> Failure | None:
+        fault = self._link.fault(now - silent_s, self._network.host(node.node_rank))
+        return node_failure(NodeView(self._node_rank, self._name), node, silent_s, how, fault, self._phase())
 
     def _phase(self) -> str:
         pages = [rank.page.get("phase", "") for rank in self._ranks.values()]
@@ -443,8 +384,10 @@ class Watcher:
     def _hear(self, message: Mapping[str, Any], now: float) -> None:
         node = int(message["from"])
         if message["kind"] == "beat":
-            self._heard[node], self._reports[node] = now, message
-            if message["is_done"] and node not in self._gone:
+            views = tuple(RankView(**detail) for detail in message["details"])
+            view = NodeView(**{**message["view"], "node_rank": node, "views": views})
+            self._heard[node], self._nodes[node] = now, replace(view, ranks=tuple(view.ranks))
+            if view.is_gone and node not in self._gone:
                 self._gone.add(node)
                 self._gone_at = now
             for entry in message["failures"]:
@@ -467,7 +410,7 @@ class Watcher:
                 int(each): tuple(address) for each, address in message.get("next", {}).items()
             } or self._next_leaders
             if "name" in message:
-                self._reports.setdefault(node, {"name": message["name"], "ranks": []})
+                self._nodes.setdefault(node, NodeView(node, message["name"]))
         if message.get("verdict") and self._verdict is None:
             self._decide([Failure(**entry) for entry in message["verdict"]], now, is_writer=False)
 
@@ -479,78 +422,38 @@ class Watcher:
     # The leader
 
     def _lead(self, now: float) -> None:
-        self._find_lost_nodes(now)
-        self._find_global_hang(now)
+        nodes = self._seen(now)
+        if not self._leader_is_done and self._node_rank not in self._gone:
+            for node, silent_s, how in without_contact(nodes, self._limits):
+                if (failure := self._node_failure(node, silent_s, how, now)) is not None:
+                    self._note(failure, now)
         if not self._failures:
-            return
-        first = min(at for at, _ in self._failures)
-        records = [failure for _, failure in self._failures]
-        has_cause = any(not failure.is_consequence for failure in records)
-        patience = SETTLE_S if has_cause else CAUSE_S
-        if has_cause and len({failure.rank for failure in records}) == self._world_size:
-            patience = 0.0  # every rank has reported
-        elif any(failure.cause == "node lost" for failure in records):
-            patience += DOUBT_S
-        if now - first < patience:
-            return
-        if all(failure.is_consequence or failure.cause == "deadline" for failure in records):
-            # Their sequence numbers tell more than which of them lost its patience first.
-            hang = self._hang_of(self._details())
-            records += [replace(hang, time=min(failure.time for failure in records) - 1e-3)] if hang else []
-        records = [self._with_word_of_the_lost(failure) for failure in records]
-        self._decide(in_order([replace(failure, attempt=self._attempt) for failure in records]), now, is_writer=True)
+            failure = hang(nodes, self._world_size, self._limits, now - self._gone_at) or missing_ranks(
+                nodes, self._world_size, now - self._started, self._limits
+            )
+            if failure is not None:
+                self._note(failure, now)
+        failures = decision(self._failures, nodes, self._world_size, now, self._limits, self._attempt)
+        if failures is not None and self._words_are_in(failures, now):
+            self._decide([self._with_word_of_the_lost(failure) for failure in failures], now, is_writer=True)
+
+    def _words_are_in(self, failures: Sequence[Failure], now: float) -> bool:
+        """Look whether lost nodes have left a cause in the run directory; True once that is known, or takes too long."""
+        for node in {failure.node_rank for failure in failures if failure.cause == "node lost"} - self._words.keys():
+            if (directory := self._directory) is not None:
+                self._words[node] = _in_child(partial(_require_link_lost, directory, node)), now
+        for node, (process, since) in self._words.items():
+            if process and (code := _exit_code_of(process)) is not None:
+                self._words[node] = 0, since
+                if code == 0:
+                    self._lost_links.add(node)
+        return all(not process or now - since > _WORD_S for process, since in self._words.values())
 
     def _with_word_of_the_lost(self, failure: Failure) -> Failure:
-        """Return a record of a lost node, with the cause that the node itself has left in the run directory, if any."""
-        if failure.cause != "node lost" or self._directory is None:
+        """Return the record of a lost node with the cause that the node itself has left in the run directory, if any."""
+        if failure.cause != "node lost" or failure.node_rank not in self._lost_links:
             return failure
-        directory, node = self._directory, failure.node_rank
-        child = _in_child(lambda: _require_link_lost(directory, node))
-        time.sleep(0.3)
-        if _exit_code_of(child) != 0:
-            return failure
-        return replace(failure, cause="link lost", message=f"link lost: that node says so itself; {failure.message}")
-
-    def _find_lost_nodes(self, now: float) -> None:
-        if self._leader_is_done or self._node_rank in self._gone:
-            return
-        for node, at, how in self._without_contact(now):
-            # A node that has no answer turns to the next leader at NODE_S, and is heard until then.
-            if now - at > (NODE_S if how == "is silent" else UNHEARD_S):
-                failure = self._lost_node(node, f"node {node}", now, at, how)
-                is_known = (failure.cause, failure.node_rank) in {
-                    (each.cause, each.node_rank) for _, each in self._failures
-                }
-                if not is_known and (how == "is silent" or failure.node_rank == self._node_rank):
-                    self._failures.append((now, failure))
-        if now - self._started > START_S and not self._failures:
-            ranks = {rank for beat in self._reports.values() for rank in beat.get("ranks", ())}
-            missing = sorted(set(range(self._world_size)) - ranks)
-            if missing:
-                message = f"ranks {missing[:8]} of {self._world_size} never reported within {START_S:g} s"
-                self._note(Failure(missing[0], "not started", message, "its node", "start"), now)
-
-    def _details(self) -> list[Mapping[str, Any]]:
-        return [detail for beat in self._reports.values() for detail in beat.get("details", ())]
-
-    def _find_global_hang(self, now: float) -> None:
-        beats = [beat for node, beat in self._reports.items() if node not in self._gone]
-        num_ranks = sum(len(beat.get("ranks", ())) for beat in self._reports.values())
-        is_silent = all(beat.get("idle_s", 0.0) > SILENT_S and not beat["is_bounded"] for beat in beats)
-        details = self._details()
-        if self._failures or num_ranks < self._world_size or not is_silent or not details:
-            return
-        if now - self._gone_at < SILENT_S:
-            return
-        limit = START_SILENT_S if any(detail["phase"] in _STARTING for detail in details) else SILENT_S
-        if min(detail["idle_s"] for detail in details) > limit and (hang := self._hang_of(details)):
-            self._failures.append((now, hang))
-
-    def _hang_of(self, details: Sequence[Mapping[str, Any]]) -> Failure | None:
-        if not details:
-            return None
-        found, message = culprit_of_silence(details)
-        return Failure(found["rank"], "hang", message, found["node"], found["phase"], node_rank=found["node_rank"])
+        return replace(failure, cause="link lost", message=f"link lost: that node reports it; {failure.message}")
 
     # The end
 

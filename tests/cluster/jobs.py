@@ -20,7 +20,7 @@ REQUIRED = "MEGATRON_DAPO_CLUSTER"  # set by `make test-cluster`: a machine that
 # A few steps of the quickstart on 4 prompts; {rest} says what generates.
 LAYOUT = """
 base = "{base}"
-run = {{ output_dir = "{output}", total_steps = {steps} }}
+run = {{ output_dir = "{output}", total_steps = {steps}, node_timeout_seconds = 9.0 }}
 parallel = {{ tp_size = 1, num_processes = {num_processes} }}
 reward = {{ overlong_punishment = {{ enabled = false }} }}
 training = {{ mini_batch_prompts = 4 }}

@@ -37,7 +37,7 @@ POLL_S = 0.01
 
 LAYOUT = """
 base = "{base}"
-run = {{ output_dir = "{output}", total_steps = {steps}, max_fruitless_attempts = 20 }}
+run = {{ output_dir = "{output}", total_steps = {steps}, max_fruitless_attempts = 20, node_timeout_seconds = 9.0 }}
 parallel = {{ tp_size = 1, num_processes = {num_processes} }}
 training = {{ mini_batch_prompts = 2 }}
 checkpoint = {{ interval = 1, keep = {keep} }}

@@ -139,7 +139,7 @@ def read_verdict(run: ClusterRun, since: float, timeout_s: float) -> Mapping[str
 
 
 # Words of the printed line by cause, where they are not the cause's own name.
-_WORDS = {"signal": ("killed by signal", "ended without a word")}
+_WORDS = {"signal": ("killed by signal", "exited without reporting an error")}
 
 
 def is_cause_printed(cause: str, line: str) -> bool:

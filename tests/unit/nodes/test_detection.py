@@ -29,7 +29,7 @@ def healthy(num_nodes: int = 6, num_seconds: int = 120, num_metrics: int = 1, se
 
 
 @pytest.mark.parametrize("distance", ["euclidean", "manhattan", "chebyshev"])
-@pytest.mark.parametrize("num_nodes", [3, 4, 16, 300])
+@pytest.mark.parametrize("num_nodes", [4, 16, 300])
 def test_the_faulty_node_is_named(num_nodes: int, distance: str) -> None:
     samples = healthy(num_nodes)
     samples.values[1, 50:100] = 0.1
@@ -87,7 +87,7 @@ def test_healthy_nodes_are_none() -> None:
         assert detect(healthy(4, 200, seed=seed), SHORT, denoisers) is None
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
 def test_too_few_nodes_are_none(num_nodes: int) -> None:
     samples = healthy(num_nodes)
     samples.values[0] = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from megatron_dapo.recovery.failure import (
     first_line,
     in_order,
     read_failure,
+    reserve_space,
     write_failures,
 )
 
@@ -107,3 +110,18 @@ def test_attempts_are_numbered_and_an_old_failure_does_not_stay(tmp_path: Path) 
     assert begin_attempt(tmp_path, started) == 3 and read_failure(tmp_path) is not None
     clear_failures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["attempt"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a small file system")
+def test_the_record_of_a_full_disk_is_written_on_it(tmp_path: Path) -> None:
+    """Not a byte is left for the record but what was reserved for it."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)], check=True, timeout=20)
+    try:
+        reserve_space(tmp_path / "run")
+        with pytest.raises(OSError, match="No space left") as raised:
+            (tmp_path / "file").write_bytes(bytes(1 << 20))
+        failure = failure_of(1, raised.value)
+        assert failure.cause == "disk full" and write_failures(tmp_path / "run", [failure], "node_0")
+        assert read_failure(tmp_path / "run") == failure
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True, timeout=20)

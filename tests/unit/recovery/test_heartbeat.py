@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from megatron_dapo.parallel.coordination import Progress, collective_timeout
 from megatron_dapo.recovery import heartbeat as module
 from megatron_dapo.recovery.failure import EXIT_CODE, Failure, read_failure
-from megatron_dapo.recovery.heartbeat import BOUNDED, COLLECTIVE, Heartbeat, waiting_for
+from megatron_dapo.recovery.heartbeat import WAITS, Heartbeat, waiting_for
+from megatron_dapo.recovery.verdict import BOUNDED, COLLECTIVE
 
 ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -116,6 +118,8 @@ def frames_of(*modules: str):
         (("megatron_dapo.trainer.loop", "megatron_dapo.rewards.pool", "threading"), BOUNDED, "verifiers"),
         (("megatron_dapo.trainer.build_engines", "megatron_dapo.engines.sglang.server", "httpcore"), BOUNDED, "SGLang"),
         (("megatron_dapo.trainer.loop", "subprocess"), BOUNDED, "a child process"),
+        (("megatron_dapo.trainer.loop", "megatron_dapo.recovery.file_process", "socket"), BOUNDED, "file process"),
+        (("megatron_dapo.trainer.loop", "megatron_dapo.recovery.background_save", "threading"), BOUNDED, "checkpoint"),
         # torch is outside here: the rank waits in its own code, which torch has called.
         (("torch.utils._contextlib", "megatron_dapo.trainer.updater", "threading"), "", "updater.py"),
         (("own_script",), "", "own_script.py"),
@@ -124,6 +128,31 @@ def frames_of(*modules: str):
 def test_the_innermost_known_frame_tells_the_wait(modules: tuple[str, ...], kind: str, place: str) -> None:
     found, doing = waiting_for(frames_of(*modules))
     assert found == kind and place in doing
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in WAITS])
+def test_the_modules_of_waits_exist(name: str) -> None:
+    """A module that moved without this list would turn its waits into hangs."""
+    assert importlib.util.find_spec(name) is not None
+
+
+def test_sequence_numbers_count_collectives_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NCCL as well: torch's counter is the host's, which never asks the device."""
+
+    class Group:
+        def __init__(self, name: str, purpose: str, count: int) -> None:
+            self.group_name, self.group_desc, self.count = name, purpose, count
+
+        def _get_sequence_number_for_group(self) -> int:
+            if self.count < 0:
+                raise RuntimeError("this backend has no counter")
+            return self.count
+
+    groups = [Group("0", "default_pg", 3), Group("7", "undefined", 5), Group("9", "", -1)]
+    distributed = types.ModuleType("distributed_c10d")
+    distributed._world = types.SimpleNamespace(pg_map=dict.fromkeys(groups))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", distributed)
+    assert module._sequence_numbers() == {"groups": {"7": 5, "0 (default_pg)": 3}, "sequence": 8}
 
 
 def test_beats_continue_while_torch_is_being_imported(heartbeat: Unwatched, monkeypatch: pytest.MonkeyPatch) -> None:
