@@ -42,7 +42,7 @@ def job_environment() -> dict[str, str]:
     """Return the environment of a user who submits jobs: this interpreter first on the path."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     import_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PREFLIGHT": "0"}
     return {"HOME": os.environ.get("HOME", "/root"), "PATH": path, "PYTHONPATH": import_path, **one_thread}
 
 

@@ -23,6 +23,12 @@ recipe=examples/recipes/dapo_qwen2.5_32b.toml
 if [ "$NODE_RANK" = 0 ]; then
     megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run --nodes 16 --gpus-per-node 8
 fi
-export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-exec python -m megatron_dapo.launch.torchrun --max-restarts 3 --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+# A wrong interface: export NCCL_IB_HCA and NCCL_SOCKET_IFNAME, see slurm.sh.
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+rendezvous=(--nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR")
+if [ "${PREFLIGHT:-1}" = 1 ]; then # every node is measured, and a slow one named; PREFLIGHT=0 leaves it out
+    python -m megatron_dapo.launch.torchrun "${rendezvous[@]}" --master-port "$((${MASTER_PORT:-29500} + 1))" \
+        --module megatron_dapo.cli.main preflight "$recipe" "${settings[@]}" "$@"
+fi
+exec python -m megatron_dapo.launch.torchrun --max-restarts 3 "${rendezvous[@]}" --master-port "${MASTER_PORT:-29500}" \
     --module megatron_dapo.launch.worker "$recipe" "${settings[@]}" "$@"

@@ -18,5 +18,5 @@ settings=(--set "model.path=$(realpath "$2")" --set "data.train_paths=['$(realpa
 layout=$(realpath "$1")
 cd "$(dirname "$0")/../.."
 shift 4
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 exec megatron-dapo "${COMMAND:-train}" "$layout" --restarts "${RESTARTS:-3}" "${settings[@]}" "$@"

@@ -9,8 +9,13 @@
 # and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
 # made no train step. Where nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and the trainer alone starts again
 # in the same job; checkpoint.memory_copies keeps its last checkpoint in the nodes' memory. COMMAND=pretrain-value before it pretrains the
-# critic of a layout of VAPO or T-PPO. PREFLIGHT=1 before it measures the nodes first, and ends the job where one is slow. With
-# nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
+# critic of a layout of VAPO or T-PPO. Several nodes are measured first, and a slow one ends the job: PREFLIGHT=0 leaves that out. With
+# nodes.enabled = true and nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
+#
+# NCCL finds its interfaces by itself. Where it takes a wrong one, export before sbatch, as the site's administrators say, for example
+#   NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_4,mlx5_5    the cards of the compute network, without those of storage (ibdev2netdev lists them)
+#   NCCL_SOCKET_IFNAME=eth0                    the interface of NCCL's first connections (gloo's is GLOO_SOCKET_IFNAME)
+# NCCL_DEBUG=INFO shows what it took.
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -22,7 +27,7 @@
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
-    sed -n '2,14p' "$0"
+    sed -n '2,18p' "$0"
     exit 2
 fi
 layout=$1
@@ -36,13 +41,16 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}                                   # the first; a pipe into head would end the script when scontrol writes on
 export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))} # one for each job: two jobs may share a node
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
+options=("$@")
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi
 # When the job ends: the time left after a signal decides whether a checkpoint is begun.
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
 export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
-# All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # without it NCCL fails without saying why
+# All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks. A
+# task moves itself to the cores next to its GPU.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
 step=(srun --overlap --immediate=120 --kill-on-bad-exit=1 --cpu-bind=none)
@@ -67,9 +75,10 @@ if is_smaller; then
     exit 75
 fi
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
-# PREFLIGHT=1: every node is measured first, and a slow one named: see docs/nodes.md.
-if [ "${PREFLIGHT:-0}" = 1 ]; then
-    "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight --directory "${PREFLIGHT_DIRECTORY:-.}"
+# Every node is measured first, and a slow one named: see docs/nodes.md.
+if [ "${PREFLIGHT:-$((SLURM_JOB_NUM_NODES > 1))}" = 1 ]; then
+    "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight "$layout" "${settings[@]}" "${options[@]}" \
+        --directory "${PREFLIGHT_DIRECTORY:-.}"
 fi
 # A step of its own: what a step has started ends with it. Without servers or copies of checkpoints to keep it ends at once.
 "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \

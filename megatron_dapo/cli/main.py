@@ -359,6 +359,8 @@ def check_loss(
 
 @app.command()
 def preflight(
+    recipe: Annotated[Path | None, typer.Argument(help="recipe or layout whose groups are measured too")] = None,
+    overrides: SetOption = None,
     directory: Annotated[Path, typer.Option(help="where runs write: the disk that is measured")] = Path("runs"),
     tolerance: Annotated[float, typer.Option(help="share of the median below which a node is slow")] = 0.6,
 ) -> None:
@@ -371,7 +373,14 @@ def preflight(
     from megatron_dapo.cli.preflight import preflight as measure
 
     try:
-        code = measure(directory, tolerance, typer.echo)
+        layout = None
+        if recipe is not None:
+            from megatron_dapo.config.loader import load_config
+            from megatron_dapo.launch.environment import process_environment
+            from megatron_dapo.trainer.topology import parallel_layout
+
+            layout = parallel_layout(load_config(recipe, overrides or []).config, process_environment().world_size)
+        code = measure(directory, tolerance, typer.echo, layout)
     except ValueError as error:
         refuse(error)
     raise typer.Exit(code)

@@ -1,11 +1,13 @@
 """The pre-flight of a run's nodes: what each one computes, copies, sends and writes, against the median of all.
 
-    srun --ntasks-per-node=8 megatron-dapo preflight --directory runs      # or torchrun, with --no-python
+    srun --ntasks-per-node=8 megatron-dapo preflight LAYOUT --directory runs      # or torchrun, with --no-python
     node3: matrix product 41 TFLOP/s (7 % of the median), memory ..., all-reduce ..., disk ...: SLOW
 
 Every rank measures its own device; a node's figure is that of its slowest rank. An all-reduce over all nodes runs at the
 pace of the slowest link and names nobody, so nodes all-reduce in pairs, in several rounds with other partners, and a node's
-figure is its best round: a healthy node that meets a slow one once is not slow.
+figure is its best round: a healthy node that meets a slow one once is not slow. With a layout, its tensor-parallel groups are
+measured like that too, and its data-parallel groups are compared with each other: all of them use all nodes, but each of them
+other network cards. A network that NCCL cannot use at all ends the pre-flight within three minutes, not the run in thirty.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
 from megatron_dapo.parallel.store import restrict_stores
+
+if TYPE_CHECKING:
+    from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_ROUNDS = 3
 MIB = 1 << 20
@@ -30,6 +37,7 @@ _SMALL_BYTES, _LARGE_BYTES = MIB, 64 * MIB  # of an all-reduce
 _SLOW_S = 0.25  # of the small one: the large one would then take a minute and say the same
 _DISK_BYTES = 64 * MIB
 _REPEATS = 3
+_TIMEOUT = timedelta(minutes=3)  # of a collective
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ MEASURES = (
     Measure("matrix product", "TFLOP/s", 1e12),
     Measure("memory", "GB/s", 1e9),
     Measure("all-reduce", "GB/s", 1e9),
+    Measure("tensor-parallel all-reduce", "GB/s", 1e9),
     Measure("disk", "MB/s", 1e6),
 )
 
@@ -82,10 +91,38 @@ def judge(figures: Mapping[str, Sequence[float]], tolerance: float) -> tuple[lis
     return lines, slow
 
 
-def preflight(directory: Path, tolerance: float, say: Callable[[str], None]) -> int:
+def groups_of(layout: ParallelLayout) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tensor-parallel groups of a layout and its data-parallel ones (with context), as ranks."""
+    tensor: dict[tuple[int, ...], list[int]] = {}
+    data: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        tensor.setdefault((at.pipeline, at.data, at.context), []).append(rank)
+        data.setdefault((at.pipeline, at.tensor), []).append(rank)
+    return list(tensor.values()), list(data.values())
+
+
+def judge_groups(figures: Mapping[Sequence[int], float], tolerance: float) -> list[str]:
+    """Return a line for each data-parallel group whose all-reduce, in bytes a second, is slow against the median of all."""
+    middle = median(figures.values()) if figures else 0.0
+    return [
+        f"data-parallel group of ranks {', '.join(map(str, ranks[:4]))}{', ...' * (len(ranks) > 4)}: all-reduce "
+        f"{figure / 1e9:.3g} GB/s ({100 * figure / middle:.0f} % of the median): SLOW"
+        for ranks, figure in figures.items()
+        if figure < tolerance * middle
+    ]
+
+
+def preflight(
+    directory: Path,
+    tolerance: float,
+    say: Callable[[str], None],
+    layout: ParallelLayout | None = None,
+) -> int:
     """Measure all nodes; every process of the job calls it. Rank 0 prints, and all return 1 if a node is slow, else 0.
 
-    directory: on the file system of the runs. Raises ValueError without a launcher's variables for several nodes.
+    directory: on the file system of the runs. layout: one whose groups are measured too. Raises ValueError without a
+    launcher's variables for several nodes.
     """
     process = process_environment()
     prepare_rendezvous(process)
@@ -94,35 +131,48 @@ def preflight(directory: Path, tolerance: float, say: Callable[[str], None]) -> 
     if torch.cuda.is_available():
         device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
-        return _measure_all(process, device, directory, tolerance, say)
+        return _measure_all(process, device, directory, tolerance, say, layout)
     finally:
         dist.destroy_process_group()
 
 
 def _measure_all(
-    process: ProcessEnvironment, device: torch.device, directory: Path, tolerance: float, say: Callable[[str], None]
+    process: ProcessEnvironment,
+    device: torch.device,
+    directory: Path,
+    tolerance: float,
+    say: Callable[[str], None],
+    layout: ParallelLayout | None,
 ) -> int:
     places, names = _places(process)
     own = [_matrix_product(device), _memory_bandwidth(device)]
     dist.barrier()
     own.append(_all_reduce_bandwidth(process, places, device))
     dist.barrier()
+    tensor_groups, data_groups = groups_of(layout) if layout is not None else ([], [])
+    own.append(_group_bandwidth(tensor_groups, device) or float("inf"))
+    dist.barrier()
+    of_data_group = _group_bandwidth(data_groups, device)
+    dist.barrier()
     own.append(_disk_bandwidth(directory, process.rank) if process.local_rank == 0 else float("inf"))
-    gathered = [torch.zeros(len(own), dtype=torch.float64) for _ in range(process.world_size)]
-    dist.all_gather(gathered, torch.tensor(own, dtype=torch.float64))
+    gathered = [torch.zeros(len(own) + 1, dtype=torch.float64) for _ in range(process.world_size)]
+    dist.all_gather(gathered, torch.tensor([*own, of_data_group], dtype=torch.float64))
     figures = {
-        names[node]: torch.stack([gathered[rank] for rank in ranks.values()]).amin(0).tolist()
+        # What no rank of a node has measured is 0.
+        names[node]: torch.stack([gathered[rank][:-1] for rank in ranks.values()]).amin(0).nan_to_num(posinf=0.0).tolist()
         for node, ranks in sorted(places.items())
     }
     lines, slow = judge(figures, tolerance)
+    of_groups = {tuple(ranks): float(gathered[ranks[0]][-1]) for ranks in data_groups if len(ranks) > 1}
+    slow_groups = judge_groups(of_groups, tolerance)
     if process.rank == 0:
-        for line in lines:
+        for line in [*lines, *slow_groups]:
             say(line)
         if slow:
             say(f"slow nodes: {','.join(slow)}; leave them out (sbatch --exclude={','.join(slow)}) or mend them")
-    return 1 if slow else 0
+    return 1 if slow or slow_groups else 0
 
 
 def _places(process: ProcessEnvironment) -> tuple[dict[int, dict[int, int]], dict[int, str]]:
@@ -207,6 +257,23 @@ def _exchange_seconds(partner: int | None, num_bytes: int, device: torch.device)
                 halves[own].add_(received)
 
     return _best_seconds(exchange, device)
+
+
+def _group_bandwidth(groups: Sequence[Sequence[int]], device: torch.device) -> float:
+    """Return the bytes a second of an all-reduce in this rank's group, while all groups make one; 0 in a group of one or none."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=_TIMEOUT)
+        own = group if dist.get_rank() in ranks and len(ranks) > 1 else own
+    if own is None:
+        return 0.0
+    for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
+        values = torch.ones(num_bytes // 4, device=device)
+        slowest = torch.tensor(_best_seconds(lambda values=values: dist.all_reduce(values, group=own), device))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=own)
+        if slowest.item() > _SLOW_S:
+            break
+    return num_bytes / slowest.item()
 
 
 def _disk_bandwidth(directory: Path, rank: int) -> float:

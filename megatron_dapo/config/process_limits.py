@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.affinity import cpus_at_start
+
 
 @dataclass(frozen=True)
 class ProcessLimits:
@@ -33,7 +35,7 @@ def process_limits(root: Path = Path("/")) -> ProcessLimits:
     quota = min((value for kind, value in found if kind == "cpu"), default=math.inf)
     job = os.environ.get("SLURM_JOB_ID", "")
     return ProcessLimits(
-        cores=min(len(os.sched_getaffinity(0)), max(1, math.ceil(quota)) if quota < math.inf else sys.maxsize),
+        cores=min(len(cpus_at_start()), max(1, math.ceil(quota)) if quota < math.inf else sys.maxsize),
         machine_cores=os.cpu_count() or 1,
         memory=None if memory is None else int(memory),
         machine_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -369,8 +369,15 @@ class Config(Section):
         """True if servers that the run starts are to outlive trainer processes that fail."""
         sglang = self.sglang
         # Memory of a GPU that a dead process shared must not stay open.
-        shares_gpu_memory = sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "device"
-        return self.rollout.engine == "sglang" and not sglang.urls and sglang.keep_seconds > 0 and not shares_gpu_memory
+        is_kept = not sglang.urls and sglang.keep_seconds > 0 and not self.shares_gpu_memory
+        return self.rollout.engine == "sglang" and is_kept
+
+    @property
+    def shares_gpu_memory(self) -> bool:
+        """True if servers read new weights from the trainer's GPU memory."""
+        sglang = self.sglang
+        is_shared = sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "device"
+        return self.rollout.engine == "sglang" and is_shared
 
     @property
     def leaves_processes(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")  # there where the NVIDIA driver is
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; before, and still read
 SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts supervisors of servers
 
 
@@ -148,6 +149,16 @@ def leave_compiler_out() -> None:
     """
     if not DRIVER_DEVICE.exists():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments, unless a variable configures it; to be called before torch is imported.
+
+    Packed micro-batches have varying lengths, which otherwise leave gigabytes reserved and unused. Not for a run that shares
+    device memory with its servers: such segments have no handle that another process can open.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))
 
 
 def keep_nccl_on_loopback(process: ProcessEnvironment) -> None:

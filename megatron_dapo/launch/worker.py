@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dapo.affinity import bind, cpus_near
 from megatron_dapo.launch.environment import (
     SERVERS_ARE_KEPT,
     ProcessEnvironment,
@@ -29,6 +30,7 @@ from megatron_dapo.launch.environment import (
     rendezvous_host,
     rendezvous_problem,
     supervision,
+    use_expandable_segments,
 )
 from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
@@ -200,13 +202,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Heartbeat) -> int:
+    loaded = load_run(parsed)
+    if not loaded.config.shares_gpu_memory:
+        use_expandable_segments()
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.parallel.coordination import collective_timeout
     from megatron_dapo.parallel.store import open_store, restrict_stores
     from megatron_dapo.recovery.attempts import exit_code_at, record_begin
     from megatron_dapo.recovery.failure import begin_attempt
 
-    loaded = load_run(parsed)
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)
     if not loaded.config.sglang.urls:
@@ -253,8 +257,17 @@ def _use_own_device(process: ProcessEnvironment) -> bool:
 
     if not torch.cuda.is_available():
         return False
-    torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
+    device = process.local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(device)
+    if address := pci_address(torch.cuda.get_device_properties(device)):
+        bind(cpus_near(address))
     return True
+
+
+def pci_address(properties: object) -> str:
+    """Return a GPU's address as sysfs names it, such as "0000:1b:00.0"; "" if torch does not tell."""
+    numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _configure_logging(process: ProcessEnvironment) -> None:

@@ -80,6 +80,23 @@ def initialize_process_group(timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
+def connect_groups() -> int:
+    """Make one tiny all-reduce on every process group of this rank; return the bytes of device memory that this took.
+
+    NCCL makes a communicator, with its buffers, at a group's first collective. Here that happens at a known moment, under a
+    deadline, and shows its memory. Collective: groups are visited in the order in which all ranks have made them.
+    """
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    for group in list(_living_groups()):
+        if group.size() > 1:
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    return free - torch.cuda.mem_get_info()[0]
+
+
 def initialize_parallel_state(
     layout: ParallelLayout,
     seed: int = 0,

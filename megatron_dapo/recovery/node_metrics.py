@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.affinity import all_cpus
 from megatron_dapo.engines.sglang.processes import end_with_parent
 from megatron_dapo.recovery.node_counters import NodeCounters
 from megatron_dapo.recovery.watched_rank import MESSAGE_BYTES, STATUS_BYTES
@@ -163,14 +164,15 @@ def start_helper(module: str, argument: str, has_packages: bool, output: int = s
     """
     root = str(Path(__file__).resolve().parents[2])
     others = os.environ.get("PYTHONPATH", "") if has_packages else ""
-    return subprocess.Popen(
-        [sys.executable, *([] if has_packages else ["-S"]), "-m", module, argument],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, others))), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.DEVNULL,
-    )
+    with all_cpus():
+        return subprocess.Popen(
+            [sys.executable, *([] if has_packages else ["-S"]), "-m", module, argument],
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, others))), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def become_helper(nice: int) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dapo.affinity import all_cpus
 from megatron_dapo.rewards.result import VERIFIER_OUTCOMES
 
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
@@ -86,15 +87,16 @@ class VerifierProcess:
     @classmethod
     def start(cls, hello: bytes, environment: Mapping[str, str]) -> VerifierProcess:
         """Start a process that reads `hello` first."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_dapo.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=dict(environment),
-            start_new_session=True,  # its own group, so that its children die with it
-        )
+        with all_cpus():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_dapo.rewards.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=dict(environment),
+                start_new_session=True,  # its own group, so that its children die with it
+            )
         worker = cls(process)
         # One thread serves all processes: it must never wait for the pipe of one.
         os.set_blocking(worker.stdin, False)

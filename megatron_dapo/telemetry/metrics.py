@@ -279,7 +279,15 @@ _STEP = [
             )
         ),
     ),
-    *_section("memory", ("host_rss_mib", "MiB", "resident host memory of rank 0 at the end of the step")),
+    *_section(
+        "memory",
+        ("host_rss_mib", "MiB", "resident host memory of rank 0 at the end of the step"),
+        (
+            "device_unallocated_mib",
+            "MiB",
+            "most device memory that torch has reserved on rank 0 minus the most that it has allocated, so far (0 without a GPU)",
+        ),
+    ),
     *_section(
         "time",
         *((name, "s", meaning) for name, meaning in PHASES.items()),

@@ -21,7 +21,7 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.megatron.tensor_overlap import overlapped_tokens
 from megatron_dapo.megatron.trained_model import TrainedModel
-from megatron_dapo.parallel.coordination import collective_timeout
+from megatron_dapo.parallel.coordination import Progress, collective_timeout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.checkpointing import load_training_state
@@ -72,6 +72,8 @@ def build_learner(
     models = DeviceModels(local if offloads else {}, phases)
 
     policy, progress = None, topology.coordination.progress
+    for model in local.values():
+        _mark_micro_batches(model, progress)
     if actor is not None:
         objective = PolicyObjective(algorithm, _sum_over_context(actor))
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
@@ -88,6 +90,12 @@ def build_learner(
     return ActorCriticLearner(
         policy_side, critic_side, config, _lambda_rule(config), phases, models, concurrent, stop_rule
     )
+
+
+def _mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
+    """Count the begin of each micro-batch as progress: a pass over many of them may enter no collective for minutes."""
+    for chunk in model.chunks:
+        chunk.register_forward_pre_hook(lambda *_: progress.mark())
 
 
 # ---- models

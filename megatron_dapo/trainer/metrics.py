@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from megatron_dapo.config.schema import Config, QualityConfig
 from megatron_dapo.data.injection import TEMPLATE
@@ -63,8 +64,16 @@ def step_metrics(
         **throughput_metrics(rollout, times, batch.generation_seconds),
         **node_metrics(),
         "memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20,
+        "memory/device_unallocated_mib": device_unallocated() / 2**20,
         **{f"time/{name}": seconds for name, seconds in times.items()},
     }
+
+
+def device_unallocated() -> int:
+    """Return the bytes by which torch's reserved device memory has exceeded the allocated at their highest; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def node_metrics(num_alerts: int = 0, stragglers: Sequence[Mapping[str, Any]] = ()) -> dict[str, float]:

@@ -26,7 +26,7 @@ from megatron_dapo.config.validator import require_valid
 from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.hooks import Callbacks
 from megatron_dapo.megatron.actor import MegatronActor
-from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.megatron.parallel_state import connect_groups, initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -40,6 +40,7 @@ from megatron_dapo.recovery.memory_copies import MemoryCopies
 from megatron_dapo.recovery.node_metrics import SamplerSettings, start_sampler
 from megatron_dapo.recovery.node_watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.recovery.signals import StopRequest
+from megatron_dapo.recovery.verdict import CONNECT
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
@@ -258,6 +259,9 @@ def _build(
     checkpoints = Checkpoints.of(config, state, topology.coordination, files)
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
+    with watch(CONNECT):
+        num_bytes = connect_groups()
+    logger.info("process groups are connected; they take %.2f GiB of device memory", num_bytes / GIB)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
         require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)
     recorder = None
@@ -342,4 +346,6 @@ def _watch(
     config: Config, topology: RunTopology, heartbeat: Heartbeat
 ) -> Callable[[str], AbstractContextManager[None]]:
     progress, limit_s = topology.coordination.progress, config.run.wait_timeout_seconds
-    return lambda name: heartbeat.phase(name, progress, limit_s)
+    # No group takes long to connect: a wrong network interface shows there, and is not worth the patience of a long wait.
+    connect_s = min(limit_s, config.run.hang_timeout_seconds)
+    return lambda name: heartbeat.phase(name, progress, connect_s if name == CONNECT else limit_s)

@@ -70,7 +70,7 @@ def job_environment() -> dict[str, str]:
     """Environment of a user who submits jobs: the trainer's interpreter first on the path."""
     keep = {key: os.environ[key] for key in ("HOME", "LANG", "PYTHONPATH") if key in os.environ}
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return {**keep, "PATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**keep, "PATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PREFLIGHT": "0"}
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "config", "device_thread"), 0),
+    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "affinity", "config", "device_thread"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data", "nodes", "plan"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 
+from megatron_dapo.affinity import all_cpus
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
@@ -199,15 +200,16 @@ def _spawn(
     numbers = [port.hand_over() for port in ports]
     with open(log, "ab") as stream:
         try:
-            return subprocess.Popen(
-                command(settings, numbers[0], numbers[1], scratch),
-                env=variables,
-                cwd=scratch,
-                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see processes.end_with_starter
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # `ProcessTree` finds its processes by their session
-            )
+            with all_cpus():
+                return subprocess.Popen(
+                    command(settings, numbers[0], numbers[1], scratch),
+                    env=variables,
+                    cwd=scratch,
+                    stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see processes.end_with_starter
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # `ProcessTree` finds its processes by their session
+                )
         except OSError as error:
             raise ValueError(f"engine python {settings.python} cannot be run: {error.strerror}") from error
 

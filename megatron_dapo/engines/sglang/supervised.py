@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from megatron_dapo.affinity import all_cpus
 from megatron_dapo.engines.sglang.client import EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.processes import require_same_user
@@ -85,13 +86,14 @@ class Supervision:
 
 def _start(address: str, launcher: int, keep_s: float) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", ""))))
-    return subprocess.Popen(
-        [sys.executable, "-m", _MODULE, address, str(launcher), str(keep_s)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__,
-        start_new_session=True,  # torchrun ends the sessions of its workers
-    )
+    with all_cpus():
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, address, str(launcher), str(keep_s)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            start_new_session=True,  # torchrun ends the sessions of its workers
+        )
 
 
 class SupervisorClient:

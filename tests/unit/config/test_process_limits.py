@@ -19,7 +19,7 @@ def group(root: Path, membership: str, files: dict[str, str]) -> Path:
 
 
 def test_limits_of_a_job_by_control_groups_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("megatron_dapo.config.process_limits.cpus_at_start", lambda: set(range(8)))
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     job = "sys/fs/cgroup/slurm/job_42"
     root = group(
@@ -33,7 +33,7 @@ def test_limits_of_a_job_by_control_groups_of_version_2(tmp_path: Path, monkeypa
 
 
 def test_limits_of_a_container_by_control_groups_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("megatron_dapo.config.process_limits.cpus_at_start", lambda: set(range(8)))
     memory, cpu = "sys/fs/cgroup/memory", "sys/fs/cgroup/cpu,cpuacct"
     root = group(
         tmp_path,
@@ -49,7 +49,7 @@ def test_limits_of_a_container_by_control_groups_of_version_1(tmp_path: Path, mo
 
 
 def test_one_core_by_affinity_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3})
+    monkeypatch.setattr("megatron_dapo.config.process_limits.cpus_at_start", lambda: {3})
     limits = process_limits(tmp_path)
     assert (limits.cores, limits.memory) == (1, None) and limits.machine_memory > 1 << 28
     unlimited = group(

@@ -160,3 +160,14 @@ def test_the_compiler_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest
     monkeypatch.setattr(environment, "DRIVER_DEVICE", tmp_path / "nvidiactl")
     environment.leave_compiler_out()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize("given", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_user_configures_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(os, "environ", {given: "max_split_size_mb:128"} if given else {})
+    environment.use_expandable_segments()
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    assert found == ({given: "max_split_size_mb:128"} if given else dict.fromkeys(names, "expandable_segments:True"))

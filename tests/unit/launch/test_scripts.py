@@ -68,6 +68,7 @@ def run_script(
         "NODES_LEFT": nodes_left,
         "EXCLUDED": excluded,
         "SLURM_JOB_NUM_NODES": 2,
+        "PREFLIGHT": 0,
         **variables,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
@@ -134,11 +135,18 @@ def test_a_node_that_is_to_go_is_excluded_beside_those_that_were(tmp_path: Path,
     assert code == 75 and lines[-2:] == ["requeue 17", f"update JobId=17 ExcNodeList={named}"]
 
 
-def test_the_nodes_are_measured_first_if_asked_and_a_slow_one_ends_the_job(tmp_path: Path) -> None:
-    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, PREFLIGHT=1)
-    assert code == 1 and "preflight" in lines and "requeue 17" not in lines
+def test_several_nodes_are_measured_first_and_a_slow_one_ends_the_job(tmp_path: Path) -> None:
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, PREFLIGHT="")
+    assert code == 1 and "requeue 17" not in lines
+    assert lines[lines.index("preflight") + 1] == "layout.toml" and "run.name=x" in lines, "with the groups of the layout"
     assert "megatron_dapo.launch.worker" not in lines, "nothing is trained"
-    assert "preflight" not in run_script("slurm.sh", tmp_path, 17)[1]
+    assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT=0)[1]
+    assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT="", SLURM_JOB_NUM_NODES=1, nodes_left=1)[1]
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "node.sh", "dapo_qwen2.5_32b.sh"])
+def test_nccl_says_why_it_fails(script: str) -> None:
+    assert re.search(r'^export .*NCCL_DEBUG="?\$\{NCCL_DEBUG:-WARN\}', (SCRIPTS / script).read_text(), re.MULTILINE)
 
 
 def is_running(pid: int) -> bool:
