@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from one_stream import OneStream
+from one_stream import use_one_queue_a_sender
 from sync_simulation import (
     PATIENT,
     Rendezvous,
@@ -115,7 +115,7 @@ def test_every_byte_arrives_in_every_version(
 @pytest.mark.parametrize(("tensor_parallel", "num_engines"), [(2, 1), (1, 2)])
 def test_a_backend_of_one_stream_carries_only_bytes(tensor_parallel, num_engines, monkeypatch) -> None:
     """NCCL runs operations one after the other: replies that it carried would block the bytes sent after them."""
-    monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
+    use_one_queue_a_sender(monkeypatch)
     monkeypatch.setattr(p2p_stream, "DIRECT_BYTES", 200)
     world = World(
         small_architecture(), TP2_PP2, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=1500
@@ -131,9 +131,33 @@ def test_a_backend_of_one_stream_carries_only_bytes(tensor_parallel, num_engines
     close_all(syncs)
 
 
+def test_senders_whose_threads_start_in_other_orders_do_not_wait_for_each_other(monkeypatch) -> None:
+    """Both write into every bucket. Bucket 1 of the first engine to launch waits for the other sender's bucket 0 of it, and would
+    hold back the other engine's bucket 0."""
+    use_one_queue_a_sender(monkeypatch)
+    world = World(
+        small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=1, num_engines=2, bucket_bytes=1500
+    )
+    outgoing = P2PTransport._outgoing
+
+    def late(self: P2PTransport, engine: int, *arguments):
+        if engine == self.rank:
+            time.sleep(0.3)
+        return outgoing(self, engine, *arguments)
+
+    monkeypatch.setattr(P2PTransport, "_outgoing", late)
+    engines = [PeerEngine(world.layout, index) for index in range(2)]
+    syncs = updates(world, engines, replace(PATIENT, transfer_s=15.0), backend="nccl")
+    weights = world.weights(1)
+    for report in update_all(syncs, 1, weights):
+        assert report.is_complete, report.describe()
+    assert all(world.holds(engine, index, world.expected(weights)) for index, engine in enumerate(engines))
+    close_all(syncs)
+
+
 def test_a_lost_engine_rank_ends_a_sync_of_one_stream(monkeypatch) -> None:
     """Control connections tell senders of a lost engine rank; without them a sender would wait until the deadline."""
-    monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
+    use_one_queue_a_sender(monkeypatch)
     world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
     syncs = updates(world, [PeerEngine(world.layout)], backend="nccl")
     broken(monkeypatch, "receive", 2, 2, lambda group: group.close())

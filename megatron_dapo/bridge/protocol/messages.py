@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-PROTOCOL_VERSION = 6  # rises with every change of a message: external servers may have another release installed
+PROTOCOL_VERSION = 7  # rises with every change of a message: external servers may have another release installed
 CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it, so that any element type can view them in place
 
 
@@ -163,6 +163,7 @@ class Reply:
     op: str
     ok: bool
     message: str = ""
+    is_lost: bool = False  # it failed because a connection broke, so something else is the cause
     sync_id: str = ""
     version: int | None = None  # held by the parameters; None while they are unknown or mixed
     num_bytes: int = 0  # copied into parameters by the message

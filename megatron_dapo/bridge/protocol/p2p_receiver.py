@@ -86,7 +86,7 @@ class P2PReceiver:
         begun = self._receiver.handle(replace(command, op="begin", channel={}), Channel())
         if not begun.ok:
             return replace(begun, op=RECEIVE)
-        message, num_bytes = "", 0
+        message, is_lost, num_bytes = "", False, 0
         try:
             device = next(iter(self._receiver.parameters.values())).device
             staging = Staging(device, STAGED_BUCKETS * max((b.num_bytes for b in channel.buckets), default=0))
@@ -94,10 +94,12 @@ class P2PReceiver:
                 num_bytes = receive_buckets(group, channel, self._receiver, command.sync_id, staging, deadline)
         # Every failure must reach the trainer as a reply.
         except Exception as error:
-            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            is_lost = isinstance(error, PeerError)
+            message = str(error) if isinstance(error, (ValueError, PeerError)) else f"{type(error).__name__}: {error}"
             self._receiver.fail(command.sync_id, message)
         seconds = time.perf_counter() - start
-        return replace(begun, op=RECEIVE, ok=not message, message=message, num_bytes=num_bytes, seconds=seconds)
+        outcome = {"ok": not message, "message": message, "is_lost": is_lost}
+        return replace(begun, op=RECEIVE, num_bytes=num_bytes, seconds=seconds, **outcome)
 
     def _close(self) -> None:
         group, self._group = self._group, None

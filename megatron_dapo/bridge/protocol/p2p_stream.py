@@ -10,6 +10,8 @@ parameters.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Reply
-from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerGroup, Pending
+from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerError, PeerGroup, Pending
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
 DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are messages of their own; below, a copy is cheaper
@@ -170,10 +172,54 @@ class _Flight:
         return attached
 
 
+Position = tuple[int, int, int]  # index of a bucket, engine, engine rank
+
+
+class LaunchOrder:
+    """Makes the threads of one rank, one an engine, launch their buckets in the order of their positions.
+
+    That order is the same on all senders. The kernels of all engines share the hardware queues of the sender's GPU, one with
+    CUDA_DEVICE_MAX_CONNECTIONS=1, and a kernel that waits for the bucket before it holds back all that were launched later. Two
+    senders with different orders would wait for each other: in one order the first bucket that is not complete never waits.
+
+    Indices come first, so that all engines receive all the time. No thread launches before all have joined their groups: a
+    communicator that is made while kernels wait could wait for them.
+    """
+
+    def __init__(self, engines: Iterable[int]) -> None:
+        self._next: dict[int, tuple[int, ...]] = dict.fromkeys(engines, ())  # engine -> position it launches next
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self, position: Position, deadline: float) -> Iterator[None]:
+        """Launch inside. An engine that has left, or was never in the order, need not wait. PeerError at the deadline."""
+        engine = position[1]
+        with self._changed:
+            if engine in self._next:
+                self._next[engine] = position
+                self._changed.notify_all()
+                if not self._changed.wait_for(lambda: self._is_first(engine), max(0.0, deadline - time.monotonic())):
+                    raise PeerError(f"bucket {position[0]} still waits for those of engine {min(self._others(engine))[1]}")
+        yield
+
+    def leave(self, engine: int) -> None:
+        """Let the others launch without this engine, which has launched everything or failed."""
+        with self._changed:
+            self._next.pop(engine, None)
+            self._changed.notify_all()
+
+    def _is_first(self, engine: int) -> bool:
+        return engine not in self._next or all(self._next[engine] < other for other, _ in self._others(engine))
+
+    def _others(self, engine: int) -> list[tuple[tuple[int, ...], int]]:
+        return [(position, other) for other, position in self._next.items() if other != engine]
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """One sender's contribution to a bucket of one engine rank."""
 
+    position: Position
     messages: Sequence[Message]  # to the engine rank's member
     values: Mapping[Chunk, torch.Tensor]  # as the sender holds them: strided, of its own type
     dtypes: Mapping[str, torch.dtype]  # of the engine's parameters
@@ -193,12 +239,10 @@ class Outgoing:
         return out
 
 
-def send_buckets(group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging, deadline: float) -> int:
-    """Send every bucket; return the bytes that left. Raise PeerError if a receiver is gone or late.
-
-    All senders of a group must list buckets in one order (by index, then by engine rank): on NCCL they leave one after
-    the other, and two orders would deadlock.
-    """
+def send_buckets(
+    group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging, order: LaunchOrder, deadline: float
+) -> int:
+    """Send every bucket, by position; return the bytes that left. Raise PeerError if a receiver is gone or late."""
     num_bytes, flight = 0, _Flight(group, staging, deadline)
 
     def free(blocks: list[torch.Tensor]) -> None:
@@ -216,7 +260,7 @@ def send_buckets(group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging
                 views.append(outgoing.pack(message, blocks[-1][: message.stop - message.start]))
             else:
                 views.append(as_bytes(outgoing.values[message.chunks[0]]))
-        with group.batch():
+        with order.turn(outgoing.position, deadline), group.batch():
             pending = [group.send(view, message.member) for view, message in zip(views, outgoing.messages)]
         num_bytes += sum(view.numel() for view in views)
         flight.add(pending, blocks)

@@ -1,7 +1,8 @@
 """Transport to engines on nodes of their own: every trainer rank sends its chunks from its shards to the engine ranks.
 
 One request to an engine starts a receiver in each of its ranks. Receivers and trainer ranks meet in a `PeerGroup` of the
-engine, through which bytes and replies travel. All senders send at once.
+engine, through which bytes and replies travel. All senders send at once, to all engines. Over NCCL all of them launch their
+buckets in one order (`LaunchOrder`): an engine that is frozen holds back the others until the deadline, a dead one does not.
 
     leader    POST receive ------------------------------------------------> (answered at the end)
     senders   join | send 0 | send 1 | ...      | checksums of what was sent
@@ -18,8 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from enum import IntEnum
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +30,7 @@ from megatron_dapo.bridge.protocol.p2p_stream import (
     READY,
     RECEIVE,
     STAGED_BUCKETS,
+    LaunchOrder,
     Outgoing,
     P2PChannel,
     Staging,
@@ -62,7 +65,6 @@ from megatron_dapo.bridge.transports.base import (
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
-_TOO_LONG = "took longer than"  # in the TimeoutError of `Call.result`
 _NUM_REASONS = 4  # of one engine that all ranks learn of
 _CALL_GRACE_S = 5.0  # for the answer to a request once the replies are here
 
@@ -121,10 +123,34 @@ class _Share:
     request: SyncRequest
     deadline: SyncDeadline
     sums: ExpectedChecksums
+    order: LaunchOrder
     replies: tuple[Reply, ...] = ()  # of the leader
     received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its reply; of the leader
     seconds: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
+    failure: SyncFailure | None = None
+
+
+class FailureKind(IntEnum):
+    """Kinds of failures of a sync. Of several, the lowest is closest to the cause."""
+
+    CAUSE = 0
+    LOST = 1  # a connection broke: what the others see of a failure
+    LATE = 2  # nothing was seen until the deadline
+
+
+class SyncFailure(NamedTuple):
+    """Why an engine was not served, as one rank saw it. They sort by how close they are to the cause."""
+
+    follows: bool  # the rank does not lead the engine
+    kind: FailureKind
+    rank: int
+    reason: str
+
+
+def _kind(error: Exception) -> FailureKind:
+    if isinstance(error, TimeoutError):
+        return FailureKind.LATE
+    return FailureKind.LOST if isinstance(error, PeerError) else FailureKind.CAUSE
 
 
 class P2PTransport:
@@ -153,7 +179,7 @@ class P2PTransport:
         self.seconds, self.received = {}, {}
         self._request, self._deadline = request, deadline
         self._shares: dict[int, _Share] = {}
-        self._failed: dict[int, list[str]] = {}  # engine -> reasons, its leader's first
+        self._failed: dict[int, list[SyncFailure]] = {}  # engine -> failures, its leader's first
         self._rendezvous = self._arrange(request.engines)
 
     def send(self, sources: Buffers) -> None:
@@ -169,7 +195,7 @@ class P2PTransport:
         """Collect the shares of this rank, and the failures that any rank saw."""
         result = TransferResult(ExpectedChecksums(self.plan))
         for engine, share in self._shares.items():
-            if share.failure:
+            if share.failure is not None:
                 continue
             result.expected.merge(share.sums)
             result.peak_bytes = max(result.peak_bytes, self._peak_bytes(engine))
@@ -179,8 +205,9 @@ class P2PTransport:
                 result.replies[engine] = share.replies
                 result.num_bytes[engine] = sum(share.received.values())
                 self.received.update(share.received)
-        for engine, reasons in self._failed.items():
-            result.fail(engine, _first_cause(reasons))
+        for engine, failures in self._failed.items():
+            first = min(failures, key=lambda failure: failure.kind)
+            result.fail(engine, f"trainer rank {first.rank}: {first.reason}" if first.follows else first.reason)
         return result
 
     def close(self) -> None:
@@ -216,11 +243,20 @@ class P2PTransport:
     def _attempt(self, engines: Sequence[int], rendezvous: Mapping[int, _Rendezvous], sources: Buffers) -> None:
         """Send to `engines` in one thread each; record this rank's shares and all ranks' failures."""
         mine = [engine for engine in engines if engine in self._own_engines]
-        shares = {engine: self._new_share() for engine in mine}
+        # Connections over gloo are independent; communicators share the queues of this rank's GPU.
+        order = LaunchOrder(mine if self.settings.backend == "nccl" else ())
+        shares = {engine: self._new_share(order) for engine in mine}
         for engine in mine:
             if rendezvous[engine].fresh:
                 self._drop(engine)
-        calls = {e: Call(lambda e=e: self._sync_engine(e, rendezvous[e], sources, shares[e])) for e in mine}
+
+        def sync(engine: int) -> PeerGroup:
+            try:
+                return self._sync_engine(engine, rendezvous[engine], sources, shares[engine])
+            finally:
+                order.leave(engine)  # if it failed, the others wait for it no longer
+
+        calls = {engine: Call(partial(sync, engine)) for engine in mine}
         for engine, call in calls.items():
             try:
                 # Kept here and not by the thread: one that misses the deadline must not touch the groups of later syncs.
@@ -228,7 +264,9 @@ class P2PTransport:
             # An engine can fail with any exception; that must not fail this rank.
             except Exception as error:
                 # A new share: the thread of a call that timed out may still write into the old one.
-                shares[engine] = self._new_share(reason_of(error))
+                follows = self.handles.leaders[engine] != self.rank
+                failure = SyncFailure(follows, _kind(error), self.rank, reason_of(error))
+                shares[engine] = self._new_share(order, failure)
                 self._drop(engine)
         for engine in self.handles.led_by(self.rank, mine):
             self._joined_by[engine] = self.handles.controls[engine]
@@ -237,8 +275,8 @@ class P2PTransport:
             self._failed.pop(engine, None)
         self._failed.update(self._failed_anywhere(shares))
 
-    def _new_share(self, failure: str = "") -> _Share:
-        return _Share(self._request, self._deadline, ExpectedChecksums(self.plan), failure=failure)
+    def _new_share(self, order: LaunchOrder, failure: SyncFailure | None = None) -> _Share:
+        return _Share(self._request, self._deadline, ExpectedChecksums(self.plan), order, failure=failure)
 
     def _arrange(self, engines: Sequence[int]) -> dict[int, _Rendezvous]:
         """Agree on every engine's group, named by its leader: a new one if any member lacks the old one."""
@@ -263,24 +301,15 @@ class P2PTransport:
             self._store = RendezvousStore(self.settings.host)
         return [RendezvousStore.new_name(), self._store.address.host, self._store.address.port]
 
-    def _failed_anywhere(self, shares: Mapping[int, _Share]) -> dict[int, list[str]]:
-        """Return engine -> the failure of each rank, its leader first."""
-        known = {
-            engine: [[self.handles.leaders[engine] != self.rank, self.rank, share.failure]]
-            for engine, share in shares.items()
-            if share.failure
-        }
+    def _failed_anywhere(self, shares: Mapping[int, _Share]) -> dict[int, list[SyncFailure]]:
+        """Return engine -> the failures of some ranks, its leader's first."""
+        known = {engine: [share.failure] for engine, share in shares.items() if share.failure is not None}
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
         seconds = self._deadline.left_s + _CALL_GRACE_S
         found = self.coordination.merge(
-            known, _few_reasons, f"weight sync {self._request.sync_id}, the outcome", seconds
+            known, _few_failures, f"weight sync {self._request.sync_id}, the outcome", seconds
         )
-        return {
-            int(engine): [
-                f"trainer rank {rank}: {reason}" if rank_follows else reason for rank_follows, rank, reason in views
-            ]
-            for engine, views in found.items()
-        }
+        return {int(engine): [SyncFailure(*each) for each in failures] for engine, failures in found.items()}
 
     # One engine
 
@@ -294,7 +323,7 @@ class P2PTransport:
         try:
             # Watched from the start: a failure of an engine rank must end the sending.
             received = self._watch(engine, group, RECEIVE, share) if posted else []
-            self._send(engine, group, sources, received, deadline)
+            self._send(engine, group, sources, received, share)
             for engine_rank, reply in zip(members.engine_ranks, _collect(received, deadline)):
                 share.received[engine_rank] = reply.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
@@ -313,14 +342,15 @@ class P2PTransport:
         return group
 
     def _send(
-        self, engine: int, group: PeerGroup, sources: Buffers, received: Sequence[Call[Reply]], deadline: SyncDeadline
+        self, engine: int, group: PeerGroup, sources: Buffers, received: Sequence[Call[Reply]], share: _Share
     ) -> None:
         device = next(iter(sources.values())).device if sources else group.device
         staging = Staging(device, self._peak_bytes(engine))
         try:
             with torch.no_grad():
                 outgoing = self._outgoing(engine, self.members(engine), sources)
-                send_buckets(group, outgoing, staging, deadline.at)
+                send_buckets(group, outgoing, staging, share.order, share.deadline.at)
+                share.order.leave(engine)
         except PeerError:
             # An engine rank that failed has said why: raise that instead.
             _collect(received, SyncDeadline(_CALL_GRACE_S))
@@ -363,7 +393,7 @@ class P2PTransport:
                 sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
                 to = members.of_engine_rank(engine_rank)
                 values = {write.chunk: write.view(sources) for write in writes}
-                yield Outgoing(messages_of(to, [write.chunk for write in writes], sizes), values, dtypes)
+                yield Outgoing((index, engine, engine_rank), messages_of(to, [write.chunk for write in writes], sizes), values, dtypes)
 
     # The leader
 
@@ -420,7 +450,8 @@ class P2PTransport:
             if not reply.ok or op == "finish":
                 acknowledge(group, member, deadline.at)
             if not reply.ok:
-                raise ValueError(f"rank {number} of the engine, {reply.op}: {reply.message or 'failed'}")
+                error = PeerError if reply.is_lost else ValueError
+                raise error(f"rank {number} of the engine, {reply.op}: {reply.message or 'failed'}")
             if (reply.id, reply.op) != (f"{sync_id}/{engine_rank}", op):
                 raise ValueError(f"rank {number} of the engine replies to {reply.op} {reply.id!r}, expected {op}")
             return reply
@@ -448,31 +479,17 @@ def _common_groups(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _few_reasons(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine engine -> (not its leader, rank, reason) of some ranks: the leader's first, then causes, then consequences."""
-    found: dict[str, list] = {}
+def _few_failures(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine engine -> failures of some ranks."""
+    failures: dict[str, list] = {}
     for view in views:
-        for engine, reasons in view.items():
-            found.setdefault(engine, []).extend(reasons)
-    ordered = {
-        engine: sorted(reasons, key=lambda entry: (entry[0], _is_consequence(entry[2]), entry[1]))
-        for engine, reasons in found.items()
-    }
-    return {engine: reasons[:_NUM_REASONS] for engine, reasons in ordered.items()}
-
-
-def _is_consequence(reason: str) -> tuple[bool, bool]:
-    """Return order of reasons: a timeout and a closed connection are what other ranks see of a cause."""
-    return (_TOO_LONG in reason, PeerError.__name__ in reason)
-
-
-def _first_cause(reasons: Sequence[str]) -> str:
-    """Return the reason that is neither a timeout nor a closed connection: other ranks see these as consequences."""
-    return min(reasons, key=_is_consequence)
+        for engine, more in view.items():
+            failures.setdefault(engine, []).extend(more)
+    return {engine: sorted(entries, key=tuple)[:_NUM_REASONS] for engine, entries in failures.items()}
 
 
 def _collect(calls: Sequence[Call[Reply]], deadline: SyncDeadline) -> tuple[Reply, ...]:
-    """Return the replies in rank order. Raise the reason an engine rank gave, if one did; else the first error."""
+    """Return the replies in rank order. Raise the error that is closest to the cause."""
     replies: list[Reply] = []
     errors: list[Exception] = []
     for call in calls:
@@ -482,5 +499,5 @@ def _collect(calls: Sequence[Call[Reply]], deadline: SyncDeadline) -> tuple[Repl
         except Exception as error:
             errors.append(error)
     if errors:
-        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
+        raise min(errors, key=_kind)
     return tuple(replies)
