@@ -216,7 +216,7 @@ class Trainer:
         [part] = build_micro_batches([sample], [1.0], self.layout, 0, MicroBatchLimits(max_tokens=256))
         [outputs] = self.actor.forward_logprobs([part], 1.0)
         assert outputs is not None, "a pipeline of one stage"
-        trained = outputs.logprobs[part.loss_mask.bool()].float().cpu()
+        trained = outputs.logprobs.float().cpu()[part.loss_mask.bool()]
         return float((trained - served[-len(trained) :]).abs().mean())
 
 

@@ -59,7 +59,6 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.config.model_schema import OptimizerConfig, PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.parallel.collectives import computing_device
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
@@ -232,7 +231,7 @@ def policy_gradient(
 
 def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
     """Norms 1, biases 0, the rest normal, drawn on the device: a billion numbers take a CPU minutes."""
-    device = computing_device()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for index, (name, parameter) in enumerate(parameters.items()):
         is_norm = "norm" in name.rpartition("linear_")[2] and parameter.dim() == 1
         if is_norm or name.endswith("bias"):

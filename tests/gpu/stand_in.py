@@ -50,7 +50,7 @@ class OnTheCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if function is torch.Tensor.to:
             args = tuple("cpu" if is_device(arg) else arg for arg in args)
-        if function is torch.Tensor.cuda:
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         return function(*args, **kwargs)
 
