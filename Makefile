@@ -48,7 +48,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-megatron test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-extra test-megatron test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -116,7 +116,7 @@ smollm2-gpu:
 	test -d runs/models/smollm2 || $(HERE):.venv-smollm2 $(PYTHON) -m tools.make_smollm2 runs/models/smollm2
 	$(HERE):.venv-plots $(PYTHON) -m megatron_dapo.cli.main ablate examples/grids/smollm2_gpu.toml --set sglang.python=$(ENGINE_PYTHON) $(ARGS)
 
-# Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process
+# Tests share the two cores: many wait for processes to start. Files that share ranks, a run or a server stay in one process
 # (tests/conftest.py), and what is collected first starts first.
 BESIDE := -n 2 --max-worker-restart 50 --dist loadfile --no-loadscope-reorder
 # Needs SGLang's environment, which may be installed while the other unit tests run.
@@ -124,7 +124,7 @@ ROUTER_TESTS := tests/unit/engines/sglang/test_router.py
 
 # $(call pytest,NAME,ARGUMENTS,ENVIRONMENT). With AGAIN=1 the tests that failed run once more, alone, and a line says so for
 # those that pass then. Only exit code 1 means that all tests ran and some failed.
-pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$(1) $(2); code=$$?; \
+pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-min=1 -o cache_dir=.pytest_cache/$(1) $(2); code=$$?; \
 	if [ "$(AGAIN)$$code" = 11 ]; then \
 		echo "$@: once more, alone, what failed:"; \
 		$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$(1) $(2) --last-failed -x -n 0 -rfEp && code=0 && \
@@ -179,10 +179,12 @@ test-oldest: .venv-oldest/.installed
 
 # Tests that start processes: ranks, servers, whole runs.
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
-	$(call pytest,$@,$(BESIDE) -m "not long" --durations=30 --durations-min=10 $(ROUTER_TESTS) tests/engine tests/e2e tests/distributed tests/gpu)
+	$(call pytest,$@,$(BESIDE) -m "not long" tests/distributed tests/engine $(ROUTER_TESTS) tests/e2e tests/gpu)
 
-# What needs more than the trainer's environment.
-test-more: test-triton test-modelopt test-smollm2 test-plots test-types docs test-processes
+# What needs more than the trainer's environment: short parts, each with packages that no other needs, and the process tests.
+test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs
+
+test-more: test-extra test-processes
 
 # What fails leaves the others run.
 test: .venv

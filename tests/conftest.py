@@ -19,17 +19,23 @@ from megatron_dapo.launch.environment import leave_compiler_out
 
 leave_compiler_out()
 
-# Files that share a run or servers, which are slow to make.
+# Files that share ranks, a run or servers, which are slow to make; a name without a slash is a directory.
 TOGETHER = {
+    "distributed": "ranks",
+    "e2e/test_few_responses": "ranks",
+    "e2e/test_not_finite": "ranks",
+    "e2e/test_value_layouts": "ranks",
+    "e2e/test_value_own_ranks": "ranks",
     "e2e/test_finished_run": "finished run",
     "e2e/test_interrupted_runs": "finished run",
     "e2e/test_ends_of_runs": "finished run",
     "e2e/test_offload": "finished vapo run",
     "e2e/test_value_path": "finished vapo run",
     "engine/test_weight_sync": "filled servers",
-    "engine/test_weight_sync_faults": "filled servers",
+    "engine/test_message_faults": "filled servers",
     "engine/test_p2p_weight_sync": "filled servers",
     "engine/test_generation": "seeded servers",
+    "engine/test_routing": "seeded servers",
     "engine/test_server": "seeded servers",
 }
 
@@ -51,7 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class TogetherScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return TOGETHER.get("/".join(Path(file).with_suffix("").parts[-2:]), file)
+            directory, name = Path(file).with_suffix("").parts[-2:]
+            return TOGETHER.get(f"{directory}/{name}", TOGETHER.get(directory, file))
 
         def remove_node(self, node: Any) -> str | None:
             """A test that ends its process has failed and does not run again; the rest of its file runs in another."""

@@ -472,7 +472,8 @@ def guard(arguments: dict[str, Any]) -> dict[str, list[int]]:
     Returns for each case, largest over ranks: was the step applied, how many tensors changed, did the next step work.
     """
     want = Reference.read(arguments["references"], "qwen2")
-    cases = itertools.product(arguments["layouts"], (True, False), (float("nan"), float("inf")))
+    pairs = itertools.product(arguments["layouts"], (True, False))
+    cases = [(*pair, float("inf" if index % 3 else "nan")) for index, pair in enumerate(pairs)]
     return {
         f"{layout} {distributed} {bad}": _guard_case(want, layout, distributed, bad)
         for layout, distributed, bad in cases

@@ -25,6 +25,7 @@ def trained(mode: str, directory: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_steps_with_apex_are_those_with_torch(tmp_path: Path) -> None:
     write_reference(tmp_path, "qwen2")
     right = trained("torch", tmp_path)

@@ -195,6 +195,7 @@ def late_leaf(_: Any) -> list[str]:
     return []
 
 
+@pytest.mark.long  # 16 s of waiting; a dead rank's wait ends at once
 def test_every_rank_learns_who_is_missing_below_another_rank() -> None:
     assert run_distributed(target_in(__file__, "late_leaf"), 5) == []
 

@@ -162,7 +162,7 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 2800, 1 << 23])
+@pytest.mark.parametrize("chunk_bytes", [2800, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 1 << 23))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shares_train_what_all_samples_train(layout: str, chunk_bytes: int) -> None:
     arguments = {"layout": LAYOUTS[layout], "chunk_bytes": chunk_bytes, "step": 2}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from actor_checks import Reference, build_actor, gradient_error, largest_over_ranks, reference_model
@@ -139,10 +140,14 @@ def steps(arguments: dict[str, Any]) -> list[dict[str, float]]:
     return found
 
 
-def test_a_step_has_the_loss_and_gradients_of_transformers(tmp_path: Path) -> None:
+ALL = [("qwen2", "sample_mean", layout) for layout in LAYOUTS[:2]]
+ALL += [(name, "token_mean", layout) for name in MODELS for layout in LAYOUTS]
+QUICK = [ALL[1], *ALL[-3:]]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(ALL, marks=pytest.mark.long)], ids=["quick", "all"])
+def test_a_step_has_the_loss_and_gradients_of_transformers(cases: list[tuple[str, str, Any]], tmp_path: Path) -> None:
     write_references(tmp_path)
-    cases = [(name, "token_mean", layout) for name in MODELS for layout in LAYOUTS]
-    cases += [("qwen2", "sample_mean", layout) for layout in LAYOUTS[:2]]
     arguments = {"directory": str(tmp_path), "cases": cases}
     results = run_distributed(target_in(__file__, "steps"), 4, arguments)
     for case, errors in zip(cases, results, strict=True):

@@ -29,8 +29,11 @@ CASES: dict[str, tuple[str, tuple[dict[str, int], ...], bool]] = {
 }
 
 
+QUICK = ("tied", "experts in some layers", "own layers of Gemma 3")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.long) for case in CASES])
 def test_models_go_to_megatron_core_and_come_back_bit_for_bit(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

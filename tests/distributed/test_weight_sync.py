@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("sync_worker.py")
 
 @pytest.mark.parametrize(
     ("ranks_per_node", "num_engines", "engines_per_node"),
-    [(4, 1, 1), (2, 2, 1), (1, 1, 1), (2, 4, 2), (4, 3, 3)],
+    [(2, 4, 2), (4, 3, 3), *(pytest.param(*one, marks=pytest.mark.long) for one in ((4, 1, 1), (2, 2, 1), (1, 1, 1)))],
 )
 def test_shards_reach_engines_on_one_node_and_on_several(ranks_per_node, num_engines, engines_per_node, tmp_path):
     arguments = {

@@ -113,7 +113,7 @@ def test_files_that_cannot_be_used_are_refused_before_anything_starts(case: str,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("layout", ["tp1", "dp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp1", marks=pytest.mark.long), "dp2"])
 def test_an_error_that_only_a_rank_sees_is_one_line(layout: str, recipe: Path, tmp_path: Path) -> None:
     """Prompts that ask for another format than the verifier reads; the other rank of dp2 fails as a consequence."""
     directory = tmp_path / "run"
@@ -135,6 +135,7 @@ def test_an_error_that_only_a_rank_sees_is_one_line(layout: str, recipe: Path, t
     assert json.loads((directory / "failure.json").read_text())["entries"][0]["detail"].startswith("Traceback")
 
 
+@pytest.mark.long
 def test_a_prompt_filter_of_another_policy_is_never_loaded(recipe: Path, tmp_path: Path) -> None:
     """The filter's model is in the checkpoint of the policy that it was fitted to, so the policy is what is refused: in one line,
     before the filter is read."""

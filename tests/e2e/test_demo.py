@@ -6,46 +6,23 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import httpx
 import pytest
 import torch
+from browser import Browser, wait_for
+from launcher import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import read_resolved, write_resolved
 from megatron_dapo.rewards.dapo import score
-
-pytestmark = pytest.mark.long
-
-WAIT_S = 120.0
-# The identifier of an element in the answers of the WebDriver protocol.
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        try:
-            if found := condition():
-                return found
-        except httpx.TransportError:
-            pass  # not up yet
-        time.sleep(0.3)
-    raise AssertionError(f"{what}: not within {WAIT_S:g} s")
+from megatron_dapo.rewards.verifier import load_verifier
 
 
 @pytest.fixture
@@ -85,54 +62,9 @@ def page(run: Path, repository: Path) -> Iterator[str]:
         process.wait()
 
 
-class Browser:
-    """Headless Chromium by the WebDriver protocol."""
-
-    def __init__(self, driver: str, profile: Path) -> None:
-        port = free_port()
-        self._process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, start_new_session=True)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, trust_env=False)
-        wait_for(lambda: self._http.get("/status").json()["value"]["ready"], "chromedriver")
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--window-size=1200,1400",
-        ]
-        options = {"args": [*arguments, f"--user-data-dir={profile}"]}
-        body = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
-        self._session = "/session/" + self._http.post("/session", json=body).json()["value"]["sessionId"]
-
-    def call(self, path: str, **body: Any) -> Any:
-        answer = self._http.post(self._session + path, json=body).json()["value"]
-        assert not (isinstance(answer, dict) and "error" in answer), answer
-        return answer
-
-    def find(self, selector: str) -> str:
-        return self.call("/element", using="css selector", value=selector)[ELEMENT]
-
-    def type(self, selector: str, text: str) -> None:
-        self.call(f"/element/{self.find(selector)}/value", text=text)
-
-    def click(self, selector: str) -> None:
-        self.call(f"/element/{self.find(selector)}/click")
-
-    def value(self, selector: str) -> str:
-        return self.call("/execute/sync", script="return document.querySelector(arguments[0]).value", args=[selector])
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._http.close()
-
-
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
-    driver = shutil.which("chromedriver")
-    if driver is None:
-        pytest.skip("no chromedriver: apt-get install --no-install-recommends chromium-driver")
-    browser = Browser(driver, tmp_path / "profile")
+    browser = Browser(tmp_path / "profile")
     yield browser
     browser.close()
 
@@ -148,25 +80,47 @@ def expected_response(run: Path, prompt: str) -> str:
     return tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def solved_problem(run: Path, repository: Path) -> tuple[str, str, str]:
+    """Return the first held-out problem that the trained model solves, its answer and the response."""
+    rows = (repository / "examples/quickstart/heldout.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+    for row in map(json.loads, rows):
+        prompt, answer = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+        response = expected_response(run, prompt)
+        if score(response, answer).outcome == "correct":
+            return prompt, answer, response
+    raise AssertionError("the trained model solves none of 12 problems")
+
+
+def test_the_page_s_models_answer_and_are_judged(
+    run: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything of the page but Gradio, whose module stays empty."""
+    monkeypatch.setitem(sys.modules, "gradio", ModuleType("gradio"))
+    from megatron_dapo.demo.app import ChatModel, verdict
+
+    prompt, answer, response = solved_problem(run, repository)
+    config = read_resolved(run / "config.json").config
+    sampling = {"temperature": 0.0, "max_new_tokens": config.evaluation_response_tokens}
+    verdicts = []
+    for model in (run / "huggingface", config.model.path):
+        text, num_tokens, is_cut = ChatModel(str(model), "chat", "float32").answer(prompt, sampling, 0)
+        verdicts.append(verdict(load_verifier("dapo"), text, answer, num_tokens, is_cut))
+        assert (text == response) == (model == run / "huggingface")
+    assert verdicts[0].startswith(f"correct, read as '{answer}'") and not verdicts[1].startswith("correct")
+
+
+@pytest.mark.long
 def test_both_models_answer_and_are_judged(page: str, browser: Browser, run: Path, repository: Path) -> None:
-    rows = [
-        json.loads(line) for line in (repository / "examples/quickstart/heldout.jsonl").read_text().splitlines()[:12]
-    ]
-    problems = [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in rows]
-    # One that the model solves: the verdict must be "correct", and not by chance.
-    prompt, answer, response = next(
-        (prompt, answer, text)
-        for prompt, answer in problems
-        if score(text := expected_response(run, prompt), answer).outcome == "correct"
-    )
-    browser.call("/url", url=page)
-    wait_for(lambda: browser.call("/elements", using="css selector", value="#ask"), "the button")
+    prompt, answer, response = solved_problem(run, repository)
+    browser.open(page)
+    wait_for(lambda: browser.run("return document.querySelector('#ask') !== null"), "the button")
     # A newline in a text box of several lines is one: no key is a command.
     browser.type("#prompt textarea", prompt)
     browser.type("#answer textarea", answer)
     browser.click("#ask")
-    verdict = wait_for(lambda: browser.value("#trained-verdict textarea"), "the verdict")
-    assert browser.value("#trained-response textarea").strip() == response.strip()
+    value = "return document.querySelector(arguments[0]).value"
+    verdict = wait_for(lambda: browser.run(value, "#trained-verdict textarea"), "the verdict")
+    assert browser.run(value, "#trained-response textarea").strip() == response.strip()
     assert verdict.startswith(f"correct, read as '{answer}'") and verdict.endswith("tokens")
-    lost = browser.value("#base-verdict textarea")
+    lost = browser.run(value, "#base-verdict textarea")
     assert lost and not lost.startswith("correct")

@@ -129,6 +129,7 @@ def test_evaluating_the_export_alone_gives_the_summary_s_accuracy(
     assert alone["metrics"] == of_the_run["metrics"] and alone["rates"] == of_the_run["rates"]
 
 
+@pytest.mark.long  # test_python.py starts a finished run again
 def test_a_finished_run_started_again_only_writes_its_end_anew(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "again"
     shutil.copytree(finished.directory, directory)

@@ -41,6 +41,7 @@ total_steps = 2
 """
 
 
+@pytest.mark.long
 def test_sources_and_files_are_told_apart_in_training_and_evaluation(tmp_path: Path) -> None:
     rows = (QUICKSTART / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "often.jsonl").write_text("".join(rows[:40]))

@@ -11,6 +11,9 @@ from whole_runs import lines_of, pretrain, train
 from tools.prove_resume import write_recipe
 from tools.resume_proof.compare_runs import run_differences
 
+# tests/distributed/test_offload.py compares single steps.
+pytestmark = pytest.mark.long
+
 OFFLOADED = ('model.offload="all"', 'critic.offload="all"', "optimizer.on_host=true")
 
 
@@ -24,7 +27,6 @@ def offloaded(finished_vapo: Finished, tmp_path_factory: pytest.TempPathFactory)
     return directory, outcome.text
 
 
-@pytest.mark.long
 def test_every_metric_checkpoint_and_weight_is_the_same(finished_vapo: Finished, offloaded: tuple[Path, str]) -> None:
     directories = (finished_vapo.directory, offloaded[0])
     assert next(run_differences(*directories), "") == ""
@@ -40,13 +42,11 @@ def test_moving_is_a_phase_and_its_bytes_are_said(finished_vapo: Finished, offlo
     assert len(lines) == 3 and " 0.0 MiB left" not in lines[-1]
 
 
-@pytest.mark.long
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(finished_vapo: Finished, tmp_path: Path) -> None:
     settings = ('model.offload="all"', 'critic.offload="optimizer"', "critic.optimizer.on_host=true")
     kill_and_resume(finished_vapo, tmp_path / "killed", *settings)
 
 
-@pytest.mark.long  # the run above trains both models offloaded
 def test_pretraining_leaves_an_offloaded_policy_unchanged(tmp_path: Path) -> None:
     outcome = pretrain(write_recipe(tmp_path, "vapo"), tmp_path / "run", *OFFLOADED)
     assert outcome.code == 0, outcome.text

@@ -87,6 +87,7 @@ def test_the_script_trains_on_rows_and_a_reward_of_its_own(tmp_path: Path) -> No
     assert run(script, str(MODEL), "run", cwd=tmp_path).splitlines()[-1] == printed
 
 
+@pytest.mark.long  # the script above trains in the same way
 def test_a_notebook_trains_evaluates_and_generates(tmp_path: Path) -> None:
     notebook = ROOT / "examples" / "python" / "own_run.ipynb"
     variables = {"MODEL": str(MODEL), "OUTPUT_DIR": str(tmp_path / "run")}

@@ -4,89 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
+from browser import WAIT_S, Browser
 
 from tests.made_runs import a_sample, make_run, some_samples
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 120.0
-
-
-class Page:
-    """A file in a headless Chromium, by the WebDriver protocol."""
-
-    def __init__(self, driver: str, profile: Path) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        self._process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, start_new_session=True)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, trust_env=False)
-        self._wait_for_driver()
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--window-size=1400,1000",
-        ]
-        options = {"args": [*arguments, f"--user-data-dir={profile}"]}
-        always = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        answer = self._http.post("/session", json={"capabilities": {"alwaysMatch": always}}).json()["value"]
-        self._session = f"/session/{answer['sessionId']}"
-
-    def _wait_for_driver(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                if self._http.get("/status").json()["value"]["ready"]:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.1)
-        raise AssertionError(f"chromedriver is not ready after {WAIT_S:g} s")
-
-    def open(self, file: Path) -> None:
-        self._call("/url", url=file.as_uri())
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        """Return what a script's `return` gives."""
-        return self._call("/execute/sync", script=script, args=list(arguments))
-
-    def console(self) -> list[str]:
-        """Return what the console has got since the last call."""
-        return [entry["message"] for entry in self._call("/se/log", type="browser")]
-
-    def _call(self, path: str, **body: Any) -> Any:
-        answer = self._http.post(self._session + path, json=body).json()["value"]
-        assert not (isinstance(answer, dict) and "error" in answer), answer
-        return answer
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._http.close()
-
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
-    driver = shutil.which("chromedriver")
-    if driver is None:
-        pytest.skip("no chromedriver: apt-get install --no-install-recommends chromium-driver")
-    page = Page(driver, tmp_path / "profile")
-    yield page
-    page.close()
+def page(tmp_path: Path) -> Iterator[Browser]:
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +57,9 @@ INKED = """return [...document.querySelectorAll("canvas")].map(canvas =>
   canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value, at) => at % 4 === 3 && value > 0))"""
 
 
-def test_one_run_in_the_browser(page: Page, runs: list[Path], repository: Path) -> None:
+def test_one_run_in_the_browser(page: Browser, runs: list[Path], repository: Path) -> None:
     assert str(runs[1] / "report.html") in written([runs[1]], repository)
-    page.open(runs[1] / "report.html")
+    page.open((runs[1] / "report.html").as_uri())
     assert page.run("return document.documentElement.dataset.ready") == "true"
     assert page.run("return document.title") == "bad: report"
     assert page.run(TEXTS, "#verdicts .line")[0].startswith("✕ not healthy: ")
@@ -137,9 +74,9 @@ def test_one_run_in_the_browser(page: Page, runs: list[Path], repository: Path) 
     assert page.console() == []
 
 
-def test_samples_are_filtered_and_read_token_by_token(page: Page, runs: list[Path], repository: Path) -> None:
+def test_samples_are_filtered_and_read_token_by_token(page: Browser, runs: list[Path], repository: Path) -> None:
     written([runs[1]], repository)
-    page.open(runs[1] / "report.html")
+    page.open((runs[1] / "report.html").as_uri())
     everything = page.run(COUNT, "#sample-list .sample")
     for kind in ("right", "wrong", "truncated", "filtered"):
         page.run("document.querySelector(`[data-kind=${arguments[0]}]`).click()", kind)
@@ -171,12 +108,12 @@ def test_samples_are_filtered_and_read_token_by_token(page: Page, runs: list[Pat
 
 
 def test_runs_are_compared_with_each_other_and_with_a_reference(
-    page: Page, runs: list[Path], repository: Path, tmp_path: Path
+    page: Browser, runs: list[Path], repository: Path, tmp_path: Path
 ) -> None:
     table, output = tmp_path / "curve.csv", tmp_path / "both.html"
     table.write_text("step,value\n0,0.4\n10,0.6\n20,0.7\n30,0.8\n")
     written([*runs, "--reference", table, "--output", output], repository)
-    page.open(output)
+    page.open(output.as_uri())
     assert len(page.run(TEXTS, "#verdicts .line")) == 2
     tracks = page.run(TEXTS, ".track")
     assert "on track" in tracks[0] and "off track since train step 20" in tracks[1]
@@ -193,13 +130,13 @@ def test_runs_are_compared_with_each_other_and_with_a_reference(
     assert page.console() == []
 
 
-def test_a_run_under_way_reloads_by_itself(page: Page, runs: list[Path], repository: Path) -> None:
+def test_a_run_under_way_reloads_by_itself(page: Browser, runs: list[Path], repository: Path) -> None:
     command = [sys.executable, "-m", "megatron_dapo.report", str(runs[0]), "--live"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repository)}, check=True, timeout=300)
     file = runs[0] / "report.html"
     # The same page at a pace that a test can wait for, and a busy machine load it at.
     file.write_text(file.read_text().replace('"reload_s":30', '"reload_s":15'))
-    page.open(file)
+    page.open(file.as_uri())
     assert page.run("return document.querySelector('#live').checked")
     facts = json.loads(page.run("return document.getElementById('data').textContent"))["runs"][0]["facts"]
     assert ["state", "under way"] in facts

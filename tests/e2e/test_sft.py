@@ -39,7 +39,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fine_tune(recipe: Path, directory: Path, *overrides: str) -> Outcome:
     given = f'sft.train_paths=["{recipe.parent / "given.jsonl"}"]'
     chosen = sets([given, *STEPS, *overrides])
-    return run_command("sft", str(recipe), "--layout", "tp2", "--output-dir", str(directory), *chosen)
+    return run_command("sft", str(recipe), "--layout", "tp1", "--output-dir", str(directory), *chosen)
 
 
 @pytest.fixture(scope="module")

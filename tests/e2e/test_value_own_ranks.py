@@ -102,6 +102,7 @@ def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     kill_and_resume(finished, tmp_path / "killed")
 
 
+@pytest.mark.long
 def test_the_run_ends_with_the_policys_stop_reason(vapo: Path, tmp_path: Path) -> None:
     """The reported failure is the policy's, not that of the critic's processes, which wait for it."""
     outcome = train(vapo, tmp_path / "run", "tp2", OWN, "mismatch.step0_max_mean_abs=1e-12", *NO_EVALUATION)

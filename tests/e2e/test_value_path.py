@@ -56,12 +56,13 @@ def test_training_continues_from_the_pretrained_critic(vapo: Path, pretrained: P
     assert directories["critic"] == str(tmp_path / "run" / "critic") and "huggingface" in directories
 
 
-@pytest.mark.long  # the next test kills with windows unfinished
+@pytest.mark.long
 def test_killed_and_resumed_it_is_the_same_run(finished_vapo: Finished, tmp_path: Path) -> None:
     assert require_windows_once(finished_vapo.directory / "samples.jsonl") > 0
     kill_and_resume(finished_vapo, tmp_path / "killed")
 
 
+@pytest.mark.long
 def test_killed_with_windows_unfinished_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     finished = finish(write_recipe(tmp_path, "tppo"), "dp2", tmp_path, "run.total_steps=3")
     assert require_windows_once(finished.directory / "samples.jsonl") > 0

@@ -11,6 +11,8 @@ import pytest
 
 from megatron_dapo.engines.sglang.cpu import KERNEL_STAND_INS, TORCHVISION_STAND_INS
 
+pytestmark = pytest.mark.long  # each test starts an interpreter that imports SGLang
+
 # Records which module takes which name out of the stand-in for sgl_kernel while a server's modules are imported.
 _RECORD = """
 import json, sys, types

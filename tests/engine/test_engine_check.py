@@ -12,6 +12,7 @@ from megatron_dapo.quantization.engine_check import engine_logprobs
 from megatron_dapo.quantization.probe import Sample, compare, logprobs_of
 
 
+@pytest.mark.long
 def test_log_probs_of_a_served_directory_are_transformers(tiny_model, engine_python) -> None:
     generator = torch.Generator().manual_seed(0)
     samples = [Sample(torch.randint(3, 300, (20 + 5 * n,), generator=generator).tolist(), 6) for n in range(3)]

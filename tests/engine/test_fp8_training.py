@@ -55,6 +55,7 @@ def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) 
     assert len({mean for mean, _ in rounding}) > 1  # the weights change
 
 
+@pytest.mark.long
 def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) -> None:
     """Both sides compute with the same weights. The remaining difference, in both comparisons, is the trainer's
     quantization of activations."""

@@ -28,6 +28,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import VISION_TENSORS
 from tools.prove_resume import QUICKSTART, write_recipe
 
+pytestmark = pytest.mark.long  # test_sglang_layout.py and tests/distributed hold layout and log-probs without a server
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 SIZES = {
@@ -86,7 +87,7 @@ def served_gap(client: SglangClient, directory: Path, scale: float) -> float:
     return max(abs(served[t] - float(logprobs[t, token])) for t, token in enumerate(TOKENS[1:]))
 
 
-@pytest.mark.parametrize(("has_vision", "tensor_parallel"), [pytest.param(False, 2, marks=pytest.mark.long), (True, 1)])
+@pytest.mark.parametrize(("has_vision", "tensor_parallel"), [(False, 2), (True, 1)])
 def test_every_version_arrives(
     server_factory: Callable[..., SglangServer], tmp_path: Path, has_vision: bool, tensor_parallel: int
 ) -> None:
@@ -110,8 +111,7 @@ def test_every_version_arrives(
         assert served_gap(client, directory, scale) < 1e-5
 
 
-@pytest.mark.parametrize("has_vision", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.long
+@pytest.mark.parametrize("has_vision", [False, True])
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     base, model = QUICKSTART / "base_model", tmp_path / "model"

@@ -196,6 +196,7 @@ def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     assert not running(pids)
 
 
+@pytest.mark.long
 def test_a_killed_starter_leaves_nothing_of_its_server(
     tiny_model: Path, tmp_path: Path, engine_python: Path, repository: Path
 ) -> None:

@@ -90,7 +90,7 @@ class Setup:
         return max(abs(a - b) for a, b in zip(served, expected, strict=True))
 
 
-@pytest.fixture(scope="module", params=["tied, one rank", "untied, two ranks"])
+@pytest.fixture(scope="module", params=[pytest.param("tied, one rank", marks=pytest.mark.long), "untied, two ranks"])
 def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     tied = request.param == "tied, one rank"
     directory, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
