@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_dapo.recovery.attempts import ATTEMPTS, completed_steps
 from megatron_dapo.recovery.evidence import parent
-from megatron_dapo.recovery.watched_rank import PAGE_BYTES
+from megatron_dapo.recovery.watched_rank import STATUS_BYTES
 from tools.fault_injection.cells import PHASES
 from tools.resume_proof.compare_runs import checkpoint_steps
 from tools.virtual_cluster import CONTROLLER, JobState, VirtualCluster
@@ -277,7 +277,7 @@ def _rank_process(node: str, pid: int) -> RankProcess | None:
         rank = re.search(r"(?:^|\0)SLURM_PROCID=(\d+)", environment)
         if found and rank:
             with open(f"/proc/{pid}/map_files/{found.group(1)}", "rb") as stream:
-                memory = mmap.mmap(stream.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
+                memory = mmap.mmap(stream.fileno(), STATUS_BYTES, access=mmap.ACCESS_READ)
             return RankProcess(int(rank.group(1)), node, pid, memory)
     return None
 
