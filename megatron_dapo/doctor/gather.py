@@ -19,6 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megatron_dapo.bridge.protocol.nccl_settings import agreed_settings, difference, take_defaults_of_sglang
 from megatron_dapo.config.loader import read_toml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.machine import (
@@ -56,7 +57,8 @@ try:
             record = [str(distribution.locate_file(file)), found.st_mtime_ns, found.st_size]
 except importlib.metadata.PackageNotFoundError:
     version = record = None
-print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None, record]))
+nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None, record, nccl]))
 """
 
 
@@ -290,12 +292,22 @@ def sglang_facts(config: Config) -> SglangFacts:
     python = Path(config.sglang.python or sys.executable).absolute()
     if not python.is_file():
         return SglangFacts(python, error="no such file")
+    inherited = dict(os.environ)
+    take_defaults_of_sglang(inherited)
     try:
         # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
-        version, has_router, record = json.loads(run([str(python), "-c", _SGLANG_CODE], {"PYTHONPATH": ""}, 120))
+        answer = run([str(python), "-c", _SGLANG_CODE], {**inherited, "PYTHONPATH": ""}, 120)
+        version, has_router, record, nccl = json.loads(answer)
     except (ProbeFailure, ValueError) as failure:  # ValueError: it printed something else, so it is no Python
         return SglangFacts(python, error=str(failure))
-    return SglangFacts(python, version=version, has_router=has_router, record=tuple(record or ()))
+    own = agreed_settings(inherited) if config.sglang.weight_sync_transport == "p2p" else {}
+    return SglangFacts(
+        python,
+        version=version,
+        has_router=has_router,
+        record=tuple(record or ()),
+        nccl_difference=difference(own, nccl, "in the trainer", f"for {python}"),
+    )
 
 
 def model_bytes(config: Config) -> int:

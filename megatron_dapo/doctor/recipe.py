@@ -41,6 +41,7 @@ class SglangFacts:
     has_router: bool = False
     record: tuple[object, ...] = ()  # path, modification time and size of the installation's RECORD
     libraries: EngineLibraries | None = None  # None: not tried
+    nccl_difference: str = ""  # between trainer and servers, if weights travel by p2p
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
         fix = f"repair that environment: {facts.python} -m pip check, then {install}{newest}"
         return [conflict(name, f"{facts.version} for {facts.python}: {facts.libraries.error}", fix)]
     findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
+    if facts.nccl_difference:
+        fix = "p2p joins both in one communicator: export the same before the run starts, and nothing in sglang.python's script"
+        findings.append(conflict("sglang nccl", facts.nccl_difference, fix))
     if wants_router:
         problem = "" if facts.has_router else f"sglang_router is not installed for {facts.python}"
         fix = f"{facts.python} -m pip install sglang-router==0.3.2, or set sglang.router = false"

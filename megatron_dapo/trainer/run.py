@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.stop_rule import StopRule
+from megatron_dapo.bridge.protocol.nccl_settings import take_defaults_of_sglang
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.config.cluster import GIB, Cluster
@@ -203,6 +204,8 @@ def prepared_run(
         checkpoint_space(config, architecture).require()
     if config.run.deterministic:
         use_deterministic_kernels()
+    if config.rollout.engine == "sglang" and config.sglang.weight_sync_transport == "p2p":
+        take_defaults_of_sglang(os.environ)  # its ranks join this one's in communicators
     # The default group first: topology, coordination and every other group are made from it.
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     if rank == 0:

@@ -155,6 +155,21 @@ def test_senders_whose_threads_start_in_other_orders_do_not_wait_for_each_other(
     close_all(syncs)
 
 
+def test_other_settings_of_nccl_in_the_engine_are_refused_by_name(monkeypatch) -> None:
+    use_one_queue_a_sender(monkeypatch)
+
+    def settings() -> dict[str, str]:
+        is_trainer = threading.current_thread().name == "engine-call"
+        return {"NCCL's version": "2.28.9", "NCCL_CUMEM_ENABLE": "" if is_trainer else "0"}
+
+    monkeypatch.setattr(peer_group, "_nccl_settings", settings)
+    world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=1)
+    syncs = updates(world, [PeerEngine(world.layout)], backend="nccl")
+    for report in update_all(syncs, 1, world.weights(1)):
+        assert "NCCL_CUMEM_ENABLE is not set in the trainer (member 0) and 0 in member 2" in report.failures[0]
+    close_all(syncs)
+
+
 def test_a_lost_engine_rank_ends_a_sync_of_one_stream(monkeypatch) -> None:
     """Control connections tell senders of a lost engine rank; without them a sender would wait until the deadline."""
     use_one_queue_a_sender(monkeypatch)

@@ -21,6 +21,8 @@ unless a caller names an interface); what arrives must be checked against what a
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import secrets
 import socket
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.bridge.protocol.nccl_settings import agreed_settings, difference
 from megatron_dapo.device_thread import device_thread
 
 LOOPBACK = "127.0.0.1"
@@ -280,7 +283,7 @@ def join(
 
     `peers`: the members that it will exchange messages with, which must name it in turn; None: all connect to all. `host`: this node's address on which the other members reach it; by default the one that faces the store. `backend`:
     one of BACKENDS, what carries the bytes: "nccl" is for CUDA tensors. Raise PeerError if not all came within
-    `timeout_s`, ValueError for an unknown backend.
+    `timeout_s`, ValueError for an unknown backend, or settings of NCCL that differ between members.
     """
     if backend not in BACKENDS:
         raise ValueError(f"peer group: backend {backend!r} is not one of {', '.join(sorted(BACKENDS))}")
@@ -294,18 +297,35 @@ def join(
             _greet(control, rank, peers, deadline)
         if make:
             # A communicator waits for its members without a deadline.
-            store.set(f"met/{rank}", "")
+            store.set(f"met/{rank}", json.dumps(_nccl_settings()))
             store.wait([f"met/{member}" for member in range(size)], timeout)
+            _require_same_settings(store, size)
         data = make(dist.PrefixStore("data", store), rank, size, timeout) if make else None
     except RuntimeError as error:
         raise PeerError(
             f"member {rank} of {size} did not meet the others at {address.host}:{address.port} "
             f"within {timeout_s:g} s: {_first_line(error)}"
         ) from error
+    except ValueError:
+        _close_gloo(control, peers if peers is not None else set(range(size)) - {rank})
+        raise
     group = PeerGroup(control, name, rank, size, data, device)
     if peers is not None:
         group.connected = set(peers)
     return group
+
+
+def _nccl_settings() -> dict[str, str]:
+    version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    return {"NCCL's version": version, **agreed_settings(os.environ)}
+
+
+def _require_same_settings(store: dist.Store, size: int) -> None:
+    """Raise ValueError, in all members, if one has other settings than member 0."""
+    first, *others = (json.loads(store.get(f"met/{member}")) for member in range(size))
+    for member, settings in enumerate(others, 1):
+        if problem := difference(first, settings, "in the trainer (member 0)", f"in member {member}"):
+            raise ValueError(f"{problem}: NCCL needs the same in trainer and servers; set it before both start")
 
 
 def _greet(group: Any, rank: int, peers: Iterable[int], deadline: float) -> None:
