@@ -6,7 +6,7 @@ repeated. The driver is the one that trains: SglangEngine, GroupCollector, train
 not decoded, every score is made up, and the statistics that are computed with it are counted apart.
 
     python benchmarks/driver_throughput.py [--json] [--tiny] [--groups 512] [--group-size 16] [--tokens 20000]
-                                           [--servers 64] [--data-parallel 16] [--fleet-rate 200000]
+                                           [--servers 64] [--data-parallel 16] [--fleet-rate 200000] [--routing]
 
 `cpu_vs_orjson`: CPU time of the driver's process (all threads, user and kernel) a token, requests, HTTP, checks and batch
 included, over that of `orjson.loads` of the same bytes in the same run, half before and half after, both with Python's garbage
@@ -17,7 +17,8 @@ with this parser can get below. `bytes_per_token`: growth of resident memory a r
 completions, and the numbers of the train samples in the share of one of `--data-parallel` ranks. `interpreter_share`: CPU time
 of the threads that collect beside the main thread, a second, from a fleet that generates `--fleet-rate` tokens a second: no
 thread can hold the interpreter for longer than it runs, so training is not delayed by more. `longest_hold_ms`: the longest of
-its calls that holds the interpreter, the reading of one answer. `max_files`: open files of the driver, its sockets among them.
+its calls that holds the interpreter, the reading of one answer. `routed_*` (`--routing`: only these): CPU of the
+dispatcher, and the reading of an answer in it, a token of prompt or response with the experts of 48 layers, 8 a token. `max_files`: open files of the driver, its sockets among them.
 Defaults are 164 M tokens: 2 GB and four minutes.
 """
 
@@ -40,11 +41,13 @@ from typing import Any
 import numpy as np
 import orjson
 import psutil
+import pybase64
 import simdjson
 
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, RequestAttempt
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import parse_generation
 from megatron_dapo.launch.environment import raise_open_files_limit
@@ -55,12 +58,14 @@ from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
 from megatron_dapo.trainer.rollout import describe_samples, header_of, numbers_of, release_freed_memory
-from megatron_dapo.types import GenerationRequest, Prompt, SamplingParams, Score, ScoredSample, TrainSample
+from megatron_dapo.types import GenerationRequest, Prompt, RoutingShape, SamplingParams, Score, ScoredSample, TrainSample
 
 VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
 TEXT_BYTES_PER_TOKEN = 4  # of English text and formulas
 NUM_ANSWERS = 16  # different ones
+NUM_ROUTED_ANSWERS = 2  # the same with routing: 12 MB each
+EXPERTS = RoutingShape(num_layers=48, experts_per_token=8, num_experts=128)  # of Qwen3-30B-A3B
 BURST_RATE = 1_000_000  # tokens a second: five real fleets; unlimited, the answers on their way would fill the memory
 
 
@@ -73,12 +78,15 @@ class Fleet:
     answers: list[bytes]
 
 
-def make_answer(num_tokens: int, seed: int) -> bytes:
+def make_answer(num_tokens: int, seed: int, is_routed: bool = False) -> bytes:
     """Return the JSON of one response that ran into its limit, key by key as SGLang 0.5.17 writes it."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB_SIZE, num_tokens).tolist()
     # float32, as a server computes them; their 17 digits are most of the bytes.
     logprobs = (-rng.exponential(0.4, num_tokens)).astype(np.float32).tolist()
+    read = PROMPT_TOKENS + num_tokens - 1
+    experts = rng.integers(0, EXPERTS.num_experts, (read, EXPERTS.num_layers, EXPERTS.experts_per_token), np.int32)
+    routed = {"routed_experts": pybase64.b64encode(experts.tobytes()).decode()} if is_routed else {}
     words = "so x^2 + 1 = \\frac{5}{2},\nand then we add both sides. "
     return orjson.dumps(
         {
@@ -101,6 +109,7 @@ def make_answer(num_tokens: int, seed: int) -> bytes:
                 "dp_rank": None,
                 "e2e_latency": 512.3125,
                 "response_sent_to_client_ts": 1750000000.5,
+                **routed,
             },
         }
     )
@@ -147,10 +156,14 @@ class Pace:
         self._number += 1
 
 
-def serve(num_servers: int, num_tokens: int, seconds: float) -> None:
+def make_answers(num_tokens: int, is_routed: bool) -> list[bytes]:
+    return [make_answer(num_tokens, seed, is_routed) for seed in range(NUM_ROUTED_ANSWERS if is_routed else NUM_ANSWERS)]
+
+
+def serve(num_servers: int, num_tokens: int, seconds: float, is_routed: bool) -> None:
     """Be the fleet until stdin ends; the first line of stdout has the ports."""
     raise_open_files_limit()
-    answers = [make_answer(num_tokens, seed) for seed in range(NUM_ANSWERS)]
+    answers = make_answers(num_tokens, is_routed)
 
     async def run() -> None:
         loop, pace = asyncio.get_running_loop(), Pace(seconds)
@@ -164,12 +177,12 @@ def serve(num_servers: int, num_tokens: int, seconds: float) -> None:
     asyncio.run(run())
 
 
-def start_fleet(num_servers: int, num_tokens: int, seconds: float = 0.0) -> Fleet:
-    command = [sys.executable, __file__, "--serve", json.dumps([num_servers, num_tokens, seconds])]
+def start_fleet(num_servers: int, num_tokens: int, seconds: float = 0.0, is_routed: bool = False) -> Fleet:
+    command = [sys.executable, __file__, "--serve", json.dumps([num_servers, num_tokens, seconds, is_routed])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ports = json.loads(process.stdout.readline())
-    return Fleet(process, ports, [make_answer(num_tokens, seed) for seed in range(NUM_ANSWERS)])
+    return Fleet(process, ports, make_answers(num_tokens, is_routed))
 
 
 def stop_fleet(fleet: Fleet) -> None:
@@ -331,6 +344,40 @@ def measure_interpreter(num_servers: int, num_tokens: int, fleet_rate: float, se
     }
 
 
+def measure_routing(num_answers: int, num_tokens: int, num_rounds: int) -> dict[str, float]:
+    """Receive answers with routing through the dispatcher, as fast as they come."""
+    request = GenerationRequest(
+        "a", tuple(range(PROMPT_TOKENS)), SamplingParams(max_new_tokens=num_tokens), seed=0, with_routing=True
+    )
+    fleet = start_fleet(1, num_tokens, is_routed=True)
+    client = SglangClient(f"http://127.0.0.1:{fleet.ports[0]}", None)
+    dispatcher = HttpDispatcher(VOCAB_SIZE, num_answers, EXPERTS)
+    rounds = []
+    try:
+        for first in range(0, num_rounds * num_answers, num_answers):
+            cpu, outcomes = time.process_time(), []
+            dispatcher.send([RequestAttempt(first + number, client, request) for number in range(num_answers)])
+            while len(outcomes) < num_answers:
+                outcomes += dispatcher.receive(1.0)
+            rounds.append(time.process_time() - cpu)
+            shapes = {one.result.routing.shape for one in outcomes}
+            assert shapes == {(PROMPT_TOKENS + num_tokens - 1, EXPERTS.num_layers, EXPERTS.experts_per_token)}
+    finally:
+        dispatcher.close()
+        stop_fleet(fleet)
+
+    def parse(answer: bytes) -> None:
+        parse_generation(answer, request, vocab_size=VOCAB_SIZE, routing=EXPERTS)
+
+    million = (PROMPT_TOKENS + num_tokens) / 1e6
+    return {
+        "routed_answers": num_answers * num_rounds,
+        "routed_mb_per_answer": len(fleet.answers[0]) / 1e6,
+        "routed_cpu_us_per_token": statistics.median(rounds) / num_answers / million,
+        "routed_parse_us_per_token": parse_seconds(parse, fleet.answers, num_answers) / million,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -341,6 +388,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--data-parallel", type=int, default=16)
     parser.add_argument("--fleet-rate", type=float, default=200_000, help="tokens a second of all servers together")
+    parser.add_argument("--routing", action="store_true", help="measure only the answers with routing")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -349,12 +397,18 @@ def main() -> None:
     raise_open_files_limit()  # as every worker does
     if options.tiny:
         options.groups, options.group_size, options.tokens, options.servers, options.data_parallel = 4, 4, 500, 3, 2
-    result: dict[str, float] = {"servers": options.servers, "tokens_per_response": options.tokens}
-    result |= {"data_parallel": options.data_parallel}
-    result |= measure_batch(options.servers, options.groups, options.group_size, options.tokens, options.data_parallel)
-    few = max(1, options.groups // 8)
-    result |= measure_without_gc(options.servers, few, options.group_size, options.tokens, options.data_parallel)
-    result |= measure_interpreter(options.servers, options.tokens, options.fleet_rate, 0.5 if options.tiny else 10.0)
+    result: dict[str, float] = {}
+    if not options.routing:
+        result |= {"servers": options.servers, "tokens_per_response": options.tokens}
+        result |= {"data_parallel": options.data_parallel}
+        result |= measure_batch(
+            options.servers, options.groups, options.group_size, options.tokens, options.data_parallel
+        )
+        few = max(1, options.groups // 8)
+        result |= measure_without_gc(options.servers, few, options.group_size, options.tokens, options.data_parallel)
+        seconds = 0.5 if options.tiny else 10.0
+        result |= measure_interpreter(options.servers, options.tokens, options.fleet_rate, seconds)
+    result |= measure_routing(*((4, 50, 1) if options.tiny else (16, 5500, 9)))
     result |= {"load": os.getloadavg()[0]}
     print(json.dumps(result) if options.json else "\n".join(f"{name:24} {value:.6g}" for name, value in result.items()))
 
