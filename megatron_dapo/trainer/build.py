@@ -73,7 +73,7 @@ def build_learner(
 
     policy, progress = None, topology.coordination.progress
     for model in local.values():
-        _mark_micro_batches(model, progress)
+        mark_micro_batches(model, progress)
     if actor is not None:
         objective = PolicyObjective(algorithm, _sum_over_context(actor))
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
@@ -92,7 +92,7 @@ def build_learner(
     )
 
 
-def _mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
+def mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
     """Count the begin of each micro-batch as progress: a pass over many of them may enter no collective for minutes."""
     for chunk in model.chunks:
         chunk.register_forward_pre_hook(lambda *_: progress.mark())

@@ -264,7 +264,8 @@ def _build(
     saved_step = checkpoints.resume(config.checkpoint.resume)
     with watch(CONNECT):
         num_bytes = connect_groups()
-    logger.info("process groups are connected; they take %.2f GiB of device memory", num_bytes / GIB)
+    if num_bytes:
+        logger.info("process groups are connected and take %.2f GiB of device memory", num_bytes / GIB)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
         require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)
     recorder = None

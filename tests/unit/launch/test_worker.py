@@ -9,6 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.launch import worker
+from megatron_dapo.recovery.verdict import WatchLimits
 
 RECIPE = """
 [model]
@@ -55,3 +60,16 @@ def test_a_failure_whose_record_cannot_be_written_ends_the_process(tmp_path: Pat
     assert done.returncode == 1 and "first failure: attempt 1, rank 0" in done.stderr and "no_model" in done.stderr
     assert "the record could not be written" in done.stderr and time.monotonic() - began < 60
     assert not (tmp_path / "run" / "failure.json").exists()
+
+
+def test_the_watcher_has_the_limits_of_the_configuration() -> None:
+    run = RunConfig(hang_timeout_seconds=60.0, node_timeout_seconds=45.0, stopped_timeout_seconds=20.0)
+    limits = worker.watch_limits(run)
+    assert (limits.stalled_s, limits.node_s, limits.stopped_s) == (60.0, 45.0, 20.0)
+    assert worker.watch_limits(RunConfig()) == WatchLimits(), "defaults are said twice"
+
+
+def test_the_address_of_a_gpu_is_that_of_sysfs() -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
+    assert worker.pci_address(properties) == "0000:9d:00.0"
+    assert worker.pci_address(SimpleNamespace(name="of an older torch")) == ""

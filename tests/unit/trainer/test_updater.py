@@ -6,10 +6,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.trainer.build import mark_micro_batches
 from megatron_dapo.trainer.updater import LearningRateSchedule, MiniBatch, StepCounters, Updater
 
 
@@ -66,3 +68,12 @@ def test_a_train_phase_of_many_optimizer_steps_outlives_its_deadline():
             updater.step(MiniBatch([], 0), None, step)
             heartbeat._look()  # as its thread does
     assert expired == [] and updater.counters.optimizer_steps == 20
+
+
+def test_each_micro_batch_is_progress() -> None:
+    """A pass over many micro-batches may enter no collective for minutes; a hang makes none."""
+    progress, chunks = Progress(), [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    mark_micro_batches(SimpleNamespace(chunks=chunks), progress)
+    for count in range(1, 4):
+        chunks[count % 2](torch.zeros(1))
+        assert progress.count == count
