@@ -357,7 +357,7 @@ class SglangBuilder(EngineBuilder):
         timeouts = SyncTimeouts(
             pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds
         )
-        release_cache = self._device.release_cache if self._device else None
+        release_cache = self._device.make_room_for_cache if self._device else None
         return WeightSync(sync_plan, handles, transport, self._coordination, timeouts, release_cache=release_cache)
 
     def _describe(self, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:

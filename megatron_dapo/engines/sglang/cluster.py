@@ -36,15 +36,22 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _RESTART = "restart"
 _MEMORY_POLL_S = 0.05
+_WORKSPACE_BYTES = 2 << 30  # that SGLang's allocator may release as well when it falls asleep, and need not come back
 _LOOK_AGAIN_S = 1.0  # how long a collecting thread waits for servers before it may be paused
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedDevice:
-    """This rank's GPU, which it shares with a server. `expected_bytes`: what the server must release to sleep."""
+    """This rank's GPU, which it shares with a server.
+
+    `expected_bytes`: of the server's weights, which it must release to sleep. Weights and cache come back one after the other;
+    where memory is short then, SGLang's memory saver ends the server without a reason.
+    """
 
     expected_bytes: int
     timeout_s: float
+    weights_asleep: int = 0  # bytes to come back at the next wake-up
+    cache_asleep: int = 0  # likewise, at least
 
     def free_bytes(self) -> int:
         """Return how many bytes of the GPU no process holds."""
@@ -63,11 +70,30 @@ class SharedDevice:
                     f"are {self.expected_bytes}: they run without the memory saver, or another process took the memory"
                 )
             time.sleep(_MEMORY_POLL_S)
+        self.weights_asleep = self.expected_bytes
+        self.cache_asleep = max(0, freed - self.expected_bytes - _WORKSPACE_BYTES)
         return freed
 
-    def release_cache(self) -> None:
-        """Return the allocator's unused blocks to the GPU, so that the server can allocate them."""
+    def make_room_for_weights(self) -> None:
+        """Return the allocator's unused blocks to the GPU. MemoryError if the sleeping server's weights do not fit then."""
+        needed, self.weights_asleep = self.weights_asleep, 0
+        self._make_room(needed, "weights")
+
+    def make_room_for_cache(self) -> None:
+        """Likewise, for the cache of the server whose weights are back."""
+        needed, self.cache_asleep = self.cache_asleep, 0
+        self._make_room(needed, "cache")
+
+    def _make_room(self, num_bytes: int, what: str) -> None:
         torch.cuda.empty_cache()
+        deadline = time.monotonic() + self.timeout_s
+        while num_bytes and (free := self.free_bytes()) < num_bytes:
+            if time.monotonic() >= deadline:
+                raise MemoryError(
+                    f"{free} bytes of this device are free, the server that wakes up needs {num_bytes} for its {what}: "
+                    "lower sglang.mem_fraction_static, offload more (model.offload), or end another process on the device"
+                )
+            time.sleep(_MEMORY_POLL_S)
 
 
 class SglangEngines:
@@ -220,7 +246,7 @@ class SglangEngines:
         Before a lost one is replaced: the fresh one sizes its cache by the memory that it finds free.
         """
         if self._device is not None:
-            self._device.release_cache()
+            self._device.make_room_for_weights()
             # A server spans the devices of several ranks, and its leader wakes it on all of them at once.
             self._coordination.barrier("all ranks to empty their caches")
 
@@ -285,6 +311,8 @@ class SglangEngines:
         if self._frontend is not None:
             for index, reason in lost.items():
                 self._frontend.lose(index, reason)
+        if self._device is not None and lost:
+            self._device.cache_asleep = 0  # a fresh server has its cache from the start
         self._servers.replace(lost)
         for server in self._servers.ready():
             if server.index in lost:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_dapo.engines.sglang.servers as servers_module
+from megatron_dapo.engines.sglang import cluster
 from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
@@ -383,6 +384,39 @@ def test_memory_that_a_server_does_not_release_is_an_error_with_both_numbers(eve
     engines.wait_until_healthy()
     with pytest.raises(MemoryError, match="released 0 bytes .* 7"):
         engines.sleep()
+
+
+def test_a_server_wakes_up_only_where_its_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 7 bytes and a cache of 20 come back one after the other, and other processes may have taken their memory."""
+    free: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0] if len(free) == 1 else free.pop(0), 0))
+    device = SharedDevice(7, 0.0)
+    monkeypatch.setattr(cluster, "_WORKSPACE_BYTES", 3)
+    free[:] = [40]
+    assert device.wait_for_memory(before=10) == 30
+    free[:] = [6]
+    with pytest.raises(MemoryError, match="6 bytes .* needs 7 for its weights"):
+        device.make_room_for_weights()
+    device.make_room_for_weights()  # of a retry: the server is awake
+    free[:] = [19]
+    with pytest.raises(MemoryError, match="19 bytes .* needs 20 for its cache"):
+        device.make_room_for_cache()
+    free[:] = [40]
+    device.wait_for_memory(before=10)
+    device.timeout_s = 10.0
+    free[:] = [6, 30]  # released a moment later
+    device.make_room_for_weights()
+    device.make_room_for_cache()
+
+
+def test_a_fresh_server_has_its_cache_before_the_others_wake_up(events: list[str]) -> None:
+    engines = engines_on_the_trainers_device(events)
+    engines.publish(0)
+    engines._servers.own(0).kill()
+    engines._device.cache_asleep = 20
+    engines.publish(1)
+    engines._device.make_room_for_cache()
 
 
 def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
