@@ -62,6 +62,7 @@ BENCHMARKS: dict[str, Check] = {
         (r["responses"], r["tokens"], r["servers"]) == (16, 8000, 3)
         and 0 < r["simdjson_vs_orjson"] < r["cpu_vs_orjson_without_gc"]
         and 30 < r["json_bytes_per_token"] < 60
+        and 0 < r["routed_parse_us_per_token"] < r["routed_cpu_us_per_token"]
     ),
     "gae.py": lambda r: r["num_responses"] == 64 and min(r["vs_pass"], r["vs_loop"], r["vs_column_loop"]) > 0,
     "head_memory.py": lambda r: r["time_ratio"] > 0 and 0 <= r["memory_ratio"] < 1,
