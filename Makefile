@@ -19,7 +19,7 @@
 # make docs                                                   the documentation's site, strictly, in build/site
 # make test-megatron [MEGATRON_CORE=0.19.2]                    the tests that need megatron-core, with the version of the CUDA lock
 # make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
-# make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
+# make test-engine [SGLANG=0.5.23]                             the tests against a real SGLang server alone, of that version
 # make .venv .venv-sglang DEVICE=cuda                          the environments of a node with GPUs, from the CUDA locks
 # make locks test-locks                                        resolve the CUDA locks again; check that they resolve
 DEVICE ?= cpu

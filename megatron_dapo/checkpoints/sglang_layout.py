@@ -1,6 +1,6 @@
 """Layout of SGLang's decoders under tensor and expert parallelism: names, rows and padding of each Hugging Face tensor.
 
-Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.21, one pipeline stage, no data-parallel
+Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.23, one pipeline stage, no data-parallel
 attention, no quantization, no redundant experts, an MoE runner that takes [gate; up] untransposed as the Triton and the
 native one do). See the table in `SglangLayout`.
 """

@@ -10,7 +10,7 @@ from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, conflict_or_ok, ok, warning
-from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
+from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range
 from megatron_dapo.recovery.disk_space import CheckpointSpace, size
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
@@ -70,22 +70,23 @@ def processes_finding(needed: int, num_devices: int) -> Finding:
 
 def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     """Check that the engines' environment can start the recipe's servers."""
-    name, newest = "sglang", ".".join(map(str, NEWEST))
+    name = "sglang"
     if facts.error:
         fix = "set sglang.python to the interpreter of the environment SGLang is in (make .venv-sglang makes one)"
         return [conflict(name, f"sglang.python {facts.python} does not run: {facts.error}", fix)]
-    install = f"{facts.python} -m pip install sglang=="
+    install = f"{facts.python} -m pip install sglang=={newest()}"
     if facts.version is None:
-        return [conflict(name, f"not installed for {facts.python}", install + newest)]
+        return [conflict(name, f"not installed for {facts.python}", install)]
     try:
-        api_version_of(facts.version)
+        api_version = api_version_of(facts.version)
     except ValueError as error:
-        return [conflict(name, str(error), install + newest)]
-    supported = f"{'.'.join(map(str, OLDEST))} to {newest}"
+        return [conflict(name, str(error), install)]
     if facts.libraries and facts.libraries.error:
-        fix = f"repair that environment: {facts.python} -m pip check, then {install}{newest}"
+        fix = f"repair that environment: {facts.python} -m pip check, then {install}"
         return [conflict(name, f"{facts.version} for {facts.python}: {facts.libraries.error}", fix)]
-    findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
+    detail = f"{facts.version} for {facts.python}; tested are {supported_range()}"
+    is_tested = api_version.is_tested
+    findings = [ok(name, detail) if is_tested else warning(name, f"{detail}: servers are probed at start-up", install)]
     if facts.nccl_difference:
         fix = "p2p joins both in one communicator: export the same before the run starts, and nothing in sglang.python's script"
         findings.append(conflict("sglang nccl", facts.nccl_difference, fix))

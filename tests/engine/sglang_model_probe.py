@@ -43,7 +43,7 @@ def start(directory: str, store: Path) -> None:
         world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
     )
     parallel_state.initialize_model_parallel(backend="gloo")
-    # SGLang 0.5.21 reads the published state instead, and compares the parallel sizes with groups of one rank.
+    # From 0.5.21 on SGLang reads the published state instead, and compares the parallel sizes with groups of one rank.
     initialize_moe_config(*[arguments][: len(inspect.signature(initialize_moe_config).parameters)])
     runtime_context._validate_parallel = lambda parallel, source: None
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
@@ -73,6 +74,12 @@ def reference_error(model_path: Path, generation: dict[str, Any]) -> float:
     table = reference_logprobs(model_path, PROMPT + output)[len(PROMPT) - 1 : -1]
     expected = table.gather(1, torch.tensor(output)[:, None])[:, 0]
     return float((expected - sampled_logprobs(generation)).abs().max())
+
+
+def test_the_protocol_probe_passes(server: SglangServer, http: httpx.Client) -> None:
+    has_session = server.info.api_version.needs_update_session
+    missing = [] if has_session else ["no POST /begin_weight_update", "no POST /end_weight_update"]
+    assert protocol.problems(http, server.info.vocab_size) == missing
 
 
 def test_info_describes_the_server(server: SglangServer, tiny_model: Path) -> None:

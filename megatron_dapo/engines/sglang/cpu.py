@@ -19,16 +19,6 @@ import torch
 
 from megatron_dapo.engines.sglang import cpu_fp8
 
-# Name in sgl_kernel -> the sglang module whose import needs it. All belong to speculative decoding, which is never on.
-KERNEL_STAND_INS = {
-    "copy_all_layer_kv_cache_cpu": "sglang.kernels.ops.kvcache.cache_move",
-    "fill_accept_out_cache_loc_cpu": "sglang.kernels.ops.speculative.eagle",
-    "fill_bonus_tokens_cpu": "sglang.kernels.ops.speculative.eagle",
-    "assign_extend_cache_locs_cpu": "sglang.kernels.ops.speculative.cache_locs",
-    "assign_req_to_token_pool_cpu": "sglang.srt.mem_cache.allocation",
-    "build_tree_kernel_efficient_cpu": "sglang.srt.speculative.eagle_utils",
-    "verify_tree_greedy_cpu": "sglang.srt.speculative.eagle_utils",
-}
 # Operators whose schema torchvision's Python half needs when sglang imports it (transformers' image processors do).
 TORCHVISION_STAND_INS = ("nms", "qnms")
 _HASH_MODULE = "sglang.kernels.ops.sampling.murmur_hash"
@@ -113,12 +103,19 @@ def _kernel_package() -> types.ModuleType:
     package = types.ModuleType("sgl_kernel")
     package.__path__ = []
     package.__version__ = "0.0.0"
-    for name in KERNEL_STAND_INS:
-        setattr(package, name, _missing(name))
+    package.__getattr__ = _kernel
     return package
 
 
-def _missing(name: str) -> types.FunctionType:
+def _kernel(name: str) -> types.FunctionType:
+    """Return a stand-in for a kernel for CPUs, all of whose names end alike. AttributeError for other names.
+
+    Which ones SGLang imports differs between versions; all belong to speculative decoding, which is never on, or to
+    copies within the cache.
+    """
+    if not name.endswith("_cpu"):
+        raise AttributeError(f"module 'sgl_kernel' has no attribute {name!r}")
+
     def raise_missing(*arguments: object, **keywords: object) -> None:
         raise NotImplementedError(f"sgl_kernel.{name}: SGLang's kernels for CPUs are not installed")
 

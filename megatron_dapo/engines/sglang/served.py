@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any
 import httpx
 
 from megatron_dapo.config.inputs import text_fields
+from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
-from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of
+from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, supported_range
 from megatron_dapo.untrusted import one_line, read_json
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ def open_http(url: str, key_file: Path) -> httpx.Client:
 
 def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInfo:
     """Return the server's description. Raise EngineStartError if it is not as expected."""
-    info = _server_info(url, http)
+    api_version = api_version_of(str(_json(http, "/server_info").get("version")))
+    info = (_server_info if api_version.is_tested else _probed_info)(url, http, api_version)
     found, wanted = vars(info), vars(expectation)
     names = ("architecture", "vocab_size", "dtype", "tensor_parallel")
     wrong = [f"{name} {found[name]}, not {wanted[name]}" for name in names if found[name] != wanted[name]]
@@ -103,11 +106,36 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
     return info
 
 
-def _server_info(url: str, http: httpx.Client) -> ServerInfo:
+def _probed_info(url: str, http: httpx.Client, api_version: ApiVersion) -> ServerInfo:
+    """`_server_info` of a version newer than those tested. EngineStartError if the protocol probe fails."""
+    version = api_version.version
+    try:
+        info = _server_info(url, http, api_version)
+        problems = protocol.problems(http, info.vocab_size)
+    except (EngineStartError, httpx.HTTPError, ValueError, LookupError) as error:
+        problems = [str(error) or repr(error)]
+    if problems:
+        raise EngineStartError(
+            f"SGLang {version} is newer than what is tested, {supported_range()}, and fails the protocol probe: "
+            f"{'; '.join(problems)}; install sglang=={newest()} in the engine's environment"
+        )
+    _warn_untested(version)
+    return info
+
+
+@functools.cache
+def _warn_untested(version: str) -> None:
+    """Warn once a process, not for each server."""
+    logger.warning(
+        "SGLang %s is newer than what is tested, %s; the protocol probe passed, so it is used", version, supported_range()
+    )
+
+
+def _server_info(url: str, http: httpx.Client, api_version: ApiVersion) -> ServerInfo:
     server, model = _json(http, "/server_info"), _json(http, "/model_info")
     try:
         return ServerInfo(
-            api_version=api_version_of(str(server["version"])),
+            api_version=api_version,
             model_path=str(model["model_path"]),
             architecture=str((model.get("architectures") or ["unknown"])[0]),
             vocab_size=_vocab_size(http),

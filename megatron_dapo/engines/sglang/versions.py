@@ -1,12 +1,13 @@
-"""Supported versions of SGLang, and the differences between them that matter here."""
+"""Tested versions of SGLang, and the differences between them that matter here."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+# The tests against a real server run with both. Versions between them are taken as they are.
 OLDEST = (0, 5, 17)
-NEWEST = (0, 5, 21)
+NEWEST = (0, 5, 23)
 FIRST_WITH_UPDATE_SESSION = (0, 5, 21)
 
 
@@ -16,29 +17,35 @@ class ApiVersion:
 
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
+    is_tested: bool = True  # False: newer than NEWEST, to be probed (`protocol`)
 
 
 def api_version_of(version: str) -> ApiVersion:
     """The api_version of SGLang `version`, as its /server_info tells it (release suffixes like .post1 are allowed).
 
-    ValueError for what is no version, or is older or newer than what has been tried.
+    ValueError for what is no version, or is older than OLDEST.
     """
-    numbers = _numbers(version)
-    if not OLDEST <= numbers <= NEWEST:
-        older = numbers < OLDEST
-        raise ValueError(
-            f"SGLang {version} is {'older' if older else 'newer'} than what is supported, {_text(OLDEST)} to "
-            f"{_text(NEWEST)}: install sglang=={_text(OLDEST if older else NEWEST)} in the engine's environment"
-        )
-    return ApiVersion(version, needs_update_session=numbers >= FIRST_WITH_UPDATE_SESSION)
-
-
-def _numbers(version: str) -> tuple[int, int, int]:
     match = re.fullmatch(r"v?(\d+)\.(\d+)\.(\d+)(?:[.+-].*|(?:rc|a|b)\d+.*)?", version)
     if match is None:
         raise ValueError(f"SGLang says its version is {version!r}: expected three numbers, like {_text(NEWEST)}")
     major, minor, patch = (int(group) for group in match.groups())
-    return major, minor, patch
+    numbers = major, minor, patch
+    if numbers < OLDEST:
+        raise ValueError(
+            f"SGLang {version} is older than what is supported, {supported_range()}: install sglang=={_text(OLDEST)} in the "
+            "engine's environment"
+        )
+    return ApiVersion(version, numbers >= FIRST_WITH_UPDATE_SESSION, is_tested=numbers <= NEWEST)
+
+
+def supported_range() -> str:
+    """Return the oldest and the newest tested version as text."""
+    return f"{_text(OLDEST)} to {_text(NEWEST)}"
+
+
+def newest() -> str:
+    """Return the newest tested version as text."""
+    return _text(NEWEST)
 
 
 def _text(numbers: tuple[int, int, int]) -> str:

@@ -38,10 +38,10 @@ def test_processes(needed: int, devices: int, verdict: str) -> None:
         (SglangFacts(PYTHON, error="no such file"), False, ["conflict"], "no such file"),
         (SglangFacts(PYTHON), False, ["conflict"], "not installed"),
         (SglangFacts(PYTHON, version="0.5.16"), False, ["conflict"], "older"),
-        (SglangFacts(PYTHON, version="0.6.0"), True, ["conflict"], "newer"),
+        (SglangFacts(PYTHON, version="0.6.0"), False, ["warning"], "0.6.0 for /engines/bin/python; tested are 0.5.17 to 0.5.23: servers are probed"),
         (SglangFacts(PYTHON, version="0.5.17"), False, ["ok"], "0.5.17"),
-        (SglangFacts(PYTHON, version="0.5.21.post1"), True, ["ok", "conflict"], "sglang_router"),
-        (SglangFacts(PYTHON, version="0.5.21", has_router=True), True, ["ok", "ok"], "installed"),
+        (SglangFacts(PYTHON, version="0.5.23.post1"), True, ["ok", "conflict"], "sglang_router"),
+        (SglangFacts(PYTHON, version="0.5.23", has_router=True), True, ["ok", "ok"], "installed"),
     ],
 )
 def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], words: str) -> None:

@@ -17,9 +17,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from megatron_dapo.engines.sglang.server_settings import WEIGHT_LOADER
 
 KEY = "a-key-that-must-not-be-seen"
 
@@ -61,6 +63,48 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
+_NAMES = str.maketrans("/.", "__")
+# Endpoints of SGLang 0.5.23 and, of their bodies, the fields that a trainer may care for.
+ENDPOINTS: dict[str, list[str]] = {
+    "GET /health": [],
+    "GET /server_info": [],
+    "GET /model_info": [],
+    "POST /generate": ["text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid"]
+    + ["top_logprobs_num", "token_ids_logprob", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"],
+    "POST /abort_request": ["rid", "abort_all", "finished_reason", "abort_message"],
+    "POST /pause_generation": ["mode"],
+    "POST /continue_generation": ["torch_empty_cache"],
+    "GET /flush_cache": [],
+    "POST /flush_cache": [],
+    "POST /release_memory_occupation": ["tags"],
+    "POST /resume_memory_occupation": ["tags"],
+    "POST /begin_weight_update": ["selector"],
+    "POST /end_weight_update": [],
+    "POST /update_weights_from_tensor": ["serialized_named_tensors", "load_format", "flush_cache", "weight_version"]
+    + ["abort_all_requests", "selector", "torch_empty_cache"],
+    "POST /update_weights_from_disk": ["model_path", "load_format", "abort_all_requests", "weight_version"]
+    + ["is_async", "flush_cache", "recapture_cuda_graph", "torch_empty_cache"],
+    "POST /update_weights_from_distributed": ["names", "dtypes", "shapes", "group_name", "flush_cache"],
+    "POST /update_weight_version": ["new_version", "abort_all_requests"],
+}
+
+
+def openapi_of(endpoints: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The part of FastAPI's document that describes endpoints and the fields of their bodies."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for endpoint, fields in endpoints.items():
+        method, path = endpoint.split()
+        name = path.strip("/")
+        operation: dict[str, Any] = {"operationId": name}
+        if fields:
+            schemas[name] = {"type": "object", "properties": {field: {"title": field} for field in fields}}
+            schema = {"$ref": f"#/components/schemas/{name}"}
+            operation["requestBody"] = {"content": {"application/json": {"schema": schema}}, "required": True}
+        paths.setdefault(path, {})[method.lower()] = operation
+    return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
+
+
 class FakeServer:
     """One server. Attributes may be changed while it runs."""
 
@@ -82,6 +126,7 @@ class FakeServer:
         self.version = version
         self.token_s = token_s
         self.needs_session = needs_session
+        self.endpoints = dict(ENDPOINTS)  # in its description
         self.faults: dict[str, str] = {}  # by path
         self.answer_delay_s = 0.0  # a finished answer is held back
         self.freeze_after: int | None = None
@@ -189,7 +234,7 @@ class FakeServer:
 
     def serve(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.calls.append((path, body))
-        return getattr(self, "_serve" + path.replace("/", "_"), self._not_found)(body)
+        return getattr(self, "_serve" + path.translate(_NAMES), self._not_found)(body)
 
     def _not_found(self, body: dict[str, Any]) -> tuple[int, Any]:
         return 404, {"detail": "Not Found"}
@@ -216,13 +261,26 @@ class FakeServer:
             "max_req_input_len": self.context_length - 6,
             "max_total_num_tokens": 1 << 20,
             "page_size": 1,
+            "dtype": "float32",
+            "tp_size": 1,
+            "custom_weight_loader": [WEIGHT_LOADER],
         }
 
     def _serve_model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {"model_path": "fake", "model_type": "qwen2", "weight_version": self.weight_version}
+        return 200, {
+            "model_path": "fake",
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "weight_version": self.weight_version,
+        }
+
+    def _serve_openapi_json(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, openapi_of(self.endpoints)
 
     def _serve_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         ids, params, rid = body["input_ids"], body["sampling_params"], body.get("rid", "")
+        if max(body.get("token_ids_logprob") or [0]) >= self.vocab_size:
+            return 400, {"error": {"message": f"token_ids_logprob; valid range is [0, {self.vocab_size})."}}
         if max(ids) >= self.vocab_size:
             return 400, {"error": {"message": "The input_ids contain values greater than the vocab size"}}
         if len(ids) + params["max_new_tokens"] > self.context_length:

@@ -46,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(behavior.get("health", 200), {{}})
         if self.headers["Authorization"] != "Bearer " + behavior.get("key", key):
             return self.answer(401, {{}})
-        self.answer(200, {{"/server_info": server, "/model_info": model}}[self.path])
+        document = {{"/server_info": server, "/model_info": model}}.get(self.path)
+        self.answer(404 if document is None else 200, document)
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path != "/generate":

@@ -1,12 +1,13 @@
-"""The hash behind seeded sampling, against MurmurHash3 written from its definition."""
+"""The hash behind seeded sampling, against MurmurHash3 written from its definition; stand-ins for kernels."""
 
 from __future__ import annotations
 
 import struct
 
+import pytest
 import torch
 
-from megatron_dapo.engines.sglang.cpu import murmur_hash32
+from megatron_dapo.engines.sglang.cpu import _kernel_package, murmur_hash32
 
 MASK = 0xFFFFFFFF
 
@@ -39,3 +40,10 @@ def test_is_the_hash_of_seed_position_and_column() -> None:
         for seed, position in zip(seeds, positions, strict=True)
     ]
     assert found.tolist() == expected
+
+
+def test_kernels_for_cpus_can_be_imported_but_not_called() -> None:
+    package = _kernel_package()
+    with pytest.raises(NotImplementedError, match="sgl_kernel.a_kernel_cpu: SGLang's kernels for CPUs are not installed"):
+        package.a_kernel_cpu(1, out=2)
+    assert not hasattr(package, "a_kernel")  # as SGLang asks whether a kernel for GPUs is there
