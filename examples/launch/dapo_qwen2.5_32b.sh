@@ -25,6 +25,7 @@ if [ "$NODE_RANK" = 0 ]; then
 fi
 # A wrong interface: export NCCL_IB_HCA and NCCL_SOCKET_IFNAME, see slurm.sh.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # NVLS takes 2 GB of a GPU for each process group
 rendezvous=(--nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR")
 if [ "${PREFLIGHT:-1}" = 1 ]; then # every node is measured, and a slow one named; PREFLIGHT=0 leaves it out
     python -m megatron_dapo.launch.torchrun "${rendezvous[@]}" --master-port "$((${MASTER_PORT:-29500} + 1))" \

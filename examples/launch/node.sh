@@ -19,4 +19,5 @@ layout=$(realpath "$1")
 cd "$(dirname "$0")/../.."
 shift 4
 export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # NVLS takes 2 GB of a GPU for each process group
 exec megatron-dapo "${COMMAND:-train}" "$layout" --restarts "${RESTARTS:-3}" "${settings[@]}" "$@"

@@ -49,6 +49,7 @@ fi
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
 export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # without it NCCL fails without saying why
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLS takes 2 GB of a GPU for each process group
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks. A
 # task moves itself to the cores next to its GPU.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))

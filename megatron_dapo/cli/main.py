@@ -20,11 +20,21 @@ from rich.console import Console
 from megatron_dapo import __version__
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
-from megatron_dapo.cli.options import DryRunOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.cli.options import (
+    DryRunOption,
+    JsonOption,
+    LayoutOption,
+    NetworkOption,
+    RecipeArgument,
+    SetOption,
+    refuse,
+)
 from megatron_dapo.cli.quantize import quantize
 from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
 from megatron_dapo.cli.run_plan import RecipeOrCommand, plan_recipe
+from megatron_dapo.config.cluster import NETWORK_GBIT
+from megatron_dapo.config.device import GPUS
 from megatron_dapo.recovery.disk_space import size
 
 app = typer.Typer(
@@ -399,14 +409,15 @@ def plan_sync(
     engines: Annotated[int | None, typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
     device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    within_node: Annotated[float, typer.Option(help="GB/s of a rank to ranks of its node, each direction")] = 400.0,
-    between_nodes: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, each direction")] = 50.0,
+    gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
+    network_gbit: NetworkOption = NETWORK_GBIT,
     json_output: JsonOption = False,
 ) -> None:
     """Print what a weight sync moves and how long it takes: bytes of every rank, messages, memory."""
     from megatron_dapo.cli import plan_sync as costs
-    from megatron_dapo.reshard.traffic import Links
 
+    if gpu not in GPUS:
+        refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
     try:
         figures = costs.plan_sync(
             recipe,
@@ -418,7 +429,8 @@ def plan_sync(
             engines=engines,
             device=device,
             ranks_per_node=ranks_per_node,
-            links=Links(within_node * costs.GB, between_nodes * costs.GB),
+            gpu=GPUS[gpu],
+            network_gbit=network_gbit,
         )
     except ValueError as error:
         refuse(error)

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from megatron_dapo.config import ArchitectureFacts, Config
 from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.cluster_rules import response_seconds, sync_seconds
+from megatron_dapo.config.cluster_rules import response_seconds, weight_sync_seconds
 from megatron_dapo.config.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
+
+
+MOST_HOST = 0.9  # of a node's memory, that processes and pinned memory may hold for good
 
 
 def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> list[str]:
@@ -17,7 +20,7 @@ def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     gpus = f" of {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:.3g} GiB" if has_gpus else " without GPUs"
     lines = [f"machines: {nodes}{gpus}; trainer processes a node: {cluster.processes_per_node(processes)}"]
-    lines += _engines(config, memory, cluster)
+    lines += _engines(config, architecture, memory, processes, cluster)
     policy_ranks = processes - config.num_critic_processes
     lines.append(f"memory of the policy on its fullest rank: {_parts(config, memory.policy, policy_ranks)}")
     if memory.critic:
@@ -25,13 +28,18 @@ def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int
     device = "GPU" if has_gpus else "process"
     generating = f", while engines generate {_gib(memory.engine)}" if memory.engine else ""
     lines.append(f"memory of a {device}: while training {_gib(memory.trainer)}{generating}")
-    per_node = cluster.processes_per_node(processes)
     host = f" of {cluster.host_gib:.0f} GiB" if has_gpus else ""
-    return [*lines, f"host memory of a node: {_gib(memory.host)}{host}", *_warnings(config, memory, per_node)]
+    return [*lines, f"host memory of a node: {_gib(memory.host)}{host}", *memory_warnings(config, memory, processes, cluster)]
 
 
-def _warnings(config: Config, memory: RunMemory, processes_per_node: int) -> Iterator[str]:
+def memory_warnings(config: Config, memory: RunMemory, processes: int, cluster: Cluster) -> Iterator[str]:
     """Yield what works, but not well."""
+    processes_per_node = cluster.processes_per_node(processes)
+    if cluster.gpus_per_node and memory.host > MOST_HOST * cluster.host_gib * GIB:
+        yield (
+            f"warning: {memory.host / GIB:.0f} GiB of a node's {cluster.host_gib:.0f} GiB cannot be reclaimed, more than "
+            f"{MOST_HOST:.0%}: page cache and short-lived processes get the rest; offload less, or use nodes with more memory"
+        )
     if config.parallel.tp_size > processes_per_node:
         yield (
             f"warning: tensor-parallel ranks are on several nodes: parallel.tp_size = {config.parallel.tp_size}, but "
@@ -50,7 +58,9 @@ def _warnings(config: Config, memory: RunMemory, processes_per_node: int) -> Ite
         )
 
 
-def _engines(config: Config, memory: RunMemory, cluster: Cluster) -> Iterator[str]:
+def _engines(
+    config: Config, architecture: ArchitectureFacts, memory: RunMemory, processes: int, cluster: Cluster
+) -> Iterator[str]:
     engine, sglang = memory.engine_memory, config.sglang
     if config.rollout.engine == "embedded" or engine is None:
         where = "given by sglang.urls" if config.rollout.engine == "sglang" else "inside the trainer's processes"
@@ -68,7 +78,7 @@ def _engines(config: Config, memory: RunMemory, cluster: Cluster) -> Iterator[st
         )
         yield (
             f"estimates: {response_seconds(config, memory):.0f} s for a batch of longest responses, "
-            f"{sync_seconds(config, memory, cluster):.0f} s for a weight sync"
+            f"{weight_sync_seconds(config, architecture, processes, cluster):.0f} s for a weight sync"
         )
 
 

@@ -32,6 +32,9 @@ HostMemoryOption = Annotated[
     float | None,
     typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
 ]
+NetworkOption = Annotated[
+    float, typer.Option("--network-gbit", min=0.1, help="Gbit/s of a node for weights that cross between nodes over TCP")
+]
 FreeDiskOption = Annotated[
     float | None,
     typer.Option(

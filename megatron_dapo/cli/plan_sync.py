@@ -19,10 +19,13 @@ from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
+from megatron_dapo.config.cluster import GPUS_PER_NODE, NETWORK_GBIT, Cluster, server_gpus
+from megatron_dapo.config.device import GPUS, Gpu
+from megatron_dapo.config.weight_sync import SyncTraffic, sync_seconds
 from megatron_dapo.doctor.recipe import size
-from megatron_dapo.reshard.layout import Layout, ShiftedLayout
+from megatron_dapo.reshard.layout import Layout, PartialLayout, ShiftedLayout
 from megatron_dapo.reshard.planner import plan
-from megatron_dapo.reshard.traffic import Links, TrafficTable, traffic_table
+from megatron_dapo.reshard.traffic import TrafficTable, traffic_table
 from megatron_dapo.trainer.topology import parallel_layout
 
 GB, MIB = 1e9, 1 << 20
@@ -53,7 +56,7 @@ class SyncFigures:
     sent: Range  # over trainer ranks
     received: Range  # over engine ranks
     local: Range  # over engine ranks
-    sent_between_nodes: int  # of all ranks
+    sent_between_nodes: int  # of all ranks; what a node's servers share in its memory counts once
     bytes_ratio: float  # largest (received + local) / shard
     top_senders: tuple[tuple[int, int], ...]  # (rank, bytes)
     pairs: int  # of ranks that exchange something
@@ -61,9 +64,9 @@ class SyncFigures:
     messages: int
     bucket_bytes: int
     peak_extra_bytes: int  # of an engine rank: two buckets and the largest parameter
-    seconds: float
-    within_node_gb_s: float
-    between_nodes_gb_s: float
+    seconds: dict[str, float]  # of an update, by what they are for
+    gpu: str
+    network_gbit: float
     digest: str
     plan_seconds: float
     plan_gb: float  # resident set of this process at its peak
@@ -79,10 +82,11 @@ def plan_sync(
     engine_ep: int | None = None,
     engines: int | None = None,
     device: str = "cuda",
-    ranks_per_node: int = 8,
-    links: Links = Links(400 * GB, 50 * GB),
+    ranks_per_node: int = GPUS_PER_NODE,
+    gpu: Gpu = GPUS["H100"],
+    network_gbit: float = NETWORK_GBIT,
 ) -> SyncFigures:
-    """Return the figures for a recipe's model, whose config.json alone is read. Arguments that are None are the recipe's.
+    """Return the figures for a recipe's model, of which only config.json is read. Arguments that are None are the recipe's.
 
     Without a number of engines there are as many as fit the trainer's ranks. Raises ValueError for what does not fit.
     """
@@ -93,7 +97,7 @@ def plan_sync(
     engine_tp, engine_ep = engine_tp or sglang.tp_size, engine_ep or sglang.ep_size
     engines = engines or parallel.world_size // engine_tp
     has_own_nodes = sglang.placement == "disaggregated"
-    _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes, links)
+    _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes)
     architecture = ModelArchitecture.from_directory(config.model.path)
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
     source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
@@ -106,6 +110,17 @@ def plan_sync(
     # The engines are equal, so the ranks of one stand for all.
     specs = [engine.local_specs(rank).values() for rank in range(engine_tp)]
     shards = torch.tensor([sum(spec.num_bytes for spec in rank) for rank in specs]).repeat(engines)
+    cluster = Cluster(
+        -(-source.num_ranks // max(1, ranks_per_node - server_gpus(config))), ranks_per_node, network_gbit=network_gbit
+    )
+    between = into = 0
+    if has_own_nodes and cluster.num_nodes > 1:
+        between = int(table.num_bytes.sum())
+        into = -(-between // cluster.num_nodes)
+    elif not has_own_nodes:
+        together = -(-engines // cluster.num_nodes) if sglang.shared_memory == "host" else 1
+        between, into = bytes_between_nodes(source, engine, engine_tp, together, ranks_per_node)
+    traffic = SyncTraffic(int(shards.max()), int(shards.sum()), between, into, source.num_ranks)
     bucket_bytes = sglang.weight_sync_bucket_mb * MIB
     return SyncFigures(
         trainer=parallel.describe(),
@@ -116,19 +131,37 @@ def plan_sync(
         quantization=sglang.quantization,
         model_bytes=sum(spec.num_bytes for spec in source.tensors.values()),
         **_bytes_of_ranks(table, shards, source.num_ranks, served),
-        sent_between_nodes=int(table.num_bytes[table.crosses].sum()),
+        sent_between_nodes=between,
         pairs=len(table.source),
         slices=int(table.num_overlaps.sum()),
         messages=table.num_messages(bucket_bytes),
         bucket_bytes=bucket_bytes,
         peak_extra_bytes=2 * bucket_bytes + max(spec.num_bytes for spec in specs[0]),
-        seconds=table.seconds(links),
-        within_node_gb_s=links.within_node / GB,
-        between_nodes_gb_s=links.between_nodes / GB,
+        seconds=dict(sync_seconds(config, traffic, cluster, gpu)),
+        gpu=gpu.name,
+        network_gbit=network_gbit,
         digest=reshard.digest.hex(),
         plan_seconds=time.perf_counter() - start,
         plan_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB,  # Linux counts it in KiB
     )
+
+
+def bytes_between_nodes(
+    source: Layout, engines: Layout, engine_ranks: int, engines_of_node: int, ranks_per_node: int
+) -> tuple[int, int]:
+    """Return the bytes that servers on the trainer's nodes get from other nodes, and those of the node that gets most.
+
+    `engines_of_node` servers of a node get each byte together, as the bridge plans them.
+    """
+    target = engines
+    if engines_of_node > 1:
+        firsts = range(0, engines.num_ranks // engine_ranks, engines_of_node)
+        target = PartialLayout(engines, {first * engine_ranks + rank for first in firsts for rank in range(engine_ranks)})
+    table = traffic_table(plan(source, target, ranks_per_node=ranks_per_node, prefer_own=engines_of_node == 1))
+    nodes = table.destination[table.crosses] // ranks_per_node
+    by_node = torch.zeros(-(-table.num_ranks // ranks_per_node), dtype=torch.int64)
+    by_node.index_add_(0, nodes, table.num_bytes[table.crosses])
+    return int(by_node.sum()), int(by_node.max())
 
 
 def _bytes_of_ranks(table: TrafficTable, shards: torch.Tensor, num_senders: int, served: slice) -> dict[str, Any]:
@@ -145,7 +178,7 @@ def _bytes_of_ranks(table: TrafficTable, shards: torch.Tensor, num_senders: int,
     }
 
 
-def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes: bool, links: Links) -> None:
+def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes: bool) -> None:
     if engines < 1:
         raise ValueError(f"an engine of {engine_tp} ranks does not fit {trainer_ranks} trainer ranks; give --engines")
     if not has_own_nodes and engine_tp * engines > trainer_ranks:
@@ -153,8 +186,6 @@ def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes
             f"{engines} engines of {engine_tp} ranks share the devices of {trainer_ranks} trainer ranks "
             "(sglang.placement = colocated); start fewer or set it to disaggregated"
         )
-    if min(links.within_node, links.between_nodes) <= 0:
-        raise ValueError("link speeds must be positive")
 
 
 def _range(values: torch.Tensor) -> Range:
@@ -175,8 +206,8 @@ def describe_sync(figures: SyncFigures) -> list[str]:
         f"between nodes: {size(f.sent_between_nodes)} in all",
         f"messages: {f.messages} of at most {size(f.bucket_bytes)} between {f.pairs} pairs of ranks, {f.slices} slices",
         f"peak extra memory of an engine rank: {size(f.peak_extra_bytes)} (two buckets and the largest parameter)",
-        f"time: {f.seconds:.3f} s at {f.within_node_gb_s:g} GB/s within a node and {f.between_nodes_gb_s:g} GB/s "
-        "between nodes, per rank and direction",
+        f"time: {sum(f.seconds.values()):.3f} s ({', '.join(f'{name} {part:.2f}' for name, part in f.seconds.items())}) "
+        f"with {f.gpu}, {f.network_gbit:g} Gbit/s a node for TCP",
         f"plan: {f.digest}, made in {f.plan_seconds:.1f} s with {f.plan_gb:.2f} GB",
     ]
 

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megatron_dapo.cli.options import HostMemoryOption, JsonOption, LayoutOption, RecipeArgument, SetOption, refuse
+from megatron_dapo.cli.options import (
+    HostMemoryOption,
+    JsonOption,
+    LayoutOption,
+    NetworkOption,
+    RecipeArgument,
+    SetOption,
+    refuse,
+)
+from megatron_dapo.cli.memory_plan import memory_warnings
 from megatron_dapo.cli.plan_picture import to_svg
 from megatron_dapo.config import (
     ArchitectureFacts,
@@ -22,10 +31,10 @@ from megatron_dapo.config import (
     read_architecture,
     validate,
 )
-from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, cluster_for
+from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
 from megatron_dapo.config.memory import num_parameters, recompute_of
 from megatron_dapo.config.rules import Violation
-from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.config.device import GPUS, Gpu
 from megatron_dapo.plan.search import Found, Ranked, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 from megatron_dapo.recovery.disk_space import size
@@ -55,6 +64,10 @@ def plan_recipe(
     gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = GPUS_PER_NODE,
     host_memory: HostMemoryOption = None,
+    network_gbit: NetworkOption = NETWORK_GBIT,
+    nvls: Annotated[
+        bool, typer.Option("--nvls/--no-nvls", help="count NCCL's buffers for NVLS, as without NCCL_NVLS_ENABLE=0")
+    ] = False,
     mean_response: Annotated[
         float | None, typer.Option(min=1, help="mean tokens of a response; default: a quarter of the longest")
     ] = None,
@@ -72,12 +85,20 @@ def plan_recipe(
     try:
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
         architecture = read_architecture(config.model.path)
-        host_gib = host_memory or HOST_GIB
+        machines = cluster_for(
+            config,
+            -(-gpus // gpus_per_node) if gpus else None,
+            min(gpus_per_node, gpus or gpus_per_node),
+            GPUS[gpu].memory_gib,
+            host_memory or HOST_GIB,
+            network_gbit,
+            nvls,
+        )
         if gpus:
-            found = search(config, architecture, gpus, GPUS[gpu], gpus_per_node, host_gib, mean_response)
+            found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
             report, lines, fits = found_json(found, gpu, gpus), found_lines(found, gpu, gpus), bool(found.layouts)
         else:
-            plan, problems = own_plan(config, architecture, GPUS[gpu], gpus_per_node, host_gib, mean_response)
+            plan, problems = own_plan(config, architecture, GPUS[gpu], machines, mean_response)
             report = {"gpu": gpu, **plan_json(plan), "problems": [str(one) for one in problems]}
             lines = [*plan_lines(plan, architecture, gpu), *(f"does not fit: {one}" for one in problems)]
             fits = not problems
@@ -94,8 +115,7 @@ def own_plan(
     config: Config,
     architecture: ArchitectureFacts,
     gpu: Gpu,
-    gpus_per_node: int,
-    host_gib: float,
+    cluster: Cluster,
     mean_response: float | None = None,
 ) -> tuple[StepPlan, list[Violation]]:
     """Return the plan of the recipe's own layout and what the validator says of these machines. ConfigError for sizes that do not
@@ -103,7 +123,6 @@ def own_plan(
     processes = config.num_processes
     if shapes := validate(config, processes, architecture):
         raise ConfigError(shapes, str(config.model.path))
-    cluster = cluster_for(config, None, gpus_per_node, gpu.memory_gib, host_gib)
     plan = plan_step(config, architecture, processes, cluster, gpu, mean_response)
     return plan, validate(config, processes, architecture, cluster)
 
@@ -123,9 +142,16 @@ def plan_lines(plan: StepPlan, architecture: ArchitectureFacts, gpu: str) -> Ite
     yield from _queue_lines(plan)
     yield from _time_lines(plan)
     yield (
-        f"bytes: weight update {size(plan.sync_bytes)} into all servers, checkpoint {size(plan.checkpoint_bytes)} "
-        f"every {plan.config.checkpoint.interval} steps"
+        f"bytes: {_update(plan)}checkpoint {size(plan.checkpoint_bytes)} every {plan.config.checkpoint.interval} steps"
     )
+    yield from memory_warnings(plan.config, plan.memory, plan.processes, plan.cluster)
+
+
+def _update(plan: StepPlan) -> str:
+    if plan.sync is None:
+        return ""
+    between = size(plan.sync.between_nodes) if plan.sync.between_nodes else "none"
+    return f"weight update {size(plan.sync.num_bytes)} into all servers, {between} of it between nodes, "
 
 
 def _queue_lines(plan: StepPlan) -> Iterator[str]:
@@ -231,7 +257,9 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
         "seconds": {phase: dict(parts) for phase, parts in plan.seconds.items()},
         "step_seconds": plan.total,
         "overlaps": plan.overlaps,
-        "weight_update_bytes": plan.sync_bytes,
+        "weight_update_bytes": plan.sync.num_bytes if plan.sync else 0,
+        "inter_node_gb": plan.sync.between_nodes / 1e9 if plan.sync else 0.0,
+        "warnings": list(memory_warnings(plan.config, plan.memory, plan.processes, plan.cluster)),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "trained_tokens": plan.trained_tokens,
         "generated_tokens": plan.generated_tokens,

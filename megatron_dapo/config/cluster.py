@@ -10,6 +10,7 @@ GIB = 1 << 30
 GPUS_PER_NODE = 8
 GPU_GIB = 79.0  # of an 80 GB H100, as CUDA counts it
 HOST_GIB = 1000.0  # a node of eight such GPUs has 1 to 2 TB
+NETWORK_GBIT = 25.0  # of a node, for what goes over TCP: a slow front-end network
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Cluster:
     gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
     gpu_gib: float = GPU_GIB  # memory of a GPU
     host_gib: float = HOST_GIB  # memory of a node
+    network_gbit: float = NETWORK_GBIT  # of a node, one direction, for weights that cross between nodes over TCP
+    nvls: bool = False  # NCCL has NVLS, whose buffers are large; the launch scripts switch it off
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.gpus_per_node < 0 or min(self.gpu_gib, self.host_gib) <= 0:
+        if self.num_nodes < 1 or self.gpus_per_node < 0 or min(self.gpu_gib, self.host_gib, self.network_gbit) <= 0:
             raise ValueError(
                 f"cluster: {self.num_nodes} nodes of {self.host_gib:g} GiB and {self.gpus_per_node} GPUs of "
-                f"{self.gpu_gib:g} GiB; there must be at least one node and memory above 0"
+                f"{self.gpu_gib:g} GiB, {self.network_gbit:g} Gbit/s; there must be at least one node, memory and a network above 0"
             )
 
     @property
@@ -59,7 +62,10 @@ def cluster_for(
     gpus_per_node: int = GPUS_PER_NODE,
     gpu_gib: float = GPU_GIB,
     host_gib: float = HOST_GIB,
+    network_gbit: float = NETWORK_GBIT,
+    nvls: bool = False,
 ) -> Cluster:
     """Return a cluster of such nodes; without their number as many as the layout's processes and servers fill."""
     trainer_gpus = max(gpus_per_node - server_gpus(config), 1)
-    return Cluster(num_nodes or -(-config.num_processes // trainer_gpus), gpus_per_node, gpu_gib, host_gib)
+    nodes = num_nodes or -(-config.num_processes // trainer_gpus)
+    return Cluster(nodes, gpus_per_node, gpu_gib, host_gib, network_gbit, nvls)

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.device import SHARES, SLOWEST
 from megatron_dapo.config.hook_rules import unshared_hooks
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import SPARE_POSITIONS, RunMemory, run_memory
 from megatron_dapo.config.rules import Rule, Violation, broken
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.weight_sync import sync_seconds, sync_traffic
 
-# Rates of the estimates of time: orders of magnitude, on the slow side of what an H100 and a cluster's network do.
-MEMORY_BYTES_A_SECOND = 2e12  # that decoding reads of weights and caches
-NODE_BYTES_A_SECOND = 2.5e9  # of weights into a node: gloo over one 25 Gbit/s connection
-HOST_BYTES_A_SECOND = 5e9  # of weights through the shared memory of a node
 # A server that holds fewer responses of full length serves them almost one after the other.
 FEWEST_SEQUENCES = 8
 
@@ -114,10 +112,10 @@ DEADLINE_RULES = (
         for path in ("sglang.request_timeout_seconds", "run.wait_timeout_seconds")
     ),
     Rule(
-        "sglang.weight_sync_timeout_seconds >= sync_seconds",
-        "set sglang.weight_sync_timeout_seconds = {2 * sync_seconds} or more",
+        "sglang.weight_sync_timeout_seconds >= 2 * sync_seconds",
+        "set sglang.weight_sync_timeout_seconds = {4 * sync_seconds} or more",
         where=_STARTED,
-        reason="the estimate for the bytes of a node's servers",
+        reason="twice the estimate for the bytes of a node's servers",
     ),
 )
 
@@ -154,7 +152,6 @@ def memory_facts(config: Config, memory: RunMemory, cluster: Cluster) -> dict[st
             "engine_weights_gib": _gib(engine.weights),
             "static_gib": _gib(engine.budget),
             "response_seconds": response_seconds(config, memory),
-            "sync_seconds": sync_seconds(config, memory, cluster),
         }
     return facts
 
@@ -219,17 +216,15 @@ def response_seconds(config: Config, memory: RunMemory) -> float:
     wanted = config.sglang.max_running_requests * config.longest_sequence // 2
     num_bytes = engine.weights + min(wanted, engine.kv_tokens) * engine.bytes_per_token
     tokens = max(config.rollout.max_response_tokens, config.evaluation_response_tokens)
-    return round(tokens * num_bytes / MEMORY_BYTES_A_SECOND, 1)
+    return round(tokens * num_bytes / (SLOWEST.memory_bytes_s * SHARES.decode_memory), 1)
 
 
-def sync_seconds(config: Config, memory: RunMemory, cluster: Cluster) -> float:
-    """Estimate the seconds that a weight sync takes: all bytes of a node's servers through its memory, and those that
-    come from other nodes through the network."""
-    engine, sglang = memory.engine_memory, config.sglang
-    assert engine is not None, "servers are started by this run"
-    num_bytes = sglang.servers_per_node * sglang.tp_size * engine.weights
-    from_others = num_bytes * (cluster.num_nodes - 1) / cluster.num_nodes
-    return round(num_bytes / HOST_BYTES_A_SECOND + from_others / NODE_BYTES_A_SECOND, 1)
+def weight_sync_seconds(
+    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster
+) -> float:
+    """Estimate the seconds that a weight sync takes on the slowest GPU that is known."""
+    traffic = sync_traffic(config, architecture, processes, cluster)
+    return round(sum(sync_seconds(config, traffic, cluster, SLOWEST).values()), 1)
 
 
 def unfit_machines(
@@ -250,4 +245,6 @@ def unfit_machines(
     found = list(broken(MEMORY_RULES, config, facts, outside))
     yield from found
     if not found:  # estimates of time are made for a cache that exists
+        if memory.engine_memory is not None and config.rollout.engine == "sglang":
+            facts["sync_seconds"] = weight_sync_seconds(config, architecture, processes, cluster)
         yield from broken(DEADLINE_RULES, config, facts, outside)

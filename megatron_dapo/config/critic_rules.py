@@ -142,6 +142,14 @@ def as_policy(config: Config) -> Config:
     return config.model_copy(update={"parallel": config.critic_parallel, "critic": critic})
 
 
+def as_critic(config: Config) -> Config:
+    """Return the configuration of the critic as a model that is trained: `as_policy` with its own tokens, fields and optimizer."""
+    tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
+    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
+    changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
+    return as_policy(config).model_copy(update=changes)
+
+
 def of_critic(found: Iterable[Violation], own_processes: int) -> Iterator[Violation]:
     """Name the critic's fields in violations of `as_policy`; those of fields that are the policy's alone are left out."""
     for one in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dapo.config.rank_order import dense_coordinates, expert_coordinates
 from megatron_dapo.config.stages import layers_of_stages
 from megatron_dapo.precision import micro_batch_multiple, sequence_multiple
 
@@ -118,17 +119,11 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> RankCoordinates:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
-        # Tensor ranks communicate most: as neighbors they share a node.
-        rest, tensor = divmod(rank, self.tensor)
-        rest, context = divmod(rest, self.context)
-        pipeline, data = divmod(rest, self.data)
-        return RankCoordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+        return RankCoordinates(*dense_coordinates(rank, self.tensor, self.context, self.data))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
-        rest, tensor = divmod(rank % self.stage_size, self.expert_tensor_size)
-        data, expert = divmod(rest, self.expert)
-        return ExpertCoordinates(tensor=tensor, expert=expert, data=data)
+        return ExpertCoordinates(*expert_coordinates(rank, self.stage_size, self.expert_tensor_size, self.expert))
 
     def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
         """Return the global indices of the layers of one model chunk, interleaved over stages under virtual pipelining.

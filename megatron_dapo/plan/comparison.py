@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import ArchitectureFacts, read_architecture
 from megatron_dapo.config.schema import Config
-from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.config.device import GPUS, Gpu
 from megatron_dapo.plan.step import plan_step
 
 PLAN = "plan.json"

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import EngineMemory, num_parameters
 from megatron_dapo.config.schema import Config
-from megatron_dapo.plan.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
+from megatron_dapo.config.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
 
 NUM_QUANTILES = 256
 SIGMA = 1.0  # of the logarithm of lengths: most responses are short and a few reach the limit
@@ -90,8 +90,9 @@ class EngineRates:
         `context` tokens in all."""
         # Of the experts, those that no token chooses are not read.
         experts = 1 - (1 - self.chosen_share) ** running
-        weights = self.weight_bytes * (1 - self.expert_share + self.expert_share * experts)
-        read = (weights + context * self.bytes_per_token) / (self.gpu.memory_bytes_s * SHARES.decode_memory)
+        dense = self.weight_bytes * (1 - self.expert_share) + context * self.bytes_per_token
+        read = dense / SHARES.decode_memory + self.weight_bytes * self.expert_share * experts / SHARES.decode_experts
+        read /= self.gpu.memory_bytes_s
         rate = self.ranks * self.gpu.flops * SHARES.decode_flops * (2 if self.fp8 else 1)
         products = 2 * self.active_parameters * running / rate
         return read, products, TICK_SECONDS + REQUEST_SECONDS * running
@@ -152,6 +153,15 @@ class Queue:
 def running_at_once(config: Config, engine: EngineMemory, lengths: Lengths) -> int:
     """Return how many responses a server decodes at a time: as it is told, and as its cache holds."""
     return max(1, min(config.sglang.max_running_requests, int(engine.kv_tokens / lengths.held)))
+
+
+def prefill_seconds(config: Config, rates: EngineRates, queue: Queue, lengths: Lengths) -> float:
+    """Return the seconds in which a server reads the prompts of a step, each once for its group, and what is carried over again:
+    new weights make its cache worthless."""
+    carried = queue.running * lengths.held if config.rollout.partial_rollout else 0.0
+    tokens = carried + queue.responses * lengths.prompt / config.rollout.group_size
+    rate = rates.ranks * rates.gpu.flops * SHARES.prefill * (2 if rates.fp8 else 1)
+    return 2 * rates.active_parameters * tokens / rate
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,25 +11,24 @@ from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.cluster_rules import FEWEST_SEQUENCES
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import (
-    ENGINE_CONTEXT,
     SPARE_POSITIONS,
-    TRAINER_CONTEXT,
     RunMemory,
     engine_memory,
+    free_at_start,
     run_memory,
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import validate
-from megatron_dapo.plan.device import Gpu
+from megatron_dapo.config.device import Gpu
 from megatron_dapo.plan.rollout import Lengths
 from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
 
 TENSOR = (1, 2, 4, 8)
-CONTEXT = (1, 2, 4, 8)
+CONTEXT = (2, 4, 8)  # beside 1
 MOST_STAGES = 32
 MOST_EXPERT_RANKS = 64
 MOST_STATIC = 0.85  # of sglang.mem_fraction_static
-MARGIN = 2 * GIB  # that servers leave free
+MARGIN = 5 * GIB  # of a GPU that trainer and servers leave free: what others measured in NCCL differs by gigabytes
 MOST_LISTED = 10
 TRAINER_MEMORY = "trainer memory"  # why a layout does not fit
 FEWEST_RUNNING = 2  # responses that a server decodes at a time
@@ -63,12 +62,10 @@ def search(
     architecture: ArchitectureFacts,
     num_gpus: int,
     gpu: Gpu,
-    gpus_per_node: int,
-    host_gib: float,
+    cluster: Cluster,
     mean_response: float | None = None,
 ) -> Found:
-    """Return the layouts that fit `num_gpus`, the fastest first, and those of them alone that the validator accepts."""
-    cluster = Cluster(-(-num_gpus // gpus_per_node), min(gpus_per_node, num_gpus), gpu.memory_gib, host_gib)
+    """Return the layouts that fit the `num_gpus` of a cluster, the fastest first, and only those that the validator accepts."""
     found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
     is_short = not found.layouts or "sglang.max_running_requests" in found.layouts[0].settings
     if not is_short or config.sglang.quantization != "none":
@@ -95,7 +92,11 @@ def _search(
     reasons = Counter[str]()
     lengths = step_lengths(config, mean_response)
     kinds = recomputations(config, architecture)
-    for layout in candidates(config, architecture, num_gpus, cluster):
+    # Context ranks with packed sequences never ran on GPUs: only where nothing fits without them.
+    alone, more = (list(candidates(config, architecture, num_gpus, cluster, sizes)) for sizes in ((1,), CONTEXT))
+    for index, layout in enumerate((*alone, *more)):
+        if index == len(alone) and plans:
+            break
         for kind in kinds:  # slower ones leave servers no more room
             trainer = layout | kind
             probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
@@ -127,7 +128,7 @@ def _trainer_fits(
     """Return the configuration, its memory with a small server, and what is too small for the trainer, "" for nothing."""
     changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
     memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
-    if memory.trainer > cluster.gpu_bytes:
+    if memory.trainer > cluster.gpu_bytes - MARGIN:
         return changed, memory, TRAINER_MEMORY
     return changed, memory, "host memory" if memory.host > cluster.host_gib * GIB else ""
 
@@ -148,7 +149,8 @@ def _servers(
     for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
         count = cluster.gpus_per_node // ranks
         settings: dict[str, Any] = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
-        settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, cluster)
+        free = free_at_start(apply(config, settings), cluster)
+        settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, free)
         engine = engine_memory(apply(config, settings), architecture, cluster)
         holds = engine.kv_tokens // whole
         if holds < fewest:  # a server that is told to run fewer may still be the only one that fits
@@ -159,20 +161,20 @@ def _servers(
             yield queue.seconds, settings
 
 
-def _fraction(num_bytes: int, cluster: Cluster) -> float:
-    """Return the largest sglang.mem_fraction_static, in hundredths, whose weights and cache take at most `num_bytes`."""
-    whole = cluster.gpu_bytes - ENGINE_CONTEXT - TRAINER_CONTEXT
-    return max(0.01, min(MOST_STATIC, int(100 * num_bytes / whole) / 100))
+def _fraction(num_bytes: int, free: int) -> float:
+    """Return the largest sglang.mem_fraction_static, in hundredths, of `free` bytes that takes at most `num_bytes`."""
+    return max(0.01, min(MOST_STATIC, int(100 * num_bytes / free) / 100))
 
 
 def candidates(
-    config: Config, architecture: ArchitectureFacts, num_gpus: int, cluster: Cluster
+    config: Config, architecture: ArchitectureFacts, num_gpus: int, cluster: Cluster, contexts: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings of layouts whose sizes divide the model's and each other, but for what they recompute."""
+    """Yield settings of layouts whose sizes divide the model's and each other, but for what they recompute. `contexts`: numbers of
+    context ranks."""
     per_node = cluster.gpus_per_node
     for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
         for pipeline in range(1, min(MOST_STAGES, architecture.num_layers) + 1):
-            for context in CONTEXT:
+            for context in contexts:
                 if num_gpus % (tensor * pipeline * context) or context > 1 and not _needs_context(config):
                     continue
                 data = num_gpus // (tensor * pipeline * context)

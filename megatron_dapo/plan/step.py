@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.cluster_rules import NODE_BYTES_A_SECOND
-from megatron_dapo.config.critic_rules import as_policy
+from megatron_dapo.config.critic_rules import as_critic
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
+from megatron_dapo.config.memory.batch import step_responses
 from megatron_dapo.config.schema import Config
-from megatron_dapo.plan.device import DEVICE_SYNC_BYTES_S, SHARES, SYNC_BYTES_S, Gpu
+from megatron_dapo.config.weight_sync import SyncTraffic, sync_seconds, sync_traffic
+from megatron_dapo.config.device import Gpu
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
     Lengths,
     Queue,
     engine_rates,
     lengths_of,
+    prefill_seconds,
     running_at_once,
     simulate,
 )
@@ -34,7 +36,7 @@ class StepPlan:
     memory: RunMemory
     queue: Queue | None  # None: engines of which nothing is known
     seconds: Mapping[str, Mapping[str, float]]  # by phase, by what they are for
-    sync_bytes: int  # of a weight update, into all servers
+    sync: SyncTraffic | None  # of a weight update; None: into engines of which nothing is known
     checkpoint_bytes: int
     generated_tokens: float
     trained_tokens: float
@@ -73,18 +75,19 @@ def plan_step(
     memory = run_memory(config, architecture, processes, cluster)
     lengths = step_lengths(config, mean_response)
     generated = generated_responses(config)
-    seconds, queue, sync = dict[str, Mapping[str, float]](), None, 0
+    seconds, queue, sync = dict[str, Mapping[str, float]](), None, None
     if memory.engine_memory is not None and config.rollout.engine == "sglang":
         engine, engines = memory.engine_memory, memory.num_engines
         queue = generation_queue(config, architecture, engine, engines, lengths, gpu)
-        sync = engine.weights * engines * config.sglang.tp_size
-        seconds["generate"] = _generation(queue)
+        sync = sync_traffic(config, architecture, processes, cluster)
+        prefill = prefill_seconds(config, engine_rates(config, architecture, engine, gpu), queue, lengths)
+        seconds["generate"] = {**_generation(queue), "prefill": prefill}
     seconds |= trainer_seconds(config, architecture, processes, cluster, gpu, lengths, memory)
-    if queue:
-        seconds["weight_update"] = _sync_seconds(config, sync, cluster, processes)
+    if sync:
+        seconds["weight_update"] = sync_seconds(config, sync, cluster, gpu)
     saved = checkpoint_bytes(architecture, config.model.dtype)
     saved += checkpoint_bytes(architecture, config.model.dtype, has_value_head=True) if config.has_critic else 0
-    trained = Batch.of(_responses(config), lengths).tokens
+    trained = Batch.of(step_responses(config), lengths).tokens
     return StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
 
 
@@ -94,13 +97,9 @@ def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:
     return lengths.in_windows(config.window.tokens) if config.algorithm.name == "tppo" else lengths
 
 
-def _responses(config: Config) -> int:
-    return config.rollout.prompts_per_step * config.rollout.group_size
-
-
 def generated_responses(config: Config) -> float:
     """Return the responses that a step generates for those it trains."""
-    return _responses(config) / (KEPT_SHARE if config.rollout.filter_groups else 1.0)
+    return step_responses(config) / (KEPT_SHARE if config.rollout.filter_groups else 1.0)
 
 
 def trainer_seconds(
@@ -114,7 +113,7 @@ def trainer_seconds(
 ) -> dict[str, Mapping[str, float]]:
     """Return the seconds of the phases in which the trainer works, by what they are for."""
     seconds: dict[str, Mapping[str, float]] = {}
-    responses, per_node = _responses(config), cluster.gpus_per_node or 1
+    responses, per_node = step_responses(config), cluster.gpus_per_node or 1
     own, prompts, training = config.num_critic_processes, config.rollout.prompts_per_step, config.training
     policy = Model(config, architecture, processes - own, gpu, per_node)
     batch = Batch.of(responses, lengths)
@@ -123,20 +122,13 @@ def trainer_seconds(
     mini = max(1, prompts // training.mini_batch_prompts)
     seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)
     if config.has_critic:
-        critic = Model(_as_critic(config), architecture, own or processes, gpu, per_node, has_value_head=True)
+        critic = Model(as_critic(config), architecture, own or processes, gpu, per_node, has_value_head=True)
         mini = max(1, prompts // (config.critic.mini_batch_prompts or training.mini_batch_prompts))
         trained = _training(critic, responses, lengths, mini, config.critic.epochs)
         seconds["train_critic"] = add(pass_seconds(critic, batch, LOG_PROBS), trained)
     if moved := _offload_seconds(config, memory, gpu):
         seconds["offload"] = moved
     return seconds
-
-
-def _as_critic(config: Config) -> Config:
-    tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
-    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-    changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
-    return as_policy(config).model_copy(update=changes)
 
 
 def generation_queue(
@@ -176,23 +168,6 @@ def _offload_seconds(config: Config, memory: RunMemory, gpu: Gpu) -> dict[str, f
     if memory.critic:
         found["critic"] = 2 * memory.critic.moved(config.critic.offload) / gpu.host_bytes_s
     return {name: seconds for name, seconds in found.items() if seconds}
-
-
-def _sync_seconds(config: Config, num_bytes: int, cluster: Cluster, processes: int) -> dict[str, float]:
-    """Return the seconds of a weight update: through the memory of each node, and between nodes."""
-    sglang, nodes = config.sglang, max(1, cluster.num_nodes)
-    ranks = max(1, sglang.servers_per_node * sglang.tp_size)
-    per_rank = num_bytes / nodes / ranks
-    rate = DEVICE_SYNC_BYTES_S if sglang.shared_memory == "device" else SYNC_BYTES_S
-    p = config.parallel
-    # What a node's ranks hold of the model, of all its experts too, needs no network.
-    spread = p.pp_size * max(p.tp_size, p.ep_size * (p.etp_size or p.tp_size) if p.ep_size > 1 else 1)
-    outside = 1 - min(1.0, cluster.processes_per_node(processes) / spread)
-    from_others = num_bytes / nodes * outside
-    found = {"node_memory": per_rank / rate}
-    if from_others and nodes > 1:
-        found["network"] = from_others / (NODE_BYTES_A_SECOND * SHARES.network)
-    return found
 
 
 def most_seconds(plan: StepPlan) -> tuple[str, str, float]:

@@ -11,7 +11,7 @@ from megatron_dapo.config.memory import ITEM_SIZES, optimizer_ranks, optimizer_s
 from megatron_dapo.config.memory.activations import is_fp8
 from megatron_dapo.config.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.config.schema import Config
-from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
+from megatron_dapo.config.device import SHARES, Gpu, collective_seconds
 from megatron_dapo.plan.rollout import Lengths
 
 # What a forward pass costs counts once, its backward pass twice. The head computes its products of logits twice.
@@ -83,11 +83,6 @@ class Model:
         """Layers of each pipeline stage."""
         p = self.config.parallel
         return [layers_of_stage(self.architecture, p, stage) for stage in range(p.pp_size)]
-
-    @property
-    def tokens_a_rank(self) -> int:
-        """Tokens of a micro-batch that a context rank computes."""
-        return self.config.training.micro_batch_tokens // self.config.parallel.cp_size
 
 
 def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:

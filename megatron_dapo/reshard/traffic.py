@@ -1,4 +1,4 @@
-"""Traffic of a plan over all ranks at once: bytes, messages and time, without listing any transfer.
+"""Traffic of a plan over all ranks at once: bytes and messages, without listing any transfer.
 
 A plan for 16,384 ranks has tens of millions of transfers. Ranks that hold and want the same are counted together, so
 that the whole table is made in seconds.
@@ -17,14 +17,6 @@ import torch
 from megatron_dapo.reshard.planner import ANYWHERE, LoadBalancer, ReshardPlan, SliceRequest
 
 _EXACT = 1 << 62  # products below it fit an int64
-
-
-@dataclass(frozen=True)
-class Links:
-    """Speeds of a rank's links in bytes a second and direction."""
-
-    within_node: float
-    between_nodes: float
 
 
 @dataclass(frozen=True)
@@ -60,18 +52,6 @@ class TrafficTable:
     def num_messages(self, bucket_bytes: int) -> int:
         """Messages where each pair fills buckets one after the other."""
         return int(((self.num_bytes + bucket_bytes - 1) // bucket_bytes).sum())
-
-    def seconds(self, links: Links) -> float:
-        """Time until the busiest link is done: every rank sends and receives at once, all ranks at the same time.
-
-        Within a node and between nodes are different links. Latency, and copies into and out of buckets, are not
-        counted.
-        """
-        far, times = self.crosses, [0.0]
-        for speed, mask in ((links.within_node, ~far), (links.between_nodes, far)):
-            for ranks in (self.source[mask], self.destination[mask]):
-                times.append(int(self._by_rank(ranks, self.num_bytes[mask]).max()) / speed)
-        return max(times)
 
     def _by_rank(self, ranks: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self.num_ranks, dtype=torch.int64).index_add_(0, ranks, values)

@@ -177,7 +177,8 @@ def cluster_here(num_nodes: int, world_size: int) -> Cluster:
     # A launcher may show a process its own GPU alone.
     num_gpus = max(torch.cuda.device_count(), -(-world_size // num_nodes))
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    return Cluster(num_nodes, num_gpus, gpu_gib, process_limits().usable_memory / GIB)
+    nvls = "0" not in (os.environ.get("NCCL_NVLS_ENABLE"), os.environ.get("NCCL_CUMEM_ENABLE"))
+    return Cluster(num_nodes, num_gpus, gpu_gib, process_limits().usable_memory / GIB, nvls=nvls)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
     parameters    elements that a trainer rank holds, exactly those of `checkpoints.megatron_layout`
     activations   bytes kept for the backward pass, by kernels and recomputation
     head          buffers of the log-prob head, and the tiles that it computes in
+    communication buffers of NCCL's groups
+    batch         a step's samples
     model         weights, gradients, optimizer and activations of a trained model on its fullest rank
     engine        weights of a server's rank and the tokens its KV cache holds
     run           every GPU by phase and component, and the host memory of a node, for all models and servers of a run
@@ -17,16 +19,16 @@ from megatron_dapo.config.memory.activations import (
     recompute_of,
 )
 from megatron_dapo.config.memory.engine import (
-    ENGINE_CONTEXT,
     SGLANG_VOCABULARY_MULTIPLE,
     SPARE_POSITIONS,
     EngineMemory,
     engine_memory,
     engine_weight_bytes,
+    free_at_start,
     kv_bytes_per_token,
 )
 from megatron_dapo.config.memory.head import KEPT_GROUP, Tiles, head_tiles, kept_logit_bytes
-from megatron_dapo.config.memory.model import TRAINER_CONTEXT, ModelMemory, model_memory, stage_memory
+from megatron_dapo.config.memory.model import ModelMemory, model_memory, stage_memory
 from megatron_dapo.config.memory.parameters import (
     ITEM_SIZES,
     VOCABULARY_MULTIPLE,

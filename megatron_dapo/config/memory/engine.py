@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.model import TRAINER_CONTEXT
+from megatron_dapo.config.memory.communication import SERVER_GROUP
+from megatron_dapo.config.memory.model import CUDA_CONTEXT
 from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, padded
 from megatron_dapo.config.schema import Config
 
@@ -17,8 +18,8 @@ SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of t
 SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; short of them it cuts responses silently
 FP8_BLOCK = 128
 # Of what no formula gives: measured orders of magnitude on H100, rounded up.
-ENGINE_CONTEXT = 1 * GIB  # CUDA context and NCCL's buffers of a server's rank
-ENGINE_ASLEEP = 3 * GIB  # what a sleeping server keeps: its context, CUDA graphs and workspaces
+ENGINE_CONTEXT = 1 * GIB  # CUDA context of a server's rank
+ENGINE_ASLEEP = 3 * GIB  # what a sleeping server of one rank keeps: its context, CUDA graphs and workspaces
 # SGLang 0.5.17 reserves at least as much beside mem_fraction_static on GPUs above 60 GB (server_args.py,
 # pre_capture_activation_reserve_mb): CUDA graphs, activations of a prefill, logits.
 ENGINE_WORKSPACE = 10 * GIB
@@ -39,8 +40,25 @@ class EngineMemory:
         return self.weights + self.kv_tokens * self.bytes_per_token
 
 
-def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
-    """Return the bytes of a rank's parameters, exactly those of `checkpoints.sglang_layout` for a GPU; under FP8 those of
+@dataclass(frozen=True)
+class EngineWeights:
+    """Bytes of a server rank's parameters by what they are."""
+
+    layer: int  # of each layer, without its experts
+    experts: int  # of each layer
+    row: int  # of a token in the embedding, or in the output matrix
+    rows: int  # of either on this rank, padding included
+    matrices: int  # 1: the output matrix is the embedding
+    norm: int  # after the last layer
+
+    def total(self, num_layers: int) -> int:
+        return num_layers * (self.layer + self.experts) + self.matrices * self.rows * self.row + self.norm
+
+
+def engine_weights(
+    architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool
+) -> EngineWeights:
+    """Return the parameters of a rank, exactly those of `checkpoints.sglang_layout` for a GPU; under FP8 those of
     `checkpoints.fp8_layout`."""
     hidden, head, item = architecture.hidden_size, architecture.head_size, ITEM_SIZES[dtype]
     query, groups = architecture.num_attention_heads * head // tensor, _kv_heads(architecture, tensor) * head
@@ -53,7 +71,7 @@ def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: in
     else:
         inner = architecture.intermediate_size // tensor
     mlp = [(2 * inner, hidden), (hidden, inner)]
-    linear = _matrix_bytes(matrices, item, is_fp8) + copies * _matrix_bytes(mlp, item, is_fp8)
+    inside = copies * _matrix_bytes(mlp, item, is_fp8)
     vectors = (
         architecture.num_norms * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
     )
@@ -62,8 +80,14 @@ def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: in
     rows = padded(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
     if architecture.is_gemma3:
         rows = architecture.vocab_size
-    outside = num_matrices * rows * hidden + hidden
-    return architecture.num_layers * (linear + item * (vectors + router)) + item * outside
+    layer = _matrix_bytes(matrices, item, is_fp8) + item * (vectors + router)
+    dense, experts = (layer, inside) if architecture.num_experts else (layer + inside, 0)
+    return EngineWeights(dense, experts, item * hidden, rows, num_matrices, item * hidden)
+
+
+def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
+    """Return the bytes of a rank's parameters."""
+    return engine_weights(architecture, tensor, expert, dtype, is_fp8).total(architecture.num_layers)
 
 
 def _matrix_bytes(shapes: list[tuple[int, int]], item: int, is_fp8: bool) -> int:
@@ -82,6 +106,25 @@ def kv_bytes_per_token(architecture: ArchitectureFacts, tensor: int, dtype: str)
     return 2 * _kv_heads(architecture, tensor) * architecture.head_size * architecture.num_layers * ITEM_SIZES[dtype]
 
 
+def engine_context(config: Config) -> int:
+    """Return the bytes of a server's rank beside weights, cache and graphs: its context, and NCCL's where it has several ranks."""
+    return ENGINE_CONTEXT + (SERVER_GROUP if config.sglang.tp_size > 1 else 0)
+
+
+def engine_asleep(config: Config) -> int:
+    """Return the bytes that a sleeping server keeps on each of its GPUs."""
+    return ENGINE_ASLEEP + engine_context(config) - ENGINE_CONTEXT
+
+
+def free_at_start(config: Config, cluster: Cluster) -> int:
+    """Return the bytes by which a server's rank sizes its cache: those that are free when it starts.
+
+    On the trainer's GPUs the trainer's process is there before it, with neither a model nor groups.
+    """
+    shared = CUDA_CONTEXT if config.sglang.placement == "colocated" else 0
+    return cluster.gpu_bytes - engine_context(config) - shared
+
+
 def engine_memory(config: Config, architecture: ArchitectureFacts, cluster: Cluster) -> EngineMemory:
     """Return the memory of a rank of an SGLang server, or of an embedded engine with all its slots full."""
     sglang, dtype = config.sglang, config.model.dtype
@@ -96,9 +139,7 @@ def engine_memory(config: Config, architecture: ArchitectureFacts, cluster: Clus
     weights = engine_weight_bytes(architecture, sglang.tp_size, sglang.ep_size, dtype, is_fp8)
     weights += architecture.vision_parameters * ITEM_SIZES[dtype]
     cell = kv_bytes_per_token(architecture, sglang.tp_size, dtype)
-    # SGLang sizes the cache by what is free when it starts, and a trainer's process is there before it.
-    shared = TRAINER_CONTEXT if sglang.placement == "colocated" else 0
-    budget = int((cluster.gpu_bytes - ENGINE_CONTEXT - shared) * sglang.mem_fraction_static)
+    budget = int(free_at_start(config, cluster) * sglang.mem_fraction_static)
     tokens = max(0, budget - weights) // cell
     if sglang.max_total_tokens:
         tokens = min(tokens, sglang.max_total_tokens)

@@ -28,10 +28,9 @@ from megatron_dapo.config.schema import Config
 # A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
 FP8_COPIES = 2
 OVERLAP_BUFFERS = 12  # of Transformer Engine, [tokens of a context rank, hidden size], one for each product of a layer and its gradients
-# Of what no formula gives: measured orders of magnitude on H100, rounded up.
+# Of what no formula gives: measured orders of magnitude on one H100, whose groups have one rank, rounded up.
 CUDA_CONTEXT = int(0.5 * GIB)
-COMMUNICATION = 1 * GIB  # NCCL's buffers, and Transformer Engine's workspaces
-TRAINER_CONTEXT = CUDA_CONTEXT + COMMUNICATION  # of a trainer rank
+WORKSPACES = 1 * GIB  # of Transformer Engine and cuBLAS
 
 
 @dataclass(frozen=True)

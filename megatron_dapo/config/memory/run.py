@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.critic_rules import as_policy
+from megatron_dapo.config.critic_rules import as_critic
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.memory.activations import Kernels
+from megatron_dapo.config.memory.batch import batch_bytes, host_batch_bytes
+from megatron_dapo.config.memory.communication import (
+    GROUP_BYTES,
+    NcclGroup,
+    communication_bytes,
+    model_groups,
+    weight_sync_groups,
+)
 from megatron_dapo.config.memory.engine import (
-    ENGINE_ASLEEP,
-    ENGINE_CONTEXT,
     ENGINE_WORKSPACE,
     EngineMemory,
+    engine_asleep,
+    engine_context,
     engine_memory,
 )
-from megatron_dapo.config.memory.model import COMMUNICATION, CUDA_CONTEXT, ModelMemory, model_memory
+from megatron_dapo.config.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
 from megatron_dapo.config.schema import CheckpointConfig, Config
 
 FRAGMENTATION = 0.05  # of the trainer's tensors, lost between the allocator's blocks
@@ -69,6 +76,8 @@ class _Roles:
     engine: EngineMemory | None
     critic_is_apart: bool  # on processes of its own
     shares: bool  # an engine is on the trainer's GPUs
+    communication: int  # bytes of a trainer process's buffers, which it keeps from its first step to its end
+    batch: int  # bytes of samples while a model is trained
 
     @property
     def is_sglang(self) -> bool:
@@ -81,11 +90,6 @@ class _Roles:
         found = [(self.policy, offload)]
         found += [(self.reference, offload)] if self.reference else []
         return found + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
-
-    @property
-    def communication(self) -> int:
-        """Bytes of a trainer process's buffers, which it keeps from start to end."""
-        return COMMUNICATION + max(self.policy.overlap, self.critic.overlap if self.critic else 0)
 
     @property
     def resident(self) -> int:
@@ -107,7 +111,13 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
         trainer=max(trains),
         engine=max(generates, default=0) if roles.is_sglang else 0,
         host=_host_bytes(config, roles.models, separate, served, cluster.processes_per_node(processes))
-        + _routing_bytes(config, architecture, processes, cluster, served),
+        + host_batch_bytes(
+            config,
+            architecture,
+            processes - config.num_critic_processes,
+            cluster.processes_per_node(processes),
+            served.kv_tokens * config.sglang.servers_per_node * config.sglang.tp_size if served else 0,
+        ),
         num_engines=cluster.num_engines(config, processes),
         engine_memory=engine,
         policy=roles.policy,
@@ -123,18 +133,39 @@ def _roles(
     policy = model_memory(config, architecture, processes - own, kernels=kernels)
     critic = reference = None
     if config.has_critic:
-        tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
-        training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-        changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
-        as_critic = as_policy(config).model_copy(update=changes)
-        critic = model_memory(as_critic, architecture, own or processes, has_value_head=True, kernels=kernels)
+        critic = model_memory(as_critic(config), architecture, own or processes, has_value_head=True, kernels=kernels)
     if config.algorithm.needs_reference:
         # It makes no step, so Adam has no moments for it; gradient buffers and main params are there.
         reference = replace(policy, moments=0, activations=0, working=0, head=0, saved=0)
     starts = not config.sglang.urls or config.rollout.engine != "sglang"
     engine = engine_memory(config, architecture, cluster) if starts else None
     shares = engine is not None and (config.rollout.engine != "sglang" or config.sglang.placement == "colocated")
-    return _Roles(config, policy, critic, reference, engine, bool(own), shares)
+    overlap = max(policy.overlap, critic.overlap if critic else 0)
+    communication = WORKSPACES + _groups(config, architecture, processes, cluster) + overlap
+    batch = batch_bytes(config, architecture, processes - own)
+    return _Roles(config, policy, critic, reference, engine, bool(own), shares, communication, batch)
+
+
+def _groups(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> int:
+    """Return the bytes of NCCL's groups on the rank that has most of them."""
+    own, node = config.num_critic_processes, cluster.processes_per_node(processes)
+    has_experts = bool(architecture.num_experts)
+    policy = model_groups(config.parallel, processes - own, has_experts, node)
+    found = communication_bytes(policy.values(), cluster)
+    if config.has_critic:
+        critic = model_groups(config.critic_parallel, own or processes, has_experts, node)
+        # Models with equal layouts on the same processes share their groups.
+        if own:
+            found = max(found, communication_bytes(critic.values(), cluster))
+        elif critic != policy:
+            found += communication_bytes(critic.values(), cluster)
+    found += communication_bytes([NcclGroup(processes, min(processes, node))], cluster)
+    sglang = config.sglang
+    if config.rollout.engine == "sglang" and sglang.weight_sync_transport == "p2p":
+        replicas = (processes - own) // (config.parallel.tp_size * config.parallel.pp_size)
+        groups = weight_sync_groups(cluster.num_engines(config, processes), max(1, replicas), sglang.tp_size)
+        found += communication_bytes(groups, cluster)
+    return found
 
 
 def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
@@ -148,12 +179,13 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     if roles.reference:  # its weights are there while log-probs are computed or the policy is trained
         others += max(0, roles.reference.weights - roles.reference.resident(offload))
     held = policy.state_parts if offload == "none" else {"weights": policy.weights}
-    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward}, others))
-    yield PhaseMemory("train", device, _trainer_parts(roles, policy.training_parts, others))
+    batch = {"batch": roles.batch}
+    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward, **batch}, others))
+    yield PhaseMemory("train", device, _trainer_parts(roles, {**policy.training_parts, **batch}, others))
     if roles.critic:
         beside = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
         where: Device = "trainer" if roles.critic_is_apart else device
-        yield PhaseMemory("train_critic", where, _trainer_parts(roles, roles.critic.training_parts, beside))
+        yield PhaseMemory("train_critic", where, _trainer_parts(roles, {**roles.critic.training_parts, **batch}, beside))
     if roles.engine and roles.is_sglang:
         # The policy's weights are on the GPU until the servers have theirs and their caches.
         trainer = others + max(policy.weights, policy.resident(offload))
@@ -171,7 +203,7 @@ def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict
     found["slack"] = int(FRAGMENTATION * sum(found.values()))
     found |= {"context": CUDA_CONTEXT, "communication": roles.communication}
     if roles.shares and roles.engine:
-        found["engine_asleep"] = ENGINE_ASLEEP if roles.is_sglang else roles.engine.static
+        found["engine_asleep"] = engine_asleep(roles.config) if roles.is_sglang else roles.engine.static
     return found
 
 
@@ -182,8 +214,10 @@ def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
         "engine_weights": roles.engine.weights,
         "kv_tokens": roles.engine.kv_tokens * roles.engine.bytes_per_token,
         "graphs_and_prefill": ENGINE_WORKSPACE,
-        "engine_context": ENGINE_CONTEXT,
+        "engine_context": engine_context(roles.config),
     }
+    if roles.config.sglang.weight_sync_transport == "p2p":
+        found["engine_context"] += GROUP_BYTES  # of the group that receives weights
     if roles.shares:
         found |= {"trainer": trainer_bytes, "context": CUDA_CONTEXT, "communication": roles.communication}
     return found
@@ -195,24 +229,6 @@ def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
     num_bytes = {"none": 0, "node": 2, "peer": 4}[checkpoint.memory_copies] * saved
     limit = int(checkpoint.memory_copies_gib * GIB)
     return min(num_bytes, limit) if limit else num_bytes
-
-
-def _routing_bytes(
-    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster, engine: EngineMemory | None
-) -> int:
-    """Return the bytes of chosen experts on the first node: rank 0 holds those of a step's responses, all of the longest, each rank
-    those of its replica's share, and each rank of a server an int32 for every token of its KV cache."""
-    rollout, parallel, sglang = config.rollout, config.parallel, config.sglang
-    if not rollout.routing_replay:
-        return 0
-    choices = architecture.num_layers * architecture.num_experts_per_token
-    responses = rollout.prompts_per_step * rollout.group_size
-    a_response = choices * (1 if architecture.num_experts <= 256 else 2)
-    a_response *= config.data.max_prompt_tokens + rollout.max_response_tokens
-    replicas = (processes - config.num_critic_processes) // (parallel.tp_size * parallel.pp_size * parallel.cp_size)
-    shares = cluster.processes_per_node(processes) * -(-responses // replicas)
-    of_servers = 4 * choices * engine.kv_tokens * sglang.servers_per_node * sglang.tp_size if engine else 0
-    return a_response * (math.ceil(rollout.oversample * responses) + shares) + of_servers
 
 
 def _host_bytes(

@@ -3,6 +3,7 @@ autograd really keeps, whole models against megatron-core's published estimate."
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ from megatron_dapo.config.memory import (
     run_memory,
     stage_memory,
 )
+from megatron_dapo.config.memory.batch import TOKEN_BYTES
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.packing import pack
 from tests.unit.config.architectures import (
     DENSE,
     EXPERTS,
@@ -38,6 +41,7 @@ from tests.unit.config.architectures import (
     QWEN_32B,
     facts_of,
 )
+from tests.unit.parallel.test_packing import make_sample
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
@@ -411,3 +415,78 @@ def test_a_stage_with_more_layers_has_more_parameters_and_activations() -> None:
     assert sum(one.dense for one in parameters[0]) == sum(one.dense for one in parameters[1])
     assert parameters[1][0].dense < parameters[0][0].dense < parameters[1][3].dense
     assert layers_in_flight(model, uneven, 0) == 4 * 13 and layers_in_flight(model, uneven, 3) == 19
+
+
+# ---- NCCL and samples
+
+
+def nccl(parallel: dict[str, Any], processes: int, document: dict[str, Any], cluster: Cluster) -> int:
+    """Bytes of NCCL in a run of these processes, beyond those of one process, which has no group of two."""
+
+    def communication(sizes: dict[str, Any], count: int) -> int:
+        memory = run_memory(run_of(parallel=sizes), facts_of(document), count, cluster)
+        return {phase.phase: phase for phase in memory.phases}["train"].parts["communication"]
+
+    return communication(parallel, processes) - communication({}, 1)
+
+
+def test_groups_take_what_others_measured() -> None:
+    """verl pull request 6408: TP2 PP2 DP2 on 8 H100, 7 GB a rank dense and 9.5 GB with experts, with NCCL's defaults."""
+    sizes, defaults = {"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, Cluster(nvls=True)
+    assert nccl(sizes, 8, DENSE, defaults) == pytest.approx(7e9, rel=0.05)
+    assert nccl({**sizes, "ep_size": 2}, 8, EXPERTS, defaults) == pytest.approx(9.5e9, rel=0.1)
+
+
+@pytest.mark.parametrize("nvls", [False, True])
+def test_every_group_of_several_ranks_takes_memory_and_nvls_more(nvls: bool) -> None:
+    cluster = Cluster(16, nvls=nvls)
+    one_axis = [{"tp_size": 8, "sequence_parallel": True}, {"pp_size": 8}, {"cp_size": 8}]
+    smallest = nccl({}, 128, DENSE, cluster)
+    for sizes in one_axis:
+        assert nccl(sizes, 128, DENSE, cluster) > smallest
+        assert nccl({**sizes, "ep_size": 8}, 128, EXPERTS, cluster) > nccl(sizes, 128, DENSE, cluster)
+    assert nccl(one_axis[0], 128, DENSE, Cluster(16, nvls=True)) > nccl(one_axis[0], 128, DENSE, Cluster(16))
+    # On CPUs there is no NCCL, whatever its setting.
+    assert nccl(one_axis[0], 128, DENSE, Cluster(16, gpus_per_node=0, nvls=nvls)) == 0
+
+
+def test_servers_of_several_ranks_have_nccl_awake_and_asleep() -> None:
+    def phases(ranks: int) -> dict[str, Any]:
+        settings = {"placement": "colocated", "mem_fraction_static": 0.5, "tp_size": ranks}
+        config = run_of(rollout={"engine": "sglang"}, sglang=settings, model={"offload": "all"})
+        return {phase.phase: phase.parts for phase in run_memory(config, facts_of(QWEN_7B), 8, Cluster()).phases}
+
+    one, many = phases(1), phases(4)
+    assert many["generate"]["engine_context"] - one["generate"]["engine_context"] == GIB
+    assert many["train"]["engine_asleep"] - one["train"]["engine_asleep"] == GIB
+
+
+def test_a_token_of_a_mini_batch_has_the_bytes_of_its_packed_fields() -> None:
+    packed = pack([make_sample(4096, 1)], [1.0], ParallelLayout(1))
+    found = {
+        field.name: value.numel() * value.element_size()
+        for field in fields(packed)
+        if isinstance(value := getattr(packed, field.name), torch.Tensor)
+    }
+    # Numbers that only a critic, stale responses or the language-model loss have: four bytes a token each.
+    absent = [name for name in ("staleness", "values", "returns", "positive_weights") if name not in found]
+    assert "routing" not in found and "response_positions" in found
+    num_bytes = sum(found.values()) + 4 * len(absent) * packed.num_tokens
+    assert num_bytes / packed.num_tokens == pytest.approx(TOKEN_BYTES, rel=0.01)
+
+
+def test_one_mini_batch_is_on_the_device_and_all_are_on_the_host() -> None:
+    """Twice the mini-batches of half the size halve what is on the device, and leave the host as it was."""
+
+    def memory_of(prompts: int, **parallel: Any) -> Any:
+        rollout = {"prompts_per_step": 64, "group_size": 4, "max_response_tokens": 4096}
+        config = run_of(rollout=rollout, training={"mini_batch_prompts": prompts}, parallel=parallel)
+        return config, run_memory(config, facts_of(QWEN_7B), 8, Cluster())
+
+    (config, large), (_, small) = memory_of(32), memory_of(16)
+    packed = TOKEN_BYTES * 16 * 4 // 8 * (config.data.max_prompt_tokens + 4096)
+    batches = [{phase.phase: phase.parts for phase in memory.phases}["train"]["batch"] for memory in (large, small)]
+    assert batches[0] - batches[1] == packed and large.host == small.host
+    # Fewer replicas have more of the samples each.
+    _, fewer = memory_of(32, tp_size=4)
+    assert {phase.phase: phase.parts for phase in fewer.phases}["train"]["batch"] > batches[0]

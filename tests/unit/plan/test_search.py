@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.stages import layers_of_stages
-from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.search import apply, candidates, recomputations, search, splits
+from megatron_dapo.config.device import GPUS
+from megatron_dapo.plan.search import MARGIN, Found, apply, candidates, recomputations, search, splits
 from megatron_dapo.plan.step import plan_step
 from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, RECIPES
@@ -21,8 +23,13 @@ NONE_FITS = {("235B-A22B", 8), ("235B-A22B", 16), ("235B-A22B", 32)}
 SECONDS = 10.0
 
 
-def config_of(algorithm: str) -> object:
+def config_of(algorithm: str) -> Any:
     return load_config(RECIPES / f"{algorithm}_qwen2.5_32b.toml").config
+
+
+def found_for(config: Any, model: str, gpus: int, host_gib: float = 2000.0, gpu: str = "H100") -> Found:
+    cluster = Cluster(gpus // 8, 8, GPUS[gpu].memory_gib, host_gib)
+    return search(config, facts_of(MODELS[model]), gpus, GPUS[gpu], cluster)
 
 
 ALL = [
@@ -39,7 +46,7 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
     config, facts = config_of(algorithm), facts_of(MODELS[model])
     # CPU seconds: other programs run beside a test.
     started = time.process_time()
-    found = search(config, facts, gpus, GPUS["H100"], 8, 2000.0)
+    found = found_for(config, model, gpus)
     assert time.process_time() - started < SECONDS
     if (model, gpus) in NONE_FITS:
         assert not found.layouts and found.reasons
@@ -50,14 +57,15 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
     cluster = Cluster(gpus // 8, 8, 79.0, 2000.0)
     for one in found.layouts:
         assert not validate(apply(config, one.settings), gpus, facts, cluster)
-        assert one.plan.peak <= cluster.gpu_bytes and one.binding
+        assert one.plan.peak <= cluster.gpu_bytes - MARGIN and one.binding
+        # Context ranks never ran on GPUs: others fit here.
+        assert one.settings["parallel.cp_size"] == 1
     assert all(one.flip for one in found.layouts)
 
 
 def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
-    config, facts = config_of("dapo"), facts_of(MODELS["32B"])
     few, many, large = (
-        search(config, facts, gpus, GPUS[name], 8, 2000.0).layouts[0].plan.total
+        found_for(config_of("dapo"), "32B", gpus, gpu=name).layouts[0].plan.total
         for gpus, name in ((64, "H100"), (256, "H100"), (64, "H200"))
     )
     assert many < few and large < few
@@ -65,7 +73,7 @@ def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
 
 def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> None:
     recipe = RECIPES / "dapo_qwen2.5_32b.toml"
-    best = search(config_of("dapo"), facts_of(MODELS["32B"]), 8, GPUS["H100"], 8, 2000.0).layouts[0]
+    best = found_for(config_of("dapo"), "32B", 8).layouts[0]
     assert best.settings["model.recompute_granularity"] == "selective"
     assert best.settings["megatron.recompute_modules"] == ["mlp"]
     # The settings that are listed give the configuration that was planned.
@@ -101,14 +109,15 @@ def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
     config = apply(
         config_of("dapo"), {"model.recompute_granularity": "selective", "megatron.recompute_modules": ["mlp"]}
     )
-    found = search(config, facts_of(MODELS["32B"]), 16, GPUS["H100"], 8, 2000.0)
+    found = found_for(config, "32B", 16)
     assert found.layouts and not found.refused
 
 
 @pytest.mark.parametrize(
     ("algorithm", "model", "host_gib", "fits"),
     [
-        ("dapo", "32B", 1000.0, True),
+        ("dapo", "32B", 1000.0, False),
+        ("dapo", "32B", 2000.0, True),
         ("vapo", "32B", 1000.0, False),
         ("vapo", "32B", 2000.0, True),
         ("tppo", "32B", 2000.0, True),
@@ -120,18 +129,19 @@ def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
 def test_one_node_holds_what_its_host_memory_has_room_for(
     algorithm: str, model: str, host_gib: float, fits: bool
 ) -> None:
-    found = search(config_of(algorithm), facts_of(MODELS[model]), 8, GPUS["H100"], 8, host_gib)
+    found = found_for(config_of(algorithm), model, 8, host_gib)
     assert bool(found.layouts) == fits
     if fits:
         assert all(one.plan.memory.host <= host_gib * GIB for one in found.layouts)
-        assert found.layouts[0].settings["optimizer.on_host"], "the GPUs have no room for main params and moments"
+        # The GPUs have no room for main params and moments of larger models.
+        assert found.layouts[0].settings["optimizer.on_host"] or model == "14B"
     else:
         assert found.reasons["host memory"] and found.num_fitting == 0
 
 
 def test_candidates_divide_the_model_and_the_gpus() -> None:
     config, facts = config_of("dapo"), facts_of(MODELS["30B-A3B"])
-    tried = list(candidates(config, facts, 64, Cluster(8)))
+    tried = list(candidates(config, facts, 64, Cluster(8), (1, 2)))
     assert len(tried) == len({tuple(sorted(settings.items())) for settings in tried})
     for settings in tried:
         model = settings["parallel.tp_size"] * settings["parallel.pp_size"] * settings["parallel.cp_size"]
@@ -155,18 +165,19 @@ def test_ends_of_a_split_are_no_longer_than_the_stages_between(num_layers: int) 
 
 def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
     """94 layers divide by 2 and 47 alone; the head's stage has fewer than the others."""
-    best = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 512, GPUS["H100"], 8, 2000.0).layouts[0]
+    best = found_for(config_of("dapo"), "235B-A22B", 512).layouts[0]
     assert best.settings["parallel.pp_size"] > 2 and best.settings["parallel.last_stage_layers"] > 0
-    even = search(config_of("dapo"), facts_of(MODELS["32B"]), 128, GPUS["H100"], 8, 2000.0).layouts
-    assert even[0].settings["parallel.last_stage_layers"] == 15, "of 64 in 4 stages: the head is worth about two layers"
+    even = found_for(config_of("dapo"), "32B", 128).layouts
+    last, stages = even[0].settings["parallel.last_stage_layers"], even[0].settings["parallel.pp_size"]
+    assert 0 < 64 / stages - last <= 2, "the head is worth about two layers"
 
 
 def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> None:
-    found = search(config_of("dapo"), facts_of(MODELS["235B-A22B"]), 128, GPUS["H100"], 8, 2000.0)
+    """86 GiB: a cache of a few responses beside 16-bit weights. 79 GiB: none."""
+    config, facts = config_of("dapo"), facts_of(MODELS["235B-A22B"])
+    found = search(config, facts, 128, replace(GPUS["H100"], memory_gib=86.0), Cluster(16, 8, 86.0, 2000.0))
     first = found.layouts[0]
     assert first.settings["sglang.max_running_requests"] < 8
     assert not found.needs_fp8 and found.fp8_seconds is not None and found.fp8_seconds < 0.5 * first.plan.total
-    longest = {"rollout.max_response_tokens": 28672, "reward.overlong_punishment.max_length": 28672}
-    config = apply(config_of("dapo"), longest | {"training.micro_batch_tokens": 30720})
-    only = search(config, facts_of(MODELS["235B-A22B"]), 64, GPUS["H100"], 8, 2000.0)
+    only = found_for(config, "235B-A22B", 128)
     assert only.needs_fp8 and all(one.settings["sglang.quantization"] == "fp8" for one in only.layouts)

@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.reshard import traffic
 from megatron_dapo.reshard.layout import ExplicitLayout, ReplicatedLayout, Shard, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
-from megatron_dapo.reshard.traffic import Links, traffic_table
+from megatron_dapo.reshard.traffic import traffic_table
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (12, 2), "d": (3, 8)}
 
@@ -51,7 +51,7 @@ def test_table_is_the_sum_of_the_transfers(seed, limit, monkeypatch):
         assert reshard.traffic(rank) == (table.sent[rank], table.received[rank], table.local[rank])
 
 
-def test_time_and_messages_by_hand():
+def test_bytes_and_messages_by_hand():
     """Rank 0 of 2 x 2 ranks has 40 bytes that all others want: one of its node, two of the other."""
     specs = {"w": TensorSpec((10,), torch.float32)}
     whole = ReplicatedLayout(specs, 1).shards(0)
@@ -59,15 +59,13 @@ def test_time_and_messages_by_hand():
     table = traffic_table(plan(source, ReplicatedLayout(specs, 4), ranks_per_node=2))
     assert table.sent.tolist() == [120, 0, 0, 0] and table.received.tolist() == [0, 40, 40, 40]
     assert table.local.tolist() == [40, 0, 0, 0] and int(table.num_bytes[table.crosses].sum()) == 80
-    assert table.seconds(Links(within_node=10.0, between_nodes=40.0)) == 4.0
-    assert table.seconds(Links(within_node=40.0, between_nodes=10.0)) == 8.0
     assert (table.num_messages(40), table.num_messages(39), table.num_messages(16)) == (3, 6, 9)
 
 
 def test_nothing_to_move():
     specs = {"w": TensorSpec((10,), torch.bfloat16)}
     table = traffic_table(plan(ReplicatedLayout(specs, 3), ReplicatedLayout(specs, 3)))
-    assert table.num_messages(1) == 0 and table.seconds(Links(1.0, 1.0)) == 0.0
+    assert table.num_messages(1) == 0
     assert table.local.tolist() == [20] * 3
 
 

@@ -46,10 +46,12 @@ class Shares:
     # recomputation, so their share is a little more.
     training: float = 0.5
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
-    experts: float = 0.2  # assumed; grouped
+    experts: float = 0.08  # grouped, between 0.2 of device time and 0.05 of wall time measured in three layers of Qwen3-30B-A3B (H200)
     packing: float = 0.9  # measured: tokens of micro-batches that are real
     decode_memory: float = 0.78  # of published ticks of a 32 B on two H100
+    decode_experts: float = 0.6  # of the rate, that experts' weights are read with; calibrated (docs/plan.md)
     decode_flops: float = 0.6  # as above
+    prefill: float = 0.5  # assumed: as in training
     nvlink: float = 0.75  # assumed: a collective's bandwidth
     network: float = 0.8  # assumed
     hidden: float = (
@@ -58,11 +60,13 @@ class Shares:
 
 
 SHARES = Shares()
+SLOWEST = min(GPUS.values(), key=lambda gpu: gpu.memory_bytes_s)  # for estimates on the safe side where the GPU is not known
 TICK_SECONDS = 2.5e-3  # of a decoding step beside reading and products: launches, sums over ranks, scheduling (published, as above)
 # Measured: 256 requests of 512 tokens on 1.5 B at 33,526 tokens/s, by Triton's attention and torch's sampling.
 REQUEST_SECONDS = 1.2e-5  # of a decoding step for each request: sampling and log-probs
 SYNC_BYTES_S = 26e9  # measured: weights into a server on the same GPU through slots in host memory
 DEVICE_SYNC_BYTES_S = 59e9  # measured: through slots in GPU memory
+CHECKSUM_BYTES_S = 6.3e9  # measured: of a rank's parameters, by trainer and server together, 3.09 GB in 0.49 s
 
 
 def collective_seconds(

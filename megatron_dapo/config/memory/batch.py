@@ -1,0 +1,54 @@
+"""Bytes of a step's samples on a trainer rank and on its node, all of them taken to be as long as may be."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory.parameters import FP32
+from megatron_dapo.config.schema import Config
+
+TOKEN_BYTES = 72  # of a packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
+NUM_TERMS = 3  # numbers of a trained token until its optimizer step: old and reference log-probs, importance weight
+SERVED_CHOICE = 4  # bytes of a chosen expert in a server
+
+
+def step_responses(config: Config) -> int:
+    """Return the responses that a train step is made from."""
+    return config.rollout.prompts_per_step * config.rollout.group_size
+
+
+def choice_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+    """Return the bytes of a token's chosen experts in all layers, 0 where they are not replayed."""
+    if not config.rollout.routing_replay:
+        return 0
+    item = 1 if architecture.num_experts <= 256 else 2
+    return architecture.num_layers * architecture.num_experts_per_token * item
+
+
+def share_tokens(config: Config, responses: int, processes: int) -> int:
+    """Return the tokens of a replica's share of so many responses."""
+    p = config.parallel
+    replicas = max(1, processes // (p.tp_size * p.pp_size * p.cp_size))
+    return -(-responses // replicas) * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+
+
+def batch_bytes(config: Config, architecture: ArchitectureFacts, processes: int) -> int:
+    """Return the bytes of samples on a device while a model is trained: one mini-batch, and the log-probs of the whole step."""
+    mini_batch = min(step_responses(config), config.training.mini_batch_prompts * config.rollout.group_size)
+    packed = TOKEN_BYTES + choice_bytes(config, architecture)
+    terms = NUM_TERMS * FP32 * share_tokens(config, step_responses(config), processes) // config.parallel.cp_size
+    return packed * share_tokens(config, mini_batch, processes) + terms
+
+
+def host_batch_bytes(
+    config: Config, architecture: ArchitectureFacts, processes: int, ranks_of_node: int, served_tokens: int
+) -> int:
+    """Return the bytes of a step's samples on the first node: every rank has its replica's mini-batches in pinned memory, rank 0 the
+    chosen experts of all responses, and the node's servers those of the `served_tokens` in their caches."""
+    chosen, responses = choice_bytes(config, architecture), step_responses(config)
+    packed = (TOKEN_BYTES + chosen) * share_tokens(config, responses, processes)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    generated = chosen * longest * math.ceil(config.rollout.oversample * responses)
+    of_servers = SERVED_CHOICE * architecture.num_layers * architecture.num_experts_per_token * served_tokens
+    return ranks_of_node * packed + generated + (of_servers if chosen else 0)
