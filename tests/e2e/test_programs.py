@@ -67,6 +67,7 @@ BENCHMARKS: dict[str, Check] = {
     "gae.py": lambda r: r["num_responses"] == 64 and min(r["vs_pass"], r["vs_loop"], r["vs_column_loop"]) > 0,
     "head_memory.py": lambda r: r["time_ratio"] > 0 and 0 <= r["memory_ratio"] < 1,
     "plan_memory.py": lambda r: r["num_runs"] == 2 and r["max_relative_error"] <= 0.05,
+    "plan_published.py": lambda r: 0 < r["max_relative_error"] < r["aim"] and len(r["rows"]) == 1,
     "plan_scale.py": lambda r: (
         r["bytes_difference"] == 0
         and all(case["received_max"] <= case["shard_bytes"] for case in r["cases"].values())
