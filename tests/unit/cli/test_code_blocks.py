@@ -38,7 +38,7 @@ FIRST_LINES = (
     ("bash", r"([A-Z_]+=\S+ )*(megatron-dapo|make|pip|sbatch|python|examples/|\.venv/)"),
 )
 # Programs beside our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
-OTHERS = ("make", "pip", "python", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
+OTHERS = ("make", "pip", "python", "docker", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
 
 
 MODELS = re.compile(
