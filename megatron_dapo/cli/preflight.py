@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -102,7 +103,7 @@ def groups_of(layout: ParallelLayout) -> tuple[list[list[int]], list[list[int]]]
     return list(tensor.values()), list(data.values())
 
 
-def judge_groups(figures: Mapping[Sequence[int], float], tolerance: float) -> list[str]:
+def judge_groups(figures: Mapping[tuple[int, ...], float], tolerance: float) -> list[str]:
     """Return a line for each data-parallel group whose all-reduce, in bytes a second, is slow against the median of all."""
     middle = median(figures.values()) if figures else 0.0
     return [
@@ -269,11 +270,11 @@ def _group_bandwidth(groups: Sequence[Sequence[int]], device: torch.device) -> f
         return 0.0
     for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
         values = torch.ones(num_bytes // 4, device=device)
-        slowest = torch.tensor(_best_seconds(lambda values=values: dist.all_reduce(values, group=own), device))
+        slowest = torch.tensor(_best_seconds(partial(dist.all_reduce, values, group=own), device))
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=own)
         if slowest.item() > _SLOW_S:
             break
-    return num_bytes / slowest.item()
+    return num_bytes / float(slowest)
 
 
 def _disk_bandwidth(directory: Path, rank: int) -> float:

@@ -266,8 +266,8 @@ def _use_own_device(process: ProcessEnvironment) -> bool:
 
 def pci_address(properties: object) -> str:
     """Return a GPU's address as sysfs names it, such as "0000:1b:00.0"; "" if torch does not tell."""
-    numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    return "" if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _configure_logging(process: ProcessEnvironment) -> None:

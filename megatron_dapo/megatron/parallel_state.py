@@ -86,7 +86,7 @@ def connect_groups() -> int:
     NCCL makes a communicator, with its buffers, at a group's first collective. Here that happens at a known moment, under a
     deadline, and shows its memory. Collective: groups are visited in the order in which all ranks have made them.
     """
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    free = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
     for group in list(_living_groups()):
         if group.size() > 1:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -94,7 +94,7 @@ def connect_groups() -> int:
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
-    return free - torch.cuda.mem_get_info()[0]
+    return free - int(torch.cuda.mem_get_info()[0])
 
 
 def initialize_parallel_state(

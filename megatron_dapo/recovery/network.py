@@ -36,7 +36,7 @@ class Datagrams:
 
     def __init__(self, node_rank: int, num_nodes: int, leader: tuple[str, int], run_id: str) -> None:
         self.node_rank, self.num_nodes, self._run_id = node_rank, num_nodes, run_id
-        self.addresses: dict[int, tuple] = {}  # node: address of its watcher
+        self.addresses: dict[int, tuple[Any, ...]] = {}  # node: address of its watcher
         self.socket: socket.socket | None = None
         self._listener: socket.socket | None = None
         self._ports: dict[int, int] = {}  # node: TCP port of its watcher
@@ -53,7 +53,7 @@ class Datagrams:
             self._listener = socket.create_server((self.socket.getsockname()[0], 0), family=family, backlog=256)
             self._listener.setblocking(False)
 
-    def _bind(self, address: tuple) -> None:
+    def _bind(self, address: tuple[Any, ...]) -> None:
         assert self.socket is not None
         end = time.monotonic() + 20.0
         while True:
@@ -127,7 +127,7 @@ class Datagrams:
     def _parsed(self, text: bytes) -> dict[str, Any] | None:
         """Return a message of a watcher of this run, None for anything else."""
         try:
-            message = json.loads(text)
+            message: dict[str, Any] = json.loads(text)
             if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
                 self._ports[message["from"]] = int(message["port"])
                 return message
@@ -187,7 +187,7 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
     return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
 
 
-def _local_host(family: int, towards: tuple) -> str:
+def _local_host(family: int, towards: tuple[Any, ...]) -> str:
     """Return this machine's address on the way to another, "" (all of them) where there is no way yet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(towards)  # sends nothing
@@ -195,7 +195,7 @@ def _local_host(family: int, towards: tuple) -> str:
     return ""
 
 
-def _resolved(leader: tuple[str, int]) -> tuple:
+def _resolved(leader: tuple[str, int]) -> tuple[Any, ...]:
     end = time.monotonic() + 60.0
     while True:
         try:

@@ -92,7 +92,7 @@ class Watcher:
         # Of the others
         self._leader = 0
         self._answered_at = self._started + self._limits.start_s - self._limits.node_s  # it may start later
-        self._next_leaders: dict[int, tuple] = {}
+        self._next_leaders: dict[int, tuple[Any, ...]] = {}
         self._leader_is_done = False
         # The end
         self._verdict: list[Failure] | None = None
@@ -108,7 +108,7 @@ class Watcher:
     def run(self) -> None:
         """Watch until all ranks have ended."""
         while not self._is_finished():
-            waiting = [self._listener, *self._pending, *([self._network.socket] if self._network.socket else [])]
+            waiting: list[Any] = [self._listener, *self._pending, *([self._network.socket] if self._network.socket else [])]
             living = [rank for rank in self._ranks.values() if not rank.is_over]
             waiting += [each for rank in living for each in (rank.pidfd, rank.connection) if each is not None]
             ready = select.select(waiting, [], [], TICK_S)[0]
@@ -166,7 +166,7 @@ class Watcher:
         if user != os.getuid() or len(files) != 2:
             connection.close()
             return
-        rank = WatchedRank(json.loads(text), connection, *files, now)
+        rank = WatchedRank(json.loads(text), connection, files[0], files[1], now)
         self._ranks[rank.rank] = rank
         self._name = rank.node
 
