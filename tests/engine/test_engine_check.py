@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.doctor.engine_import import import_problem
+from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.quantization.engine_check import engine_logprobs
 from megatron_dapo.quantization.probe import Sample, compare, logprobs_of
@@ -33,4 +33,5 @@ def test_an_unservable_directory_raises_the_engines_error(tmp_path, tiny_model, 
 def test_the_dry_run_s_import_succeeds_where_a_server_starts(engine_python, tmp_path, monkeypatch) -> None:
     """On a CPU too, where a bare `import sglang` fails."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert import_problem(engine_python, ("record",)) == ""
+    libraries = engine_libraries(engine_python, ("record",))
+    assert not libraries.error and not libraries.failures, libraries
