@@ -115,13 +115,13 @@ def loss(inputs):
 '''
 
 
-def own_losses(file: str) -> dict[str, float]:
+def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
     from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
     from megatron_dapo.config.algorithm_schema import AlgorithmConfig, FunctionLossConfig
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof import worker
 
-    objective = PolicyObjective(AlgorithmConfig(loss=FunctionLossConfig(function=f"{file}:loss")))
+    objective = PolicyObjective(AlgorithmConfig(loss=FunctionLossConfig(function=f"{arguments['file']}:loss")))
 
     def own(micro_batch, outputs, index):
         return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
@@ -130,7 +130,8 @@ def own_losses(file: str) -> dict[str, float]:
     worker.dapo_loss = own
     try:
         found = {}
-        for layout in (ParallelLayout(2, tensor=2), ParallelLayout(2), ParallelLayout(2, context=2)):
+        for fields in arguments["layouts"]:
+            layout = ParallelLayout(2, **fields)
             rows = worker.check_layout(problem, layout, "float32")
             found[layout.describe()] = max(max(row.rel_diff, row.loss_rel_diff) for row in rows)
         return found
@@ -138,8 +139,9 @@ def own_losses(file: str) -> dict[str, float]:
         worker.dapo_loss = built_in  # these processes serve other tests
 
 
-def test_a_loss_of_the_users_own_is_exact_under_any_layout(tmp_path) -> None:
+@pytest.mark.parametrize("layouts", [[{"context": 2}], pytest.param([{}, {"tensor": 2}], marks=pytest.mark.long)])
+def test_a_loss_of_the_users_own_is_exact_under_any_layout(layouts: list[dict[str, int]], tmp_path) -> None:
     (tmp_path / "own_loss.py").write_text(OWN_LOSS)
-    found = run_distributed(target_in(__file__, "own_losses"), 2, str(tmp_path / "own_loss.py"))
-    assert found.keys() == {"TP2 PP1 CP1 DP1", "TP1 PP1 CP1 DP2", "TP1 PP1 CP2 DP1"}
-    assert max(found.values()) <= 1e-5, found
+    arguments = {"file": str(tmp_path / "own_loss.py"), "layouts": layouts}
+    found = run_distributed(target_in(__file__, "own_losses"), 2, arguments)
+    assert len(found) == len(layouts) and max(found.values()) <= 1e-5, found

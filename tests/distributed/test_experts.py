@@ -12,16 +12,13 @@ SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 GROUPED = {"moe_grouped_gemm": True}  # the names and order of Transformer Engine's grouped layers
 # Sums while the backward pass runs, and weights that the next forward pass gathers.
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4096}
+# Each path of the code once.
 CASES: list[dict[str, Any]] = [
-    {"model": "qwen3-moe", "layout": {"expert": 4}},
     {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": False},  # two replicas of each expert
     {"model": "qwen3-moe", "layout": {"expert": 2, "pipeline": 2, "virtual_pipeline": 2}},
     {"model": "qwen3-moe", "layout": {**SEQUENCE, "expert": 2}},  # experts cut as dense layers
-    {"model": "qwen3-moe", "layout": {**SEQUENCE, "pipeline": 2}},
-    {"model": "qwen3-moe-mixed", "layout": {"pipeline": 2, "virtual_pipeline": 2}},
     {"model": "qwen3-moe-mixed", "layout": {"context": 2, "expert": 2}, "recompute": "selective"},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "expert": 4, "expert_tensor": 1}, "recompute": "full"},
-    {"model": "qwen3-moe-mixed", "layout": {"expert": 2, "pipeline": 2}},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "pipeline": 2}, "megatron": GROUPED, "recompute": "full"},
     # The engine's experts, also where layers are computed again after other micro-batches' forwards, or see padding.
     {
@@ -30,21 +27,37 @@ CASES: list[dict[str, Any]] = [
         "recompute": "full",
         "padded": True,
     },
-    {"model": "qwen3-moe-mixed-replayed", "layout": {"context": 2, "expert": 2}, "megatron": GROUPED},
 ]
 LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
+    {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": {**GROUPED, **OVERLAPPED}},
+    {**SEQUENCE, "expert": 2, "megatron": GROUPED},
+]
+MORE_CASES: list[dict[str, Any]] = [
+    {"model": "qwen3-moe", "layout": {"expert": 4}},
+    {"model": "qwen3-moe", "layout": {**SEQUENCE, "pipeline": 2}},
+    {"model": "qwen3-moe-mixed", "layout": {"pipeline": 2, "virtual_pipeline": 2}},
+    {"model": "qwen3-moe-mixed", "layout": {"expert": 2, "pipeline": 2}},
+    {"model": "qwen3-moe-mixed-replayed", "layout": {"context": 2, "expert": 2}, "megatron": GROUPED},
+]
+MORE_LAYOUTS: list[dict[str, Any]] = [
     {},
     {"expert": 2},
     {"expert": 4},
     {"expert": 2, "pipeline": 2},
     {**SEQUENCE, "expert": 2},
-    {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
-    {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": {**GROUPED, **OVERLAPPED}},
-    {**SEQUENCE, "expert": 2, "megatron": GROUPED},
 ]
 
 
-def test_layouts_of_experts(actor_references: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cases", "layouts"),
+    [(CASES, LAYOUTS), pytest.param(MORE_CASES, MORE_LAYOUTS, marks=pytest.mark.long)],
+    ids=["each path", "more"],
+)
+def test_layouts_of_experts(
+    cases: list[dict[str, Any]], layouts: list[dict[str, Any]], actor_references: str, tmp_path: Path
+) -> None:
     """4 ranks. Parity: fp32 against fp64. Training: the layouts against the first, which has no expert parallelism."""
     from actor_checks import reference_model
 
@@ -52,18 +65,18 @@ def test_layouts_of_experts(actor_references: str, tmp_path: Path) -> None:
     reference_model("qwen3-moe").float().save_pretrained(model)
     arguments = {
         "references": actor_references,
-        "cases": CASES,
+        "cases": cases,
         "model": str(model),
-        "layouts": LAYOUTS,
+        "layouts": layouts,
         "work": str(tmp_path),
     }
     results = run_distributed("expert_checks:experts", 4, arguments)
-    for case, errors in zip(CASES, results["parity"], strict=True):
+    for case, errors in zip(cases, results["parity"], strict=True):
         assert errors["logprob"] < 1e-5 and errors["gradient"] < 1e-5, (case, errors)
         assert errors["loss"] < 1e-5 and errors["norm"] < 1e-5, (case, errors)
         assert errors["targets"] == 0 and errors["not_applied"] == 0, (case, errors)
     right = results["trained"][0]["history"]
-    for layout, trained in zip(LAYOUTS, results["trained"], strict=True):
+    for layout, trained in zip(layouts, results["trained"], strict=True):
         assert trained["round_trip"] == "" and trained["drifted"] == [], (layout, trained)
         for step, expected in zip(trained["history"], right, strict=True):
             assert step == pytest.approx(expected, rel=1e-5), layout

@@ -12,7 +12,6 @@ from megatron_dapo.config.memory import optimizer_ranks, stage_memory
 
 NUM_RANKS = 4
 CASES: list[dict[str, Any]] = [
-    {"model": "qwen2", "dtype": "bfloat16", "layout": {"tensor": 2}},
     {"model": "qwen2-tied", "dtype": "bfloat16", "layout": {"pipeline": 2}},
     {"model": "qwen3", "dtype": "bfloat16", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}},
     {"model": "llama3", "dtype": "bfloat16", "layout": {"context": 2}},

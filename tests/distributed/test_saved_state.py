@@ -32,12 +32,14 @@ CASES: list[dict[str, Any]] = [
         "dtype": "bfloat16",
     },
     {
+        "long": True,
         "model": "qwen3",
         "source": {"layout": {"context": 2}, "distributed": False},
         "target": {"layout": {"tensor": 4, "sequence_parallel": True}},
         "dtype": "bfloat16",
     },
     {
+        "long": True,
         "model": "qwen3-moe",
         "source": {"layout": {"pipeline": 2}},
         "target": {
@@ -47,13 +49,14 @@ CASES: list[dict[str, Any]] = [
         },
     },
     {
+        "long": True,
         "model": "qwen2",
         "source": {"layout": {"tensor": 2}, "on_host": True},
         "target": {"layout": {}, "on_host": True},
         "dtype": "bfloat16",
         "steps": 0,
     },
-    {"model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
+    {"long": True, "model": "llama3", "critic": True, "source": {"layout": {"pipeline": 2}}, "target": {"layout": {"tensor": 2}}},
     {"model": "qwen3-moe", "critic": True, "source": {"layout": {"expert": 2}}, "target": {"layout": {"pipeline": 2}}},
 ]  # fmt: skip
 
@@ -73,7 +76,9 @@ def named(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=named(case), marks=[pytest.mark.long] * case.get("long", False)) for case in CASES]
+)
 def test_a_state_is_the_same_bits_in_every_layout_and_read_once(
     case: dict[str, Any], actor_references: str, critic_references: str, tmp_path: Path
 ) -> None:
