@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from whole_runs import NO_EVALUATION, ROOT, Outcome, checkpoint_names, lines_of,
 from tools.resume_proof.compare_runs import checkpoint_steps
 
 QUICKSTART = ROOT / "examples" / "quickstart"
-MODES = ("train_partial", "stop", "error")
 ONE_EPOCH = (
     "data.max_epochs=1",
     "rollout.oversample=1.0",
@@ -25,17 +23,9 @@ ONE_EPOCH = (
 )
 
 
-@pytest.fixture(scope="module")
-def exhausted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Outcome, Path]]:
-    """One pass over 16 prompts, 6 groups a step, in every mode; two runs at a time, as each is one process."""
-    directory = tmp_path_factory.mktemp("exhausted")
-
-    def outcome(mode: str) -> tuple[Outcome, Path]:
-        overrides = (*ONE_EPOCH, f"rollout.on_exhausted={mode}")
-        return train(recipe, directory / mode, "tp1", *overrides), directory / mode
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MODES, pool.map(outcome, MODES), strict=True))
+def exhausted(mode: str, recipe: Path, directory: Path) -> Outcome:
+    """One pass over 16 prompts, 6 groups a step."""
+    return train(recipe, directory, "tp1", *ONE_EPOCH, f"rollout.on_exhausted={mode}")
 
 
 def collector_state(directory: Path) -> dict:
@@ -43,8 +33,9 @@ def collector_state(directory: Path) -> dict:
     return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())
 
 
-def test_the_last_groups_are_trained_where_partial_batches_are_allowed(exhausted: dict) -> None:
-    outcome, directory = exhausted["train_partial"]
+def test_the_last_groups_are_trained_where_partial_batches_are_allowed(recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = exhausted("train_partial", recipe, directory)
     assert outcome.code == 0, outcome.text
     summary = json.loads((directory / "summary.json").read_text())
     trained = [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")]
@@ -56,11 +47,18 @@ def test_the_last_groups_are_trained_where_partial_batches_are_allowed(exhausted
     assert (directory / "huggingface" / "config.json").is_file()
 
 
-def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict) -> None:
-    outcome, directory = exhausted["stop"]
+@pytest.mark.long  # an error keeps them, too
+def test_the_last_groups_are_kept_for_later_where_the_run_stops(recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = exhausted("stop", recipe, directory)
     assert outcome.code == 0, outcome.text
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "data exhausted"
     assert [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")][-1] == 6
+    require_groups_kept(directory)
+
+
+def require_groups_kept(directory: Path) -> None:
+    """Check that nothing is lost: with more epochs the run continues from here."""
     state = collector_state(directory)
     kept = len(state["buffer"]["groups"])
     assert 0 < kept < 6
@@ -72,7 +70,7 @@ def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> Non
     rows = lines_of(QUICKSTART / "train.jsonl")[:16]
     data = tmp_path / "impossible.jsonl"
     data.write_text("".join(json.dumps({**row, "reward_model": {"ground_truth": "-987654"}}) + "\n" for row in rows))
-    outcome = train(recipe, tmp_path / "run", "dp2", *ONE_EPOCH, f"data.train_paths=['{data}']")
+    outcome = train(recipe, tmp_path / "run", "tp1", *ONE_EPOCH, f"data.train_paths=['{data}']")
     assert outcome.code == 1, outcome.text
     assert (
         "no train step was made: of 16 groups none could be trained" in outcome.last and "16 all_wrong" in outcome.last
@@ -83,21 +81,14 @@ def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "huggingface").exists(), "an untouched model is no result"
 
 
-def test_a_shortage_is_an_error_if_so_configured(exhausted: dict) -> None:
-    outcome, directory = exhausted["error"]
+def test_a_shortage_is_an_error_if_so_configured(recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = exhausted("error", recipe, directory)
     assert outcome.code == 1, "it would repeat"
     assert outcome.last.startswith("first failure: attempt 1, rank 0 (") and "CollectionExhausted: " in outcome.last
     assert "of 6 groups: prompts are exhausted" in outcome.last
     assert not (directory / "summary.json").exists() and not (directory / "huggingface").exists()
-    # Nothing is lost: with more epochs the run continues from here.
-    state = collector_state(directory)
-    assert state["counters"] == collector_state(exhausted["stop"][1])["counters"]
-    assert len(state["buffer"]["groups"]) == len(collector_state(exhausted["stop"][1])["buffer"]["groups"])
-
-
-def test_the_modes_agree_on_what_came_before(exhausted: dict) -> None:
-    losses = [[record["actor/loss"] for record in lines_of(exhausted[mode][1] / "metrics.jsonl")][:1] for mode in MODES]
-    assert losses[0] == losses[1] == losses[2]
+    require_groups_kept(directory)
 
 
 def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path: Path) -> None:
@@ -123,7 +114,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_ones(
 ) -> None:
     directory = tmp_path / "full"
     shutil.copytree(finished.directory / "checkpoints" / "step_000003", directory / "checkpoints" / "step_000003")
-    outcome = train(recipe, directory, "tp2", *NO_EVALUATION, limit=no_large_files)
+    outcome = train(recipe, directory, "tp1", *NO_EVALUATION, limit=no_large_files)
     assert outcome.code not in (0, None)
     assert "CheckpointError: checkpoint of step 4 was not saved" in outcome.last
     assert "File too large" in outcome.last, "the last line is the cause, not what followed from it"

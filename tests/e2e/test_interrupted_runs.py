@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of,
 from megatron_dapo.recovery.attempts import ATTEMPTS
 from megatron_dapo.recovery.failure import EXIT_CODE
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
+from tools.resume_proof.kill_points import RunProcess, after_seconds, kill_at
 
 
 @pytest.mark.long
@@ -23,11 +25,45 @@ def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: P
     kill_and_resume(finished, tmp_path / "killed")
 
 
-@pytest.mark.long  # test_value_path.py kills a run of two data-parallel ranks
+@pytest.mark.long
 def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
 
+def num_rows(directory: Path) -> int:
+    metrics = directory / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def stop_one_rank(run: RunProcess, rank: int, after_steps: int) -> None:
+    """Send SIGTERM twice, once so many steps are on record, and wait for the checkpoint and the end. A second signal right
+    after the first changes nothing."""
+    assert run.wait_until(lambda: num_rows(run.directory) >= after_steps), run.exit_reason()
+    start = time.monotonic()
+    for _ in range(2):
+        os.kill(run.worker_pids()[rank], signal.SIGTERM)
+        time.sleep(0.1)
+    assert run.wait() == EXIT_CODE, run.exit_reason()
+    assert time.monotonic() - start < 60.0
+    steps = num_rows(run.directory)
+    assert after_steps <= steps <= after_steps + rank, "the step under way was finished"
+    assert checkpoint_steps(run.directory / "checkpoints")[-1] == steps
+
+
+def test_killed_and_then_stopped_by_a_signal_the_run_ends_the_same(finished: Finished, tmp_path: Path) -> None:
+    """kill -9 at a random moment of the first steps, then SIGTERM to one of two processes while it generates."""
+    directory = tmp_path / "interrupted"
+    killed = kill_at(finished.settings, directory, after_seconds(random.uniform(0.1, 0.4) * finished.seconds)[1])
+    assert not killed.left and not (directory / "summary.json").exists()
+    stop_one_rank(finished.run(directory), 0, killed.trained_steps + 1)
+    assert not (directory / "huggingface").exists(), "only a run that came to its end exports"
+    run = finished.run(directory)
+    assert run.wait() == 0, run.exit_reason()
+    drop_unevaluated(directory)
+    assert next(run_differences(finished.directory, directory), "") == ""
+
+
+@pytest.mark.long
 def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "stopped"
     # Without an interval only the end and a signal save.
@@ -59,36 +95,15 @@ def drop_unevaluated(directory: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("phase", "after_steps", "rank"),
-    [
-        ("generate", 1, 0),
-        pytest.param("evaluate", 2, 0, marks=pytest.mark.long),
-        pytest.param("generate", 1, 1, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("phase", "after_steps", "rank"), [("evaluate", 2, 0), ("generate", 1, 1)])
 def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_ends_the_same(
     finished: Finished, tmp_path: Path, phase: str, after_steps: int, rank: int
 ) -> None:
-    """It reaches one process of the two. Rank 0 learns of another's within a second, in which a step may pass.
-
-    A second signal right behind the first changes nothing.
-    """
+    """It reaches one process of the two. Rank 0 learns of another's within a second, in which a step may pass."""
     directory = tmp_path / phase
-    run = finished.run(directory, "checkpoint.interval=0")
-    metrics = directory / "metrics.jsonl"
-    is_time = lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps  # noqa: E731
-    assert run.wait_until(is_time), run.exit_reason()
-    start = time.monotonic()
-    for _ in range(2):
-        os.kill(run.worker_pids()[rank], signal.SIGTERM)
-        time.sleep(0.1)
-    assert run.wait_until(lambda: bool(checkpoint_steps(directory / "checkpoints"))), run.exit_reason()
-    assert time.monotonic() - start < 60.0
-    assert run.wait() == EXIT_CODE, run.exit_reason()
-    steps = metrics.read_bytes().count(b"\n")
-    assert after_steps <= steps <= after_steps + rank, "the step under way was finished"
-    assert checkpoint_steps(directory / "checkpoints") == [steps]
+    stop_one_rank(finished.run(directory, "checkpoint.interval=0"), rank, after_steps)
+    assert len(checkpoint_steps(directory / "checkpoints")) == 1
     run = finished.run(directory, "checkpoint.interval=0")
     assert run.wait() == 0, run.exit_reason()
     drop_unevaluated(directory)
@@ -153,27 +168,17 @@ def flip_a_byte(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp_path: Path) -> None:
-    directory = tmp_path / "corrupt"
-    shutil.copytree(finished.directory, directory)
-    for step in (1, 2, 5):
-        shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
-    flip_a_byte(directory / "checkpoints" / "step_000004" / "policy_00001.safetensors")
-    run = finished.run(directory)
-    assert run.wait() == 0, run.exit_reason()
-    log = run.log.read_text()
-    assert "step_000004: contents of policy_00001.safetensors changed since they were written; trying the one" in log
-    assert "checkpoints/step_000003" in log.partition("resuming from ")[2].splitlines()[0]
-    assert next(run_differences(finished.directory, directory), "") == ""
-
-
-def test_a_run_goes_on_in_another_layout(finished: Finished, recipe: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout_from_the_last_whole_checkpoint(
+    finished: Finished, recipe: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "narrower"
     shutil.copytree(finished.directory, directory)
-    for step in (4, 5):
-        shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
+    shutil.rmtree(directory / "checkpoints" / "step_000005")
+    flip_a_byte(directory / "checkpoints" / "step_000004" / "policy_00001.safetensors")
     outcome = train(recipe, directory, "tp1", *NO_EVALUATION, *finished.settings.overrides)
     assert outcome.code == 0, outcome.text
+    told = "step_000004: contents of policy_00001.safetensors changed since they were written; trying the one"
+    assert told in outcome.text
     assert "checkpoints/step_000003" in outcome.text.partition("resuming from ")[2].splitlines()[0]
     assert "policy was saved by another layout" in outcome.text
     rows, before = (lines_of(run / "metrics.jsonl") for run in (directory, finished.directory))
@@ -183,6 +188,7 @@ def test_a_run_goes_on_in_another_layout(finished: Finished, recipe: Path, tmp_p
         assert rows[3][key] == pytest.approx(before[3][key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.long
 def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe: Path, tmp_path: Path) -> None:
     directory = tmp_path / "broken"
     shutil.copytree(finished.directory / "checkpoints", directory / "checkpoints")
