@@ -108,15 +108,16 @@ def messages_of(member: int, chunks: Iterable[Chunk], itemsizes: Mapping[str, in
 class Staging:
     """Memory for messages that cannot leave from or arrive in place: at most `budget` bytes at a time, reused."""
 
-    def __init__(self, device: torch.device, budget: int) -> None:
+    def __init__(self, device: torch.device, budget: int, *, pinned: bool = False) -> None:
+        self.budget = budget
         self._device = device
-        self._budget = budget
+        self._pinned = pinned
         self._free: list[torch.Tensor] = []
         self._taken = 0
 
     def has(self, num_bytes: int) -> bool:
         """Return True if so many bytes may be taken now; if nothing is taken, any number may."""
-        return not self._taken or self._taken + num_bytes <= self._budget
+        return not self._taken or self._taken + num_bytes <= self.budget
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 of at least `num_bytes`, contents unknown."""
@@ -127,7 +128,7 @@ class Staging:
             return block
         self._taken += num_bytes
         self._trim()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
 
     def give_back(self, block: torch.Tensor) -> None:
         self._taken -= block.numel()
@@ -136,7 +137,7 @@ class Staging:
 
     def _trim(self) -> None:
         # Taken blocks may exceed the budget: one message may be larger, and a reused block larger than its message.
-        while self._free and sum(free.numel() for free in self._free) + self._taken > self._budget:
+        while self._free and sum(free.numel() for free in self._free) + self._taken > self.budget:
             self._free.pop(0)
 
 

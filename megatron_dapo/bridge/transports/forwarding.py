@@ -2,7 +2,8 @@
 
 Such chunks go to a relay rank on the engine's node, once for all engines of the node that are alike: the relay writes
 them into the slot of each. There is one message a round and pair of ranks. Rounds overlap: the messages of the next
-ones are under way while a bucket is written.
+ones are under way while a bucket is written. Later rounds and syncs use their memory again: the system clears fresh pages,
+which takes longer than to fill them, and a GPU copies directly only from pages that are locked.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from megatron_dapo.bridge.protocol.messages import Bucket
+from megatron_dapo.bridge.protocol.p2p_stream import Staging
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup, Pending
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_chunks
 from megatron_dapo.bridge.transports.base import EngineHandles, SyncDeadline, SyncRequest
@@ -25,6 +28,11 @@ from megatron_dapo.reshard.execution import Buffers
 Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
 
 _ROUNDS_AHEAD = 2  # whose messages are under way at either end; each holds its bytes a second time
+
+
+class _Message(NamedTuple):
+    block: torch.Tensor  # uint8, memory of its bytes
+    pending: Pending
 
 
 @dataclass(frozen=True)
@@ -90,15 +98,17 @@ class Forwarding:
     def __init__(self, nodes: EngineNodes, peers: PeerGroup | None) -> None:
         self._nodes = nodes
         self._peers = peers
+        self._memory = Staging(torch.device("cpu"), 0)
+        self._handed_out: list[_Message] = []  # of the round that is being written
         self.begin(SyncRequest("", "", 0, ()))
 
     def begin(self, request: SyncRequest) -> None:
-        """Arrange the rounds of a sync; forget messages that an earlier, failed one had in flight."""
+        """Arrange the rounds of a sync; forget messages that an earlier, failed one had in flight, and their memory."""
         self._coming: list[list[tuple[Bucket, int]]] = []  # round -> (bucket, source on another node)
         self._leaving: list[list[tuple[Bucket, list[int]]]] = []  # round -> (bucket, engine ranks that get it)
-        self._arriving: deque[Incoming] = deque()  # of the rounds that come next
+        self._arriving: deque[tuple[Incoming, list[_Message]]] = deque()  # of the rounds that come next
         self._next = 0  # round to be received
-        self._sending: deque[list[Pending]] = deque()
+        self._sending: deque[list[_Message]] = deque()
         nodes = self._nodes
         self.num_rounds = 0
         node = nodes.nodes.node_of(nodes.rank)
@@ -116,38 +126,55 @@ class Forwarding:
                 if nodes.rank in bucket.segments:
                     self._leaving[bucket.index].append((bucket, ranks))
         self.num_rounds = max(len(self._coming), len(self._leaving))
+        self._arrange_memory()
+
+    def _arrange_memory(self) -> None:
+        """Keep the memory of the last sync if it is enough and no message can still write into it."""
+        self._give_back(self._handed_out)
+        self._handed_out = []
+        coming = (sum(_size(bucket, source) for bucket, source in found) for found in self._coming)
+        leaving = (sum(_size(bucket, self._nodes.rank) for bucket, _ in found) for found in self._leaving)
+        # Under way are those of the rounds ahead and of this one; one more round is being written.
+        budget = (_ROUNDS_AHEAD + 2) * (max(coming, default=0) + max(leaving, default=0))
+        if budget > self._memory.budget or (self._peers is not None and self._peers.in_flight):
+            self._memory = Staging(torch.device("cpu"), budget, pinned=torch.cuda.is_initialized())
 
     def _arrange(self, rounds: list, count: int) -> None:
         rounds += [[] for _ in range(count - len(rounds))]
 
     def receive(self) -> Incoming:
         """Return what other nodes send through this rank in the next round, on its way."""
+        self._give_back(self._handed_out)
         while len(self._arriving) <= _ROUNDS_AHEAD:
             self._arriving.append(self._start_receiving())
-        return self._arriving.popleft()
+        incoming, self._handed_out = self._arriving.popleft()
+        return incoming
 
-    def _start_receiving(self) -> Incoming:
+    def _start_receiving(self) -> tuple[Incoming, list[_Message]]:
         incoming: Incoming = {}
+        messages: list[_Message] = []
         index, self._next = self._next, self._next + 1
         for bucket, source in self._coming[index] if index < len(self._coming) else ():
             assert self._peers is not None, "nothing comes without other nodes"
-            start, stop = bucket.segments[source]
-            data = torch.empty(stop - start, dtype=torch.uint8)
+            block = self._memory.take(_size(bucket, source))
+            data = block[: _size(bucket, source)]
+            messages.append(_Message(block, self._peers.receive(data, source)))
             first = self._nodes.plan.alike(bucket.engine_rank)[0]
-            incoming[first, source] = (data, self._peers.receive(data, source))
-        return incoming
+            incoming[first, source] = (data, messages[-1].pending)
+        return incoming, messages
 
     def send(self, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline) -> None:
         """Start to send this rank's chunks for engines of other nodes, once those of earlier rounds have left."""
         while len(self._sending) >= _ROUNDS_AHEAD:
             self._wait_for_oldest(deadline)
-        plan, rank, messages = self._nodes.plan, self._nodes.rank, []
+        plan, rank = self._nodes.plan, self._nodes.rank
+        messages: list[_Message] = []
         for bucket, engine_ranks in self._leaving[index] if index < len(self._leaving) else ():
             assert self._peers is not None, "nothing leaves without other nodes"
-            start, stop = bucket.segments[rank]
-            data = torch.zeros(stop - start, dtype=torch.uint8)
+            block = self._memory.take(_size(bucket, rank))
+            data, start = block[: _size(bucket, rank)], bucket.segments[rank][0]
             write_chunks(plan, bucket, rank, sources, data, expected, origin=start, engine_ranks=engine_ranks)
-            messages.append(self._peers.send(data, self._relay(bucket, rank)))
+            messages.append(_Message(block, self._peers.send(data, self._relay(bucket, rank))))
         self._sending.append(messages)
 
     def wait(self, deadline: SyncDeadline) -> None:
@@ -156,14 +183,28 @@ class Forwarding:
             self._wait_for_oldest(deadline)
 
     def _wait_for_oldest(self, deadline: SyncDeadline) -> None:
-        for message in self._sending.popleft():
-            message.wait(deadline.at)
+        messages = self._sending.popleft()
+        for message in messages:
+            message.pending.wait(deadline.at)
+        self._give_back(messages)
+
+    def _give_back(self, messages: Iterable[_Message]) -> None:
+        """Let other messages use the memory of those that have left or arrived. A failed one may still be under way."""
+        for message in messages:
+            if self._peers is not None and message.pending not in self._peers.in_flight:
+                self._memory.give_back(message.block)
 
     def _relay(self, bucket: Bucket, source: int) -> int:
         """Rank of the engine's node that receives a source's bytes; sources are spread over the node's ranks."""
         nodes = self._nodes
         ranks = nodes.nodes.ranks_of(nodes.node_of(nodes.engine_of(bucket)))
         return ranks[(source + nodes.plan.alike(bucket.engine_rank)[0]) % len(ranks)]
+
+
+def _size(bucket: Bucket, source: int) -> int:
+    """Return the bytes that a source writes into a bucket."""
+    start, stop = bucket.segments[source]
+    return stop - start
 
 
 def arrivals(bucket: Bucket, first: int, incoming: Incoming) -> list[tuple[int, int]]:
