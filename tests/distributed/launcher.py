@@ -238,9 +238,9 @@ def _require_megatron_core() -> None:
     others = [
         name
         for name, module in sys.modules.items()
-        if name.startswith("megatron.core.") and not str(getattr(module, "__file__", directory)).startswith(directory)
+        if name.startswith("megatron.core.") and not (getattr(module, "__file__", None) or directory).startswith(directory)
     ]
-    # The version may have a commit's hash behind a plus sign.
+    # megatron-core appends the hash of a commit after a plus sign.
     assert core.__version__.partition("+")[0] == wanted and not others, (
         f"the tests are for megatron-core {wanted}, the rank has {core.__version__} of {directory}, and {others[:3]}"
     )
