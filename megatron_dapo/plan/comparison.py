@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import ArchitectureFacts, read_architecture
+from megatron_dapo.config.memory import RunMemory, run_memory
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.device import GPUS, Gpu
 from megatron_dapo.plan.step import plan_step
@@ -50,6 +52,11 @@ class PlannedRun:
         if gpu is None or not cluster.gpus_per_node:
             return None
         return cls(config, read_architecture(config.model.path), processes, cluster, gpu)
+
+    @cached_property
+    def memory(self) -> RunMemory:
+        """Planned memory of every kind of GPU, by phase and component."""
+        return run_memory(self.config, self.architecture, self.processes, self.cluster)
 
     def against(self, metrics: Mapping[str, float], peak_bytes: int) -> dict[str, Any]:
         """Return pairs of planned and measured: seconds by phase and of the step, bytes of rank 0's tensors at their peak.

@@ -9,6 +9,8 @@ from typing import Any
 _LIBRARY = "libnvidia-ml.so.1"
 _NVLINK_FIELDS = (138, 139)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB so far
 _ALL_LINKS = 0xFFFFFFFF
+_MOST_PROCESSES = 64  # of a GPU
+_NOT_TOLD = 0xFFFFFFFFFFFFFFFF
 
 
 class _Utilization(ctypes.Structure):
@@ -17,6 +19,15 @@ class _Utilization(ctypes.Structure):
 
 class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 class _FieldValue(ctypes.Structure):
@@ -65,6 +76,18 @@ class Gpus:
         sums = {name: sum(values) for name, values in found.items()}
         means = {name: sums[name] / len(found[name]) for name in ("gpu_duty_cycle", "gpu_power") if name in sums}
         return {**sums, **means}
+
+    def processes(self, bus_id: str) -> Mapping[int, int]:
+        """Return the bytes of each process, by its id, on the GPU with this PCI bus id; none where the driver does not tell."""
+        device, count = ctypes.c_void_p(), ctypes.c_uint(_MOST_PROCESSES)
+        if self._library is None or self._library.nvmlDeviceGetHandleByPciBusId_v2(
+            ctypes.c_char_p(bus_id.encode()), ctypes.byref(device)
+        ):
+            return {}
+        found = (_Process * _MOST_PROCESSES)()
+        if self._library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found):
+            return {}
+        return {one.pid: one.used for one in found[: count.value] if one.used != _NOT_TOLD}
 
     def _call(self, name: str, target: Any, device: ctypes.c_void_p | None = None) -> int:
         """Have a function of NVML fill `target`; return its code, 0 if it could."""

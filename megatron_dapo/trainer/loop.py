@@ -37,6 +37,7 @@ from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.recovery.background_save import IN_FLIGHT
+from megatron_dapo.recovery.memory_check import MemoryCheck
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
@@ -77,6 +78,7 @@ class Parts:
     context: RolloutContext | None
     node_watch: NodeWatch | None = None  # on rank 0 of several nodes
     callbacks: Callbacks | None = None  # on rank 0
+    memory_check: MemoryCheck | None = None
 
 
 class TrainingLoop:
@@ -275,6 +277,8 @@ class TrainingLoop:
                 logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
             self._call_back("on_step_end", step, metrics)
+        if self._parts.memory_check is not None:
+            self._parts.memory_check.after_step(step)
         self._recorded_save = 0.0
 
     def _record_filtered(self, batch: TrainBatch) -> None:

@@ -37,6 +37,7 @@ from megatron_dapo.recovery.disk_space import checkpoint_space
 from megatron_dapo.recovery.durable_files import Files
 from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.recovery.memory_check import MemoryCheck
 from megatron_dapo.recovery.memory_copies import MemoryCopies
 from megatron_dapo.recovery.node_metrics import SamplerSettings, start_sampler
 from megatron_dapo.recovery.node_watch import DIRECTORY, NodeWatch, WatchSettings
@@ -294,6 +295,13 @@ def _build(
         context=context,
         node_watch=node_watch,
         callbacks=Callbacks(config.run.callbacks) if rank == 0 else None,
+        memory_check=MemoryCheck(
+            rank,
+            topology.coordination,
+            planned.memory if planned is not None else None,
+            config.run.output_dir,
+            files,
+        ),
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again

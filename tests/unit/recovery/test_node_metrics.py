@@ -134,6 +134,24 @@ class FakeLibrary:
         return 0
 
 
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: ctypes.c_char_p, device: ctypes.c_void_p) -> int:
+        device._obj.value = 1
+        return 0 if bus_id.value == b"00000000:1b:00.0" else 2
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(
+        self, device: ctypes.c_void_p, count: ctypes.c_uint, found: ctypes.Array
+    ) -> int:
+        for index, (pid, used) in enumerate(((11, 5), (22, 7), (33, 2**64 - 1))):  # the last is not told
+            found[index].pid, found[index].used = pid, used
+        count._obj.value = 3
+        return 0
+
+
+def test_processes_of_a_gpu_have_their_bytes() -> None:
+    gpus = Gpus(FakeLibrary([(100, 700, 10, 2)]))
+    assert gpus.processes("00000000:1b:00.0") == {11: 5, 22: 7} and gpus.processes("00000000:2b:00.0") == {}
+
+
 def test_gpus_of_a_node_are_averaged_and_what_they_hold_is_added() -> None:
     read = Gpus(FakeLibrary([(100, 700, 10, 2), (50, 300, 30, 4)])).read()
     assert read["gpu_duty_cycle"] == 0.75 and read["gpu_power"] == 500.0
