@@ -9,6 +9,7 @@ output/r.safetensors.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -56,10 +57,13 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     (model_class,) = [importlib.import_module(case["model_module"]).EntryClass]
     model_class = model_class[0] if isinstance(model_class, list) else model_class
     cut = size // experts
-    with get_parallel().override(
-        tp_size=size, tp_rank=rank, attn_tp_size=size, attn_tp_rank=rank, attn_dp_size=1, attn_dp_rank=0,
-        moe_tp_size=cut, moe_tp_rank=rank % cut, moe_ep_size=experts, moe_ep_rank=rank // cut,
-    ):  # fmt: skip
+    ranks = {"tp": (rank, size), "attn_tp": (rank, size), "moe_tp": (rank % cut, cut), "moe_ep": (rank // cut, experts)}
+    values = {"pp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}
+    for name, (own, count) in ranks.items():
+        group = copy.copy(getattr(get_parallel(), f"{name}_group"))  # from which 0.5.23 reads both
+        group.rank_in_group, group.world_size = own, count
+        values |= {f"{name}_rank": own, f"{name}_size": count, f"{name}_group": group}
+    with get_parallel().override(**values):
         model = model_class(config=config.hf_config, quant_config=None)
         for parameter in model.parameters():
             parameter.data.zero_()  # elements that the loader does not write are padding
