@@ -12,14 +12,12 @@ from tools.prove_resume import write_recipe
 
 WAYS = {
     "own process, by memory": ("critic.parallel.num_processes=1",),
-    "own process, by peers": ("critic.parallel.num_processes=1", 'sglang.weight_sync_transport="p2p"'),
     "offloaded": ('model.offload="all"', 'critic.offload="all"', 'sglang.placement="disaggregated"'),
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.long) if "peers" not in way else way for way in WAYS]
-)
+@pytest.mark.long  # test_window_training.py trains with a critic in a process of its own
+@pytest.mark.parametrize("way", WAYS)
 def test_servers_serve_the_trained_weights(way: str, engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = (

@@ -29,18 +29,22 @@ DEADLINE_S = 240.0
 TIMEOUTS = Timeouts(generate_s=DEADLINE_S, control_s=DEADLINE_S)
 
 
-@pytest.fixture(scope="module")
-def servers(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangServer]:
-    """Two servers; the last test of the module kills one."""
-    return seeded_servers(2)
-
-
-@pytest.fixture(scope="module")
-def clients(servers: list[SglangServer]) -> list[SglangClient]:
+def clients_of(servers: list[SglangServer]) -> list[SglangClient]:
     clients = [SglangClient(server.url, read_key(server.key_file), TIMEOUTS) for server in servers]
     for client in clients:
         client.update_weight_version(0)
     return clients
+
+
+@pytest.fixture(scope="module")
+def clients(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangClient]:
+    return clients_of(seeded_servers(1))
+
+
+@pytest.fixture(scope="module")
+def servers(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangServer]:
+    """Two servers; the last test of the module kills one."""
+    return seeded_servers(2)
 
 
 @pytest.fixture
@@ -233,12 +237,13 @@ def generate_all(engine: SglangEngine, requests: list[GenerationRequest]) -> dic
     return drain(engine)
 
 
+@pytest.mark.long  # tests/unit/engines/sglang/test_router.py has stand-ins for servers
 def test_the_router_spreads_requests_over_both(
-    servers: list[SglangServer], clients: list[SglangClient], engine_python: Path, tmp_path: Path
+    servers: list[SglangServer], engine_python: Path, tmp_path: Path
 ) -> None:
     if not is_installed(engine_python):
         pytest.skip(f"sglang_router is not installed for {engine_python}")
-    key_file = servers[0].key_file
+    key_file, clients = servers[0].key_file, clients_of(servers)
     router = SglangRouter.start(RouterSettings(engine_python, key_file, tmp_path), [server.url for server in servers])
     try:
         router.wait_until_healthy(2)
@@ -256,14 +261,17 @@ def test_the_router_spreads_requests_over_both(
         router.stop()
 
 
-def test_all_responses_of_a_killed_server_are_returned_once(engine: SglangEngine, servers: list[SglangServer]) -> None:
-    requests = make_requests(6, max_new_tokens=400, stop_token_ids=())
-    engine.submit(requests)
-    whole = drain(engine)
-    engine.submit(requests)
-    time.sleep(0.2)  # 9,600 tokens take far longer
-    for pid in servers[1].pids():
-        os.kill(pid, signal.SIGKILL)
-    check_equal(drain(engine), whole)
-    assert list(engine.failed_servers) == [1] and not servers[1].is_alive()
-    assert engine.statistics.num_redispatched > 0
+@pytest.mark.long  # tests/unit/engines/sglang/test_engine.py has stand-ins for servers
+def test_all_responses_of_a_killed_server_are_returned_once(servers: list[SglangServer]) -> None:
+    clients, requests = clients_of(servers), make_requests(6, max_new_tokens=400, stop_token_ids=())
+    with SglangEngine(clients, settings_of(clients[0])) as engine:
+        engine.set_policy_version(0)
+        engine.submit(requests)
+        whole = drain(engine)
+        engine.submit(requests)
+        time.sleep(0.2)  # 9,600 tokens take far longer
+        for pid in servers[1].pids():
+            os.kill(pid, signal.SIGKILL)
+        check_equal(drain(engine), whole)
+        assert list(engine.failed_servers) == [1] and not servers[1].is_alive()
+        assert engine.statistics.num_redispatched > 0

@@ -116,9 +116,9 @@ def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Call
 
 
 def test_a_server_that_cannot_say_is_an_error(
-    server_factory: Callable[..., SglangServer], moe_model: Path, server: SglangServer
+    seeded_servers: Callable[[int], list[SglangServer]],
 ) -> None:
-    other = server_factory(moe_model, max_total_tokens=4096)
+    [other] = seeded_servers(1)
     client = SglangClient(other.url, read_key(other.key_file), Timeouts(generate_s=DEADLINE_S))
     client.update_weight_version(0)
     with SglangEngine([client], SglangEngineSettings(client.max_length(), 300, routing=SHAPE, max_tries=1)) as engine:

@@ -140,23 +140,23 @@ def check_nothing_is_left(run: Run) -> None:
     assert not left, f"left behind: {left}"
 
 
-def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run], num_kills: int) -> None:
     """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
-    run = train(*ON_POLICY)
+    num_steps = num_kills + 1
+    run = train(*ON_POLICY, f"run.total_steps={num_steps}", "optimizer.warmup_steps=0")
     run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
     run.kill_engine()
-    restarted, pause = "engine_0.1.log", "POST /pause_generation"
-    # The first pause of the new server precedes its first sync, the second one the weights of step 1.
-    run.wait_until("an update of the new server", lambda: run.count_in_log(restarted, pause) > 1)
-    run.kill_engine()
+    if num_kills == 2:
+        restarted, pause = "engine_0.1.log", "POST /pause_generation"
+        # The first pause of the new server precedes its first sync, the second one the weights of step 1.
+        run.wait_until("an update of the new server", lambda: run.count_in_log(restarted, pause) > 1)
+        run.kill_engine()
     summary = run.finish()
-    assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
-    assert sorted(path.name for path in run.engines.glob("*.log")) == [
-        "engine_0.1.log",
-        "engine_0.2.log",
-        "engine_0.log",
-    ]
-    check_samples(run)
+    assert summary["stopped"] == "finished" and summary["train_steps"] == num_steps
+    logs = ["engine_0.log", *(f"engine_0.{kill}.log" for kill in range(1, num_kills + 1))]
+    assert sorted(path.name for path in run.engines.glob("*.log")) == sorted(logs)
+    check_samples(run, num_steps)
     for row in run.rows("metrics.jsonl"):
         assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
     check_nothing_is_left(run)
