@@ -190,6 +190,8 @@ test-more: test-extra test-processes
 test: .venv
 	@$(MAKE) --no-print-directory --keep-going test-unit test-more test-megatron
 
+# Property tests draw all their examples, in `make test` a fifth of them (tests/examples.py).
+test-all: export MEGATRON_DAPO_EXAMPLES := all
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
 test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers .venv-notebook test test-cluster chaos-tiny
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests

@@ -26,8 +26,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.examples import examples
+
 # A machine that is busy takes long for an example that is quick.
-settings.register_profile("without deadlines", deadline=None)
+settings.register_profile("without deadlines", deadline=None, max_examples=examples(100))
 settings.load_profile("without deadlines")
 
 

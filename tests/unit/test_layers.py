@@ -6,9 +6,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import megatron_dapo
 
@@ -88,56 +87,58 @@ def runtime_imports(tree: ast.AST) -> Iterator[str]:
         yield from runtime_imports(node)
 
 
-def imports_of(path: Path) -> list[str]:
-    return list(runtime_imports(ast.parse(path.read_text(encoding="utf-8"))))
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_imports_point_down(path: Path) -> None:
-    own = package_of(module_name(path))
-    assert own in LAYERS, f"package {own} has no layer; add it to LAYERS"
-    for imported in imports_of(path):
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    return tuple(runtime_imports(tree_of(path)))
+
+
+def imports(*packages: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, what it imports) of these packages, or of all."""
+    for path in MODULES:
+        if not packages or package_of(module_name(path)) in packages:
+            yield from ((module_name(path), imported) for imported in imports_of(path))
+
+
+def test_imports_point_down() -> None:
+    without_layer = {package_of(module_name(path)) for path in MODULES} - LAYERS.keys()
+    assert not without_layer, "add them to LAYERS"
+    violations = []
+    for module, imported in imports():
         if imported.split(".")[0] != "megatron_dapo" or imported == "megatron_dapo.__version__":
             continue
-        other = package_of(imported)
+        own, other = package_of(module), package_of(imported)
         same = own == other or (own, other) in SIDEWAYS or LAYERS[own] == LAYERS[other] in (0, 5)
-        assert same or LAYERS[other] < LAYERS[own], (
-            f"{module_name(path)} (layer {LAYERS[own]}) imports {imported} (layer {LAYERS[other]})"
-        )
+        if not same and LAYERS[other] >= LAYERS[own]:
+            violations.append(f"{module} (layer {LAYERS[own]}) imports {imported} (layer {LAYERS[other]})")
+    assert not violations
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if package_of(module_name(path)) == "trainer"], ids=module_name
-)
-def test_the_trainer_knows_no_launcher_and_no_command_line(path: Path) -> None:
-    found = [imported for imported in imports_of(path) if imported.startswith("megatron_dapo.")]
-    assert not [imported for imported in found if package_of(imported) in ("launch", "cli")]
+def test_the_trainer_knows_no_launcher_and_no_command_line() -> None:
+    own = [(module, name) for module, name in imports("trainer") if name.startswith("megatron_dapo.")]
+    assert own and not [(module, name) for module, name in own if package_of(name) in ("launch", "cli")]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_heavy_libraries_stay_in_their_directory(path: Path) -> None:
-    own = package_of(module_name(path))
-    for imported in imports_of(path):
-        root = imported.split(".")[0]
-        assert root not in HEAVY or own in HEAVY[root], (
-            f"{module_name(path)} imports {imported}; only {sorted(HEAVY[root])} may"
-        )
+def test_heavy_libraries_stay_in_their_directory() -> None:
+    heavy = [(module, imported) for module, imported in imports() if imported.split(".")[0] in HEAVY]
+    assert heavy
+    for module, imported in heavy:
+        allowed = HEAVY[imported.split(".")[0]]
+        assert package_of(module) in allowed, f"{module} imports {imported}; only {sorted(allowed)} may"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if LAYERS.get(package_of(module_name(path))) in (0, 1)], ids=module_name
-)
-def test_lower_layers_know_no_process_groups(path: Path) -> None:
-    assert not [imported for imported in imports_of(path) if imported.startswith("torch.distributed")]
+def test_lower_layers_know_no_process_groups() -> None:
+    lower = [package for package, layer in LAYERS.items() if layer in (0, 1)]
+    assert not [(module, name) for module, name in imports(*lower) if name.startswith("torch.distributed")]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if package_of(module_name(path)) == "config"], ids=module_name
-)
-def test_configuration_needs_no_torch(path: Path) -> None:
-    assert not [
-        imported for imported in imports_of(path) if imported.split(".")[0] in ("torch", "transformers", "numpy")
-    ]
+def test_configuration_needs_no_torch() -> None:
+    heavy = ("torch", "transformers", "numpy")
+    assert not [(module, name) for module, name in imports("config") if name.split(".")[0] in heavy]
 
 
 def test_every_package_with_a_layer_exists() -> None:
@@ -149,26 +150,26 @@ def test_every_package_with_a_layer_exists() -> None:
     assert set(LAYERS) <= there
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_nothing_is_unpickled(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    if module_name(path) == "megatron_dapo.converters.torch_dist":
-        # Records of a checkpoint's index alone; tests/unit/converters/test_torch_dist.py feeds it pickles that run code.
-        text = text.replace("class _MetadataUnpickler(pickle.Unpickler):", "").replace("_MetadataUnpickler(file)", "")
-    assert "pickle.load" not in text and "Unpickler" not in text, f"{module_name(path)} reads a pickle"
+def test_nothing_is_unpickled() -> None:
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        if module_name(path) == "megatron_dapo.converters.torch_dist":
+            # Only records of a checkpoint's index; tests/unit/converters/test_torch_dist.py feeds it pickles that run code.
+            text = text.replace("class _MetadataUnpickler(pickle.Unpickler):", "").replace("_MetadataUnpickler(file)", "")
+        assert "pickle.load" not in text and "Unpickler" not in text, f"{module_name(path)} reads a pickle"
 
 
 THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "to_thread", "run_in_executor"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_threads_next_to_torch_are_device_threads(path: Path) -> None:
+def test_threads_next_to_torch_are_device_threads() -> None:
     """A new thread's current device is GPU 0, whichever is the rank's."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if "torch" not in {imported.split(".")[0] for imported in runtime_imports(tree)}:
-        return
-    called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert not called & THREADS, f"{module_name(path)} starts a thread: take megatron_dapo.device_thread"
+    next_to_torch = [path for path in MODULES if any(name.split(".")[0] == "torch" for name in imports_of(path))]
+    assert next_to_torch
+    for path in next_to_torch:
+        functions = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+        called = {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+        assert not called & THREADS, f"{module_name(path)} starts a thread: take megatron_dapo.device_thread"
 
 
 def test_the_protocol_needs_torch_alone() -> None:

@@ -17,6 +17,7 @@ from megatron_dapo.precision import (
     recipe_name,
     token_multiple,
 )
+from tests.examples import examples
 
 QWEN_7B = LinearSizes(3584, 28, 4, 128, 18944)
 QWEN_HALF_B = LinearSizes(896, 14, 2, 64, 4864)
@@ -50,7 +51,7 @@ def test_contradictions_are_named(asked: str, dtype: str, words: str) -> None:
         recipe_name(asked, dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     num_tokens=st.integers(0, 5000),
     tensor=st.integers(1, 8),

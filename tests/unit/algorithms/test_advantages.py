@@ -18,6 +18,7 @@ from megatron_dapo.config.algorithm_schema import (
     ReinforcePpAdvantageConfig,
     RlooAdvantageConfig,
 )
+from tests.examples import examples
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "hooks" / "advantage.py"
 SECTIONS = {section.name: section for section in (kind() for kind in get_args(AdvantageConfig))}
@@ -40,7 +41,7 @@ def advantages_of(section: AdvantageConfig, inputs: AdvantageInputs) -> torch.Te
     return ADVANTAGES[section.name](inputs, section)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups)
 def test_rloo_is_dr_grpo_times_g_over_g_minus_1(rewards):
     inputs = inputs_of(rewards)
@@ -49,7 +50,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1(rewards):
     torch.testing.assert_close(advantages_of(RLOO, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups)
 def test_rloo_subtracts_the_mean_of_the_others(rewards):
     expected = []
@@ -62,7 +63,7 @@ def test_rloo_subtracts_the_mean_of_the_others(rewards):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups, st.sampled_from(["biased", "unbiased"]))
 def test_grpo_matches_torch_std_of_each_group(rewards, std):
     expected = []
@@ -76,7 +77,7 @@ def test_grpo_matches_torch_std_of_each_group(rewards, std):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups, st.sampled_from(sorted(ADVANTAGES)), st.randoms(use_true_random=False))
 def test_an_advantage_does_not_depend_on_the_order_of_the_responses(rewards, name, random):
     inputs = inputs_of(rewards)

@@ -11,6 +11,7 @@ from megatron_dapo.algorithms.aggregation import (
     rollout_token_weight,
     sample_token_weights,
 )
+from tests.examples import examples
 
 lengths_and_cut = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12)
 
@@ -33,7 +34,7 @@ def brute_force(mode: str, losses: list[torch.Tensor], groups: list[int], max_le
     return torch.stack([loss.mean() for loss in by_group]).mean()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(lengths_and_cut, st.sampled_from(sorted(AGGREGATIONS)))
 def test_loss_and_gradient_do_not_depend_on_the_cut_into_micro_batches(samples, mode):
     """Each sample is (length, group, micro-batch): gradients summed over any micro-batches are those of the formula."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.egae import extended_estimates, window_bootstrap, without_tail
 from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
+from tests.examples import examples
 
 
 def random(num_tokens: int, seed: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ def test_without_lambda_and_discount_it_telescopes_to_a_difference_of_values():
 
 
 @given(st.integers(1, 60), st.integers(1, 80), st.sampled_from([1.0, 0.99]), st.sampled_from([0.0, 0.9, 1.0]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_windows_against_the_whole_response(num_tokens, window, gamma, lam):
     """The last window as it is; before a cut, off by the last token's difference, discounted by (gamma lambda)^d."""
     values, rewards = random(num_tokens, num_tokens), random(num_tokens, window)
@@ -79,7 +80,7 @@ def test_the_bootstrap_is_the_value_of_the_last_trained_token():
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.integers(0, 14), st.integers(0, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_tails_of_cut_windows_leave_the_mask(lengths, num_tail, seed):
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.rand(sum(lengths), generator=generator) > 0.3).float()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.explained_variance import PARTS, explained_variance, explained_variance_sums
+from tests.examples import examples
 
 
 def drawn(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,7 +38,7 @@ def by_loop(values, returns, mask, lengths) -> dict[str, float]:
 
 
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=6), st.integers(0, 50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_equals_the_definition_in_each_part(lengths, seed):
     arguments = drawn(lengths, seed)
     assert explained_variance(explained_variance_sums(*arguments)) == pytest.approx(by_loop(*arguments), rel=1e-6)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import linear_scan
 from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
+from tests.examples import examples
 
 FACTORS = st.sampled_from([0.0, 0.3, 0.95, 0.99, 1.0])
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -43,7 +44,7 @@ def assert_close(actual: torch.Tensor, expected) -> None:
 
 
 @given(LENGTHS, st.integers(0, 99), FACTORS, FACTORS, st.sampled_from([0.0, 0.4, 1.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_equals_the_definition(lengths, seed, gamma, lam, masked_share):
     inputs = batch(lengths, seed, masked_share)
     estimates = estimate_values(inputs, gamma, lam)
@@ -53,7 +54,7 @@ def test_equals_the_definition(lengths, seed, gamma, lam, masked_share):
 
 
 @given(LENGTHS, st.integers(0, 99), FACTORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_lambda_for_each_sequence(lengths, seed, gamma):
     inputs = batch(lengths, seed)
     lambdas = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -64,7 +65,7 @@ def test_a_lambda_for_each_sequence(lengths, seed, gamma):
 
 
 @given(LENGTHS, st.integers(0, 99), FACTORS, FACTORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_decoupled_takes_advantages_of_one_lambda_and_returns_of_the_other(lengths, seed, policy, critic):
     inputs = batch(lengths, seed)
     estimates = decoupled_estimates(inputs, 0.99, policy, critic)
@@ -73,7 +74,7 @@ def test_decoupled_takes_advantages_of_one_lambda_and_returns_of_the_other(lengt
 
 
 @given(LENGTHS, st.integers(0, 99), FACTORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_masked_tokens_might_as_well_not_be_there(lengths, seed, lam):
     inputs = batch(lengths, seed, 0.5)
     trained = inputs.loss_mask > 0

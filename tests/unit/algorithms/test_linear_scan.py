@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import linear_scan
+from tests.examples import examples
 
 
 def scan(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def stream(num_tokens: int, seed: int, kind: str) -> tuple[torch.Tensor, torch.T
 
 
 @given(st.integers(0, 400), st.integers(0, 9), st.sampled_from(["random", "ends", "zeros", "ones"]), st.integers(1, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_length_and_cut_equals_the_loop(num_tokens, seed, kind, lanes):
     inputs, decays = stream(num_tokens, seed, kind)
     given_inputs, given_decays = inputs.clone(), decays.clone()

@@ -18,6 +18,7 @@ from megatron_dapo.algorithms.off_policy import (
     normalize_by_batch_mean,
 )
 from megatron_dapo.config.algorithm_schema import OffPolicyConfig
+from tests.examples import examples
 
 
 def batch(log_weights: list[list[float]], masked_tail: int = 0) -> OffPolicyInputs:
@@ -126,7 +127,7 @@ def test_batch_normalization_uses_the_sums_of_all_parts():
     assert normalize_by_batch_mean(torch.zeros(3), 0.0, 3).tolist() == [0.0, 0.0, 0.0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans(), st.sampled_from([0, 1, 2, 5])),

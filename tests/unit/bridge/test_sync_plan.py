@@ -19,6 +19,7 @@ from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import ExplicitLayout, Shard, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
+from tests.examples import examples
 
 CONFIG = {
     "model_type": "qwen2",
@@ -68,7 +69,7 @@ def _whole(name: str, shape) -> Shard:
     return Shard(name, zeros, tuple(shape), name, zeros)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_element_arrives_once_and_is_verified(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))

@@ -30,6 +30,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import ShiftedLayout, check_layout, shard_view
 from megatron_dapo.reshard.planner import plan
+from tests.examples import examples
 
 DTYPE = torch.float32  # holds every index below 2 ** 24
 
@@ -215,7 +216,7 @@ def _run(choose) -> bool:
     return True
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(st.data())
 def test_every_engine_byte_is_right_and_traffic_is_bounded(data):
     assume(_run(lambda name, options: data.draw(st.sampled_from(options), label=name)))

@@ -26,6 +26,7 @@ from megatron_dapo.config.rules import Rule, broken, nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.parallel.layout import ParallelLayout
+from tests.examples import examples
 
 FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
@@ -237,7 +238,7 @@ def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
     assert validate(make(**values)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sets(st.sampled_from(range(len(BROKEN))), max_size=8))
 def test_all_violations_are_reported_together(chosen: set[int]) -> None:
     # Rules of one section may lean on the same fields, and rollout and algorithm on each other: combine one of each.
@@ -257,7 +258,7 @@ def test_all_violations_are_reported_together(chosen: set[int]) -> None:
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     tensor=SIZES,
     pipeline=SIZES,
@@ -293,7 +294,7 @@ def test_layout_rules_agree_with_the_layout(
     assert (layout is None) == any(violation.path.startswith("parallel.") for violation in found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(prompts=st.integers(1, 200), mini=st.integers(1, 200))
 def test_suggested_mini_batch_is_valid(prompts: int, mini: int) -> None:
     found = validate(make(rollout__prompts_per_step=prompts, training__mini_batch_prompts=mini))
@@ -304,7 +305,7 @@ def test_suggested_mini_batch_is_valid(prompts: int, mini: int) -> None:
         assert validate(make(rollout__prompts_per_step=prompts, training__mini_batch_prompts=fixed)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(number=st.integers(1, 500), wanted=st.integers(1, 500))
 def test_nearest_divisor(number: int, wanted: int) -> None:
     divisor = nearest_divisor(number, wanted)

@@ -16,6 +16,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import PADDING_ID, MicroBatchLimits, pack, plan_micro_batches, unpack_responses
 from megatron_dapo.precision import RECIPES
 from megatron_dapo.types import MicroBatch, TrainSample
+from tests.examples import examples
 
 
 def make_sample(length: int, seed: int) -> TrainSample:
@@ -38,7 +39,7 @@ def packed(lengths: list[int], layout: ParallelLayout) -> MicroBatch:
     return pack(samples, [1.0 / max(1, sum(lengths))] * len(samples), layout)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 300), min_size=0, max_size=12),
     tensor=st.integers(1, 4),
@@ -75,7 +76,7 @@ def test_every_rank_s_share_of_any_micro_batch_is_aligned(
     assert torch.equal(batch.loss_weights[batch.loss_weights > 0], plain.loss_weights[plain.loss_weights > 0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(2, 300), min_size=2, max_size=20), recipe=st.sampled_from(sorted(RECIPES)))
 def test_plans_keep_the_limit_with_the_padding(lengths: list[int], recipe: str) -> None:
     layout = ParallelLayout(4, tensor=2, sequence_parallel=True, token_multiple=RECIPES[recipe].token_multiple)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.reshard.checksum import signed, slice_checksum, tensor_checksum
 from megatron_dapo.reshard.slices import Slice, subtract, whole
+from tests.examples import examples
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
 MASK = (1 << 64) - 1
@@ -50,7 +51,7 @@ def test_follows_its_definition(shape, dtype):
     assert tensor_checksum(values) == _oracle(values)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_parts_add_up_whatever_the_cut(data):
     dtype = data.draw(st.sampled_from(list(BITS)))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.collector import sample_seed
+from tests.examples import examples
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
-property_test = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+property_test = settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def ids(batch: RolloutBatch) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.open_group import MAX_FRUITLESS
 from megatron_dapo.rollout.window_collector import NOT_CHOSEN
 from megatron_dapo.types import SamplingParams
+from tests.examples import examples
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
 
@@ -256,7 +257,7 @@ def test_killed_anywhere_and_resumed_every_window_is_handed_out_once_with_the_sa
     assert world.checkpoint() == reference.checkpoint()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     pass_rates=st.lists(st.sampled_from(MIXED), min_size=1, max_size=12),
     group_size=st.integers(1, 5),
