@@ -161,9 +161,3 @@ def _cut_sizes(sizes: LinearSizes) -> Iterator[tuple[str, int]]:
     )
     yield f"attention outputs, num_attention_heads {heads} x head_dim {dim}", heads * dim
     yield "intermediate_size", sizes.intermediate_size
-
-
-def has_served_blocks(head_dim: int) -> bool:
-    """Return True if the 128 x 128 blocks of a fused QKV weight are those of separate q, k and v matrices."""
-    # Every head is then whole blocks. Else trainer and server quantize q, k and v by the same rule in other blocks.
-    return head_dim % RECIPES[FP8_BLOCKWISE].size_multiple == 0

@@ -277,8 +277,3 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.numel())
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Length of the longest sequence, its padding included."""
-        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())

@@ -57,9 +57,3 @@ def wasted_fraction(pass_rate: float, group_size: int) -> float:
     if not 0.0 <= pass_rate <= 1.0:
         raise ValueError(f"pass rate {pass_rate} is not a probability")
     return pass_rate**group_size + (1.0 - pass_rate) ** group_size
-
-
-def expected_multiplier(pass_rate: float, group_size: int) -> float:
-    """Groups generated per group kept, 1 / (1 - p^G - (1 - p)^G); infinite where no group can disagree."""
-    useful = 1.0 - wasted_fraction(pass_rate, group_size)
-    return 1.0 / useful if useful > 0 else float("inf")

@@ -11,24 +11,12 @@ from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
 from megatron_dapo.checkpoints.saved_model import SavedModel, index_file
 from megatron_dapo.checkpoints.state_difference import compare_states
 from megatron_dapo.config import Config, read_resolved
-from megatron_dapo.recovery.checkpoint_store import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointError,
-    CheckpointStore,
-    step_of,
-    wrong_files,
-)
+from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, step_of, wrong_files
 from megatron_dapo.recovery.disk_space import size
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.checkpointing import CRITIC, POLICY
 
 RUN_CONFIG = "config.json"
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return True for a directory that has the name or the manifest of a checkpoint."""
-    return path.is_dir() and (step_of(path.name) is not None or (path / MANIFEST).is_file())
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -145,7 +145,11 @@ def load_eval_sources(
     max_prompt_tokens: int,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
-    """Load evaluation problems as `load_eval_prompts` does, each under its source's name."""
+    """Load evaluation problems, each under its source's name: rows are grouped by problem, and none is left out.
+
+    avg@k, pass@k and maj@k are then statistics over samples of one problem; `multiplicity` counts its rows in the files.
+    ValueError for a prompt that is too long.
+    """
     # A benchmark without some of its problems is another benchmark.
     dataset = load_sources(sources, prompt_template, max_prompt_tokens, True, validate_answers)
     if dataset.report.num_too_long:
@@ -154,23 +158,6 @@ def load_eval_sources(
             f"max_prompt_tokens = {max_prompt_tokens}: raise it to at least {dataset.report.longest_prompt_tokens}"
         )
     return dataset
-
-
-def load_eval_prompts(
-    paths: Sequence[str | Path],
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    template: str = "chat",
-    validate_answers: ValidateAnswers | None = None,
-    row_format: RowFormat = DAPO_FORMAT,
-) -> PromptDataset:
-    """Load evaluation problems: rows are grouped by problem, and none is left out.
-
-    avg@k, pass@k and maj@k are then statistics over samples of one problem; `multiplicity` counts its rows in the files.
-    ValueError for a prompt that is too long.
-    """
-    sources = [Source(tuple(map(Path, paths)), row_format)] if paths else []
-    return load_eval_sources(sources, PromptTemplate(tokenizer, template), max_prompt_tokens, validate_answers)
 
 
 def prompt_id_of(messages: Messages, answer: str) -> str:

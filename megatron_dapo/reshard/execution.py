@@ -34,13 +34,6 @@ class ShardReader(Protocol):
         """Fills `out` (shape of `bounds`) with global slice `bounds`, which lies in `shard` of the source rank."""
 
 
-def execute_in_memory(plan: ReshardPlan, sources: Sequence[Buffers], destinations: Sequence[Buffers]) -> None:
-    """Moves every transfer between buffers of one process, one mapping a rank."""
-    for rank in range(plan.destination.num_ranks):
-        for transfer in plan.receives(rank):
-            _copy_local(transfer, sources[transfer.source], destinations[rank])
-
-
 def execute_from_reader(transfers: Iterable[Transfer], reader: ShardReader, destination: Buffers) -> dict[str, int]:
     """Fills one rank's buffers from storage; returns the number of elements written into each buffer."""
     written = dict.fromkeys(destination, 0)

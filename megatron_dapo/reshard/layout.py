@@ -8,13 +8,12 @@ laptop.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_dapo.reshard.slices import Coordinates, Slice, flat_range_slices, uncovered, whole
+from megatron_dapo.reshard.slices import Coordinates, Slice, uncovered, whole
 
 # Begin of the names of a vision tower's tensors beside a language model, in directories and in engines: they are not trained.
 VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
@@ -72,24 +71,6 @@ class Layout(Protocol):
 
     def buffer_names(self, rank: int) -> frozenset[str]:
         """Local buffers of a rank, those that are padding only included."""
-
-
-@dataclass(frozen=True)
-class ExplicitLayout:
-    """A layout written out: one tuple of shards a rank."""
-
-    tensors: Mapping[str, TensorSpec]
-    shards_of: tuple[tuple[Shard, ...], ...]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.shards_of)
-
-    def shards(self, rank: int) -> tuple[Shard, ...]:
-        return self.shards_of[rank]
-
-    def buffer_names(self, rank: int) -> frozenset[str]:
-        return frozenset(shard.local for shard in self.shards_of[rank])
 
 
 class ReplicatedLayout:
@@ -167,17 +148,6 @@ def _whole_shards(tensors: Mapping[str, TensorSpec]) -> tuple[Shard, ...]:
         Shard(name, (0,) * len(spec.shape), tuple(spec.shape), name, (0,) * len(spec.shape))
         for name, spec in tensors.items()
     )
-
-
-def flat_range_shards(
-    tensor: str, shape: Coordinates, start: int, stop: int, local: str, local_start: int
-) -> tuple[Shard, ...]:
-    """Elements [start, stop) of the flattened tensor that lie at [local_start, ...) of the flat buffer `local`."""
-    shards, position = [], local_start
-    for bounds in flat_range_slices(shape, start, stop):
-        shards.append(Shard(tensor, bounds.offset, bounds.shape, local, (position,)))
-        position += bounds.volume
-    return tuple(shards)
 
 
 def check_layout(layout: Layout) -> None:

@@ -20,8 +20,9 @@ from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_distributed
-from megatron_dapo.reshard.layout import ExplicitLayout, Shard, TensorSpec, flat_range_shards
+from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import ExplicitLayout, flat_range_shards
 
 Tensors = dict[str, torch.Tensor]
 

@@ -28,9 +28,9 @@ from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import shard_view
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import execute_in_memory
 
 Tensors = dict[str, torch.Tensor]
 

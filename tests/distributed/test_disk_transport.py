@@ -23,9 +23,9 @@ from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import ReplicatedLayout, SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import execute_in_memory
 
 TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
 

@@ -10,7 +10,6 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import (
     RECIPES,
     LinearSizes,
-    has_served_blocks,
     micro_batch_multiple,
     misfits,
     padded_tokens,
@@ -111,7 +110,3 @@ def test_shapes_that_do_not_fit_are_named_with_size_and_multiple(
 ) -> None:
     found = [str(one) for one in misfits(recipe, sizes, tensor)]
     assert found[: len(words)] == words and bool(found) == bool(words)
-
-
-def test_blocks_of_fused_weights() -> None:
-    assert has_served_blocks(128) and has_served_blocks(256) and not has_served_blocks(64)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.algorithms.sampling_budget import beta_cdf, fit_total
 from megatron_dapo.rewards.repetition import TailLoop, ngram_repetition, repetition_numbers, tail_loop, zlib_ratio
@@ -36,10 +36,9 @@ def test_filter_bounds_are_exclusive():
         GroupFilter(0.5, 0.5)
 
 
-def test_multiplier_is_infinite_where_no_group_can_disagree():
-    assert math.isinf(expected_multiplier(0.0, 16)) and math.isinf(expected_multiplier(1.0, 16))
-    assert math.isinf(expected_multiplier(0.5, 1))
-    assert wasted_fraction(0.5, 2) == 0.5 and expected_multiplier(0.5, 2) == 2.0
+def test_everything_is_wasted_if_no_group_can_disagree():
+    assert wasted_fraction(0.0, 16) == wasted_fraction(1.0, 16) == wasted_fraction(0.5, 1) == 1.0
+    assert wasted_fraction(0.5, 2) == 0.5
     with pytest.raises(ValueError, match="1.5 is not a probability"):
         wasted_fraction(1.5, 4)
 

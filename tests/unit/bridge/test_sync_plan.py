@@ -15,11 +15,11 @@ from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.checksum import signed
-from megatron_dapo.reshard.execution import execute_in_memory
-from megatron_dapo.reshard.layout import ExplicitLayout, Shard, ShiftedLayout, TensorSpec
+from megatron_dapo.reshard.layout import Shard, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 from tests.examples import examples
+from tests.reshard_oracles import ExplicitLayout, execute_in_memory
 
 CONFIG = {
     "model_type": "qwen2",

@@ -11,8 +11,8 @@ from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import execute_in_memory
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import execute_in_memory
 
 CONFIG = {
     "model_type": "qwen2",

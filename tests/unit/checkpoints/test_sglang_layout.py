@@ -27,10 +27,10 @@ from megatron_dapo.checkpoints.architecture import (
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import ShiftedLayout, check_layout, shard_view
 from megatron_dapo.reshard.planner import plan
 from tests.examples import examples
+from tests.reshard_oracles import execute_in_memory
 
 DTYPE = torch.float32  # holds every index below 2 ** 24
 

@@ -6,8 +6,10 @@ import logging
 
 import pytest
 
-from megatron_dapo.data.dataset import load_eval_prompts, load_prompts, prompt_id_of
-from megatron_dapo.data.files import BATCH_ROWS, read_rows
+from megatron_dapo.data.dataset import load_eval_sources, load_prompts, prompt_id_of
+from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, read_rows
+from megatron_dapo.data.sources import Source
+from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.rewards.dapo import gold_problem
 
 KINDS = ["jsonl", "parquet"]
@@ -65,7 +67,7 @@ def test_copies_are_found_across_files_and_batches(write, row, tokenizer):
 
 def test_an_evaluation_file_is_grouped_by_problem(write, row, tokenizer):
     rows = [row(f"AIME {i}", str(i), 32 * i + k) for i in range(30) for k in range(32)]
-    dataset = load_eval_prompts([write("aime.parquet", rows)], tokenizer, 100)
+    dataset = load_eval_sources([Source((write("aime.parquet", rows),), DAPO_FORMAT)], PromptTemplate(tokenizer), 100)
     assert len(dataset) == 30
     assert (dataset.report.multiplicity_min, dataset.report.multiplicity_max) == (32, 32)
     assert "32 rows each" in dataset.report.summary()
@@ -80,7 +82,7 @@ def test_long_prompts_are_left_out_and_counted(write, row, tokenizer):
     with pytest.raises(ValueError, match="all 3 prompts are longer than max_prompt_tokens = 11: the shortest has 12"):
         load_prompts([path], tokenizer, max_prompt_tokens=11)
     with pytest.raises(ValueError, match="1 of 3 evaluation prompts .* at least 32"):
-        load_eval_prompts([path], tokenizer, max_prompt_tokens=22)
+        load_eval_sources([Source((path,), DAPO_FORMAT)], PromptTemplate(tokenizer), 22)
 
 
 def test_one_prompt_with_two_answers_is_warned_about(write, row, tokenizer, caplog):

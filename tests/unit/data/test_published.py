@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.data import published
-from megatron_dapo.data.dataset import load_eval_prompts, load_prompts
-from megatron_dapo.data.files import file_sha256, read_rows
+from megatron_dapo.data.dataset import load_eval_sources, load_prompts
+from megatron_dapo.data.files import DAPO_FORMAT, file_sha256, read_rows
 from megatron_dapo.data.published import PROMPT, PUBLISHED, card_path, prepare
+from megatron_dapo.data.sources import Source
+from megatron_dapo.data.template import PromptTemplate
 
 
 def problem(number: int) -> str:
@@ -74,7 +76,7 @@ def test_an_aime_file_of_32_copies_becomes_30_problems(kind, dapo_rows, write, t
     card = prepare("aime2024", [source], tmp_path / f"aime2024.{kind}")
     assert (card.num_rows, card.num_written, card.copies_min, card.copies_max) == (960, 30, 32, 32)
     assert answers_of(tmp_path / f"aime2024.{kind}") == [str(7 * i) for i in range(30)]
-    dataset = load_eval_prompts([tmp_path / f"aime2024.{kind}"], tokenizer, 1000)
+    dataset = load_eval_sources([Source((tmp_path / f"aime2024.{kind}",), DAPO_FORMAT)], PromptTemplate(tokenizer), 1000)
     assert len(dataset.prompts) == 30 and dataset.report.multiplicity_max == 1
 
 

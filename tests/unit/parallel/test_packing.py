@@ -179,7 +179,7 @@ def test_pack_by_hand() -> None:
     torch.testing.assert_close(batch.advantages, torch.tensor([0, 0.5, 0.6, 0.7, 0, 0, 0, 0] * 2))
     assert batch.rollout_logprobs.tolist() == [0, -1, -2, -3, 0, 0, 0, 0] * 2
     assert batch.cu_seqlens.tolist() == [0, 8, 16] and batch.cu_seqlens.dtype == torch.int32
-    assert batch.sequence_lengths == (5, 5) and batch.sample_ids == ("7/0", "7/0") and batch.max_sequence_length == 8
+    assert batch.sequence_lengths == (5, 5) and batch.sample_ids == ("7/0", "7/0")
 
 
 def test_tail_padding_is_a_masked_sequence_of_its_own() -> None:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.reshard.layout import (
-    Shard,
-    SingleHolderLayout,
-    TensorSpec,
-    flat_range_shards,
-    local_holes,
-    shard_view,
-)
+from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, local_holes, shard_view
 from megatron_dapo.reshard.slices import Slice
+from tests.reshard_oracles import flat_range_shards
 
 
 def test_a_slice_shard_is_a_view_of_its_region():

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.reshard.execution import execute_in_memory
 from megatron_dapo.reshard.layout import (
-    ExplicitLayout,
     ReplicatedLayout,
     Shard,
     SingleHolderLayout,
     TensorSpec,
     check_layout,
-    flat_range_shards,
     shard_view,
 )
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice, whole
+from tests.reshard_oracles import ExplicitLayout, execute_in_memory, flat_range_shards
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["systems"]
 

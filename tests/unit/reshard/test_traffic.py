@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_dapo.reshard import traffic
-from megatron_dapo.reshard.layout import ExplicitLayout, ReplicatedLayout, Shard, ShiftedLayout, TensorSpec
+from megatron_dapo.reshard.layout import ReplicatedLayout, Shard, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.traffic import traffic_table
+from tests.reshard_oracles import ExplicitLayout
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (12, 2), "d": (3, 8)}
 
