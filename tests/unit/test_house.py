@@ -1,11 +1,9 @@
-"""Clarity that is measured: docstrings that start with a verb or a noun, the field's words, few indirections, comments."""
+"""Clarity that is measured: docstrings that start with a verb or a noun, the words of the field, one meaning a class name."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -34,10 +32,6 @@ COINED = {
 MAX_FRAGMENT_SHARE = 0.03
 MIN_DOCSTRING_COVERAGE = 0.826
 MAX_COINED_WORDS = 10
-MAX_CALLABLES = 100
-MAX_PROTOCOLS = 20
-MAX_TRAINER_FILES = 20
-MIN_COMMENTS_PER_100_LINES = 4.0
 
 
 @cache
@@ -74,34 +68,8 @@ def test_words_are_those_of_the_field() -> None:
     assert len(found) <= MAX_COINED_WORDS, "\n".join(found)
 
 
-def test_few_callables_and_protocols_are_passed_around() -> None:
-    callables = Counter({name: text.count("Callable[") for name, text in sources().items()})
-    assert callables.total() <= MAX_CALLABLES, callables.most_common(10)
-    protocols = [node.name for _, node in definitions() if isinstance(node, ast.ClassDef) and _is_protocol(node)]
-    assert len(protocols) <= MAX_PROTOCOLS, protocols
-
-
 def test_a_class_name_means_one_thing() -> None:
     names = Counter(
         node.name for _, node in definitions() if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]
-
-
-def test_the_trainer_stays_small() -> None:
-    files = [name for name in sources() if name.startswith("trainer/")]
-    assert len(files) <= MAX_TRAINER_FILES, files
-
-
-def test_comments_answer_a_readers_why() -> None:
-    lines = sum(text.count("\n") for text in sources().values())
-    comments = sum(
-        token.type == tokenize.COMMENT
-        for text in sources().values()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-    )
-    assert 100 * comments / lines >= MIN_COMMENTS_PER_100_LINES, f"{comments} comments in {lines} lines"
-
-
-def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(getattr(base, "id", getattr(base, "attr", "")) == "Protocol" for base in node.bases)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,35 +21,6 @@ def directory(repository: Path):
 @pytest.fixture(scope="module")
 def step(directory):
     return importlib.import_module("step")
-
-
-@pytest.fixture(scope="module")
-def sync(directory):
-    return importlib.import_module("sync")
-
-
-@pytest.fixture(scope="module")
-def head(directory):
-    return importlib.import_module("head")
-
-
-def run(path: Path, *arguments: str) -> dict[str, Any]:
-    root = path.parents[2]
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path), "--json", *arguments],
-        env={**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", ["head", "step", "sync"])
-def test_without_a_gpu_they_say_so(directory, name) -> None:
-    assert "torch sees no CUDA device" in run(directory / f"{name}.py")["skipped"]
 
 
 def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:
@@ -130,55 +98,3 @@ def test_flops_are_those_of_every_product(step) -> None:
         attention = 2 * 2 * length * length * heads * dim / 2  # scores and values, the causal half
         forward += a.num_layers * (qkv + out + mlp + attention) + 2 * length * a.hidden_size * a.vocab_size
     assert step.flops_of(a, [3, 5]) == pytest.approx(3 * forward)
-
-
-def test_lengths_have_a_long_tail(step) -> None:
-    work = step.Work(step_tokens=1 << 20, micro_batch_tokens=8192, max_length=8192)
-    lengths = sorted(step.draw_lengths(work))
-    assert sum(lengths) >= 1 << 20 and max(lengths) <= 8192 and min(lengths) >= 16
-    median = lengths[len(lengths) // 2]
-    assert 1000 < median < 1800 and lengths[len(lengths) * 95 // 100] > 4 * median
-
-
-def test_a_side_that_computes_something_else_is_an_error(step) -> None:
-    rows = {"bf16": {"first_nll": 10.0}, "fp8_blockwise": {"first_nll": 10.1}}
-    assert not dict(step.complaints(rows))
-    for wrong in (11.0, float("nan")):
-        found = dict(step.complaints({**rows, "fp8_blockwise": {"first_nll": wrong}}))
-        assert list(found) == ["fp8_blockwise"] and "of bf16 10.0000" in found["fp8_blockwise"]
-
-
-def test_speedups_are_over_bf16(step) -> None:
-    assert step.speedups({"bf16": {"step_ms": 30.0}, "fp8_blockwise": {"step_ms": 20.0}}) == {"fp8_blockwise": 1.5}
-    assert step.speedups({"fp8_blockwise": {"step_ms": 20.0}}) == {}
-
-
-def test_targets_of_the_head_are_judged_from_what_ran(head) -> None:
-    shape = head.SHAPES[0]
-    triton = {
-        "effective_tflops": 420.0,
-        "tflops_with_recompute": 560.0,
-        "forward_ms": 15.0,
-        "forward_backward_ms": 50.0,
-    }
-    rows = {head.name_of("triton", shape): triton}
-    assert head.verdicts(rows, shape) == {"triton_tflops": True}
-    rows[head.name_of("liger", shape)] = {"forward_backward_ms": 49.0}
-    rows[head.name_of("te_fp8", shape)] = {"forward_ms": 9.0}
-    rows[head.name_of("triton_tuned_kept", shape)] = {"effective_tflops": 540.0}
-    assert head.verdicts(rows, shape) == {
-        "triton_tflops": True,
-        "triton_tuned_kept_tflops": False,
-        "triton_not_slower_than_the_best_peer": False,
-        "te_fp8_forward_speedup": True,
-    }
-
-
-def test_a_side_of_the_head_with_another_loss_is_an_error(head) -> None:
-    rows = {f"{side} 1x2x3": {"loss": loss} for side, loss in (("a", 5.0), ("b", 5.01), ("c", 5.2))}
-    assert list(dict(head.complaints(rows))) == ["c 1x2x3"]
-
-
-def test_figures_of_the_sync(sync) -> None:
-    found = sync.figures({"seconds": 2.0, "verified_seconds": 4.0}, num_bytes=8 * 10**9, copy_seconds=0.5)
-    assert (found["gb_per_s"], found["verified_gb_per_s"], found["vs_copy"]) == (4.0, 2.0, 4.0)

@@ -67,6 +67,7 @@ def noted(directory: Path) -> list[str]:
     return (directory / "noted").read_text(encoding="utf-8").split()
 
 
+@pytest.mark.long  # eight processes that import torch; the tests below are of the same runner
 def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_path) -> None:
     kept = ("--save", "--results", str(tmp_path), "--case-s", "1.5")
     found = mine(*kept)

@@ -18,8 +18,7 @@ def benchmark(benchmarks_on_the_path: None) -> ModuleType:
     return importlib.import_module("length_bias")
 
 
-@pytest.mark.parametrize("partial_rollout", [False, True])
-@pytest.mark.parametrize("name", ["wrong is longer", "a tenth loops"])
+@pytest.mark.parametrize(("name", "partial_rollout"), [("wrong is longer", False), ("a tenth loops", True)])
 def test_trained_responses_are_as_long_as_sampled_ones(benchmark: ModuleType, name: str, partial_rollout: bool) -> None:
     rollout = ROLLOUT.model_copy(update={"partial_rollout": partial_rollout})
     row = benchmark.measure(benchmark.POPULATIONS[name], rollout, num_groups=32, num_steps=8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,41 +84,3 @@ def test_the_best_policy_is_always_right_and_exact_values_give_exact_advantages(
     found = estimate_values(responses.inputs(responses.of(values)), 1.0, 0.0).advantages
     true = responses.of(action_values).gather(1, responses.tokens[:, None])[:, 0] - responses.of(values)
     torch.testing.assert_close(found, true)
-
-
-def test_values_move_toward_the_exact_ones(benchmark, policy: torch.Tensor, monkeypatch) -> None:
-    monkeypatch.setattr(benchmark, "BATCH", 300)
-    monkeypatch.setattr(benchmark, "HELD_OUT", 6000)
-    run = benchmark.learn_values(benchmark.Locks(0), policy, "squared", 0, num_steps=100)
-    errors = [error["mean_error"] for error in run["errors_by_step"].values()]
-    assert errors[-1] < 0.1 and errors[-1] < errors[0] / 4
-    assert run["explained_variance"]["all"] == pytest.approx(run["explained_variance_of_exact_values"]["all"], abs=0.03)
-    exact = run["advantages"]["lambda_1.0"]["from_exact_values"]
-    assert 0.5 < exact["in_standard_errors"] < 2.0
-
-
-def test_every_recipe_learns_and_switches_one_part(benchmark) -> None:
-    small = {
-        "num_responses": 32,
-        "num_mini_batches": 2,
-        "pretraining_steps": 3,
-        "reward_model_steps": 5,
-        "policy_rate": 0.03,
-    }
-    for name, (recipe, _) in benchmark.ABLATIONS.items():
-        # Sizes are those of the whole recipe: a part is one switch, decoupling is both lambdas.
-        changed = [key for key, value in vars(recipe).items() if value != vars(benchmark.FULL)[key]]
-        assert len(changed) == {"VAPO": 0, "without decoupled GAE": 2}.get(name, 1), name
-        sizes = {key: value for key, value in small.items() if key not in changed}
-        run = benchmark.learn_policy(replace(recipe, **sizes), seed=0, num_steps=8)
-        assert run["accuracies"][-1] > run["accuracies"][0] + 0.3, name
-
-
-def test_a_part_is_shown_where_every_seed_learns_less_without_it(benchmark) -> None:
-    def run(learning: float) -> dict:
-        return {"learning": learning, "final": 1.0, "value_error_at_the_start": 0.1, "accuracies": []}
-
-    whole = [run(0.8), run(0.9)]
-    assert benchmark.ablation_row([run(0.7), run(0.8)], whole, 45)["shown"]
-    row = benchmark.ablation_row([run(0.7), run(0.95)], whole, 45)
-    assert not row["shown"] and row["changes"] == [pytest.approx(-0.1), pytest.approx(0.05)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megatron_dapo.cli.recipes import shipped_files
@@ -48,24 +47,3 @@ def test_every_page_is_in_the_navigation(repository: Path) -> None:
     navigation = yaml.safe_load((repository / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     written = {path.relative_to(repository / "docs").as_posix() for path in (repository / "docs").rglob("*.md")}
     assert sorted(pages_of(docs_site.without_missing(navigation))) == sorted(written | set(docs_site.PAGES))
-
-
-def test_pages_that_are_not_written_are_left_out() -> None:
-    navigation = [{"Home": "index.md"}, {"Empty": [{"Later": "later.md"}]}, {"Metrics": "reference/metrics.md"}]
-    assert docs_site.without_missing(navigation) == [{"Home": "index.md"}, {"Metrics": "reference/metrics.md"}]
-
-
-@pytest.mark.parametrize(
-    ("link", "shown"),
-    [
-        ("[a](faq.md)", "[a](faq.md)"),
-        ("[a](faq.md#b)", "[a](faq.md#b)"),
-        ("[a](https://arxiv.org)", "[a](https://arxiv.org)"),
-        ("[tests](../tests/conftest.py)", "`tests`"),
-        ("[`x`](../megatron_dapo/types.py)", "`x`"),
-        ("[start](../README.md)", "[start](index.md)"),
-        ("![p](quickstart.svg)", "![p](quickstart.svg)"),
-    ],
-)
-def test_links_out_of_the_site_are_text(link: str, shown: str) -> None:
-    assert docs_site.inside_the_site(f"x {link} y", "gpu.md") == f"x {shown} y"

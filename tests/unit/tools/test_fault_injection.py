@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import select
-import socket
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +11,9 @@ import pytest
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.validator import validate
 from megatron_dapo.recovery.failure import Failure, first_line
-from tools.fault_injection import forwarder, report
-from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY, chosen_cells, next_cells
-from tools.fault_injection.cluster_run import CONFIGURATIONS, FIRST_FAILURE, QUICKSTART, _rank_process, layout_text
+from tools.fault_injection import report
+from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY
+from tools.fault_injection.cluster_run import CONFIGURATIONS, FIRST_FAILURE, QUICKSTART, layout_text
 from tools.fault_injection.outcome import is_cause_printed, lost_responses, place_of, unaccounted_responses
 
 
@@ -39,17 +32,6 @@ def test_every_cell_is_meaningful_or_has_a_reason() -> None:
     assert set(CELLS) | set(MEANINGLESS) == {(fault, phase) for fault in FAULTS for phase in PHASES}
     assert not set(CELLS) & set(MEANINGLESS) and set(TINY) <= set(CELLS) and len(TINY) == 8
     assert all(MEANINGLESS.values())
-
-
-def test_cells_are_chosen_by_name_and_the_rarest_come_first() -> None:
-    assert chosen_cells(["sigkill:train", "sigkill"])[0] == ("sigkill", "train") and len(chosen_cells(["sigkill"])) == 6
-    assert {phase for _, phase in chosen_cells(["*:train"])} == {"train"}
-    with pytest.raises(ValueError, match="no rank writes in this phase"):
-        chosen_cells(["disk-full:score"])
-    cells = chosen_cells(["sigkill", "oom"])
-    known = dict.fromkeys(cells[:10], 1)
-    assert set(next_cells(cells, known, 2, random.Random(0))) == set(cells[10:])
-    assert sorted(next_cells(cells, {}, 24, random.Random(0))) == sorted(cells * 2)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
@@ -118,92 +100,3 @@ def test_the_sum_counts_each_kind_of_fault_by_its_own_rule() -> None:
     assert (found["false_alarms"], found["soak_seconds"], found["ettr_job"]) == (2, 60, None)
     assert found["ettr"] == 0.25
     assert report.summary([])["runs_equal_share"] is None, "nothing measured is no success"
-
-
-def test_restarts_are_compared_over_the_same_faults() -> None:
-    kills, other = [["sigkill", "train"]] * 2, [["server", "train"]]
-    rows = [("servers", kills, 2, 40.0), ("servers_job", kills, 2, 20.0), ("servers", other, 1, 99.0)]
-    runs = [
-        {"kind": "run", "unaccounted_responses": 0, "orphans": [], "wall_seconds": 100.0, "useful_seconds": useful}
-        | {"configuration": name, "plan": plan, "num_faults": num}
-        for name, plan, num, useful in rows
-    ]
-    found = report.summary(runs)
-    assert (found["ettr_role"], found["ettr_job"], found["ettr"]) == (0.4, 0.2, 0.53)
-    assert report.summary(runs[:1])["ettr_role"] is None
-
-
-def test_a_tree_is_dirty_by_tracked_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results.jsonl")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for name in ("code.py", "results.jsonl"):
-        (tmp_path / name).write_text("1")
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *arguments], check=True)
-    for name in ("results.jsonl", "new.py"):
-        (tmp_path / name).write_text("2")
-    head, is_dirty = report.commit()
-    assert len(head) == 12 and not is_dirty
-    (tmp_path / "code.py").write_text("2")
-    assert report.commit() == (head, True)
-
-
-def test_results_of_other_commits_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps({"commit": name}) + "\n" for name in ("abc1", "abd2")))
-    assert [each["commit"] for each in report.read(path, ["abc"])] == ["abc1"]
-    assert len(report.read(path, [])) == 2 and report.read(tmp_path / "none", []) == []
-
-
-_WORKER = """
-import json, mmap, os, sys, time
-page = os.memfd_create("page")
-os.ftruncate(page, 1 << 14)
-memory = mmap.mmap(page, 1 << 14)
-os.close(page)
-text = json.dumps({"phase": "generate", "doing": sys.argv[1]}).encode()
-memory[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
-print("written", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the memory of other processes is root's to read")
-@pytest.mark.parametrize(("doing", "phase"), [("verifiers: result", "score"), ("forward", "generate")])
-def test_the_phase_is_read_from_the_page_of_a_process(doing: str, phase: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", _WORKER, doing], env={"SLURM_PROCID": "3"}, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        found = _rank_process("node0", process.pid)
-        assert found is not None and (found.rank, found.phase()) == (3, phase)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_frames_are_delayed_and_lost() -> None:
-    ours, ends = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)), strict=True)
-    read, write = os.pipe()
-    thread = threading.Thread(target=forwarder.forward, args=(list(ends), read), daemon=True)
-    thread.start()
-    ours[0].send(b"first")
-    assert ours[1].recv(100) == b"first"
-    os.write(write, json.dumps({"delay_s": 0.2, "loss": 0.5}).encode() + b"\n")
-    time.sleep(1.0)
-    start = time.monotonic()
-    for number in range(100):
-        ours[1].send(bytes([number]))
-    arrived: list[int] = []
-    while select.select([ours[0]], [], [], 3.0)[0]:
-        assert arrived or time.monotonic() - start >= 0.19
-        arrived.append(ours[0].recv(100)[0])
-    assert arrived == sorted(arrived) and 30 < len(arrived) < 70
-    os.close(write)
-    thread.join(30.0)
-    assert not thread.is_alive()
-    os.close(read)
-    for each in (*ours, *ends):
-        each.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -12,22 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from tools.make_quickstart import (
-    DEFAULT_SEED,
-    IGNORED_LABEL,
-    Example,
-    Schedule,
-    batches,
-    encode,
-    loss_of,
-    make_tokenizer,
-    model_config,
-    save_base_model,
-    split_problems,
-    train,
-    write_data,
-)
-from tools.quickstart_task import TEMPLATE, Flaws, draw_problems, write_corpus
+from tools.make_quickstart import DEFAULT_SEED, encode, split_problems
+from tools.quickstart_task import TEMPLATE, Flaws, write_corpus
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
 BASE_MODEL = EXAMPLES / "base_model"
@@ -103,50 +88,6 @@ def test_heldout_is_disjoint_from_training(rows: dict[str, list[dict]]) -> None:
     assert not exercises["spread"] & (exercises["heldout"] | exercises["train"])
 
 
-def test_the_base_corpus_shares_no_exercise_with_either_file() -> None:
-    keys = [{problem.key for problem in part} for part in split_problems(DEFAULT_SEED, 2000)]
-    assert not keys[2] & (keys[0] | keys[1])
-
-
-def test_the_script_writes_the_shipped_data(tmp_path: Path) -> None:
-    write_data(DEFAULT_SEED, tmp_path)
-    for name in FILES:
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXAMPLES / f"{name}.jsonl").read_bytes()
-
-
-def test_another_seed_writes_other_data(tmp_path: Path) -> None:
-    write_data(DEFAULT_SEED + 1, tmp_path)
-    assert (tmp_path / "heldout.jsonl").read_bytes() != (EXAMPLES / "heldout.jsonl").read_bytes()
-
-
-def test_sizes() -> None:
-    assert sum(path.stat().st_size for path in BASE_MODEL.rglob("*") if path.is_file()) <= 4_000_000
-    assert sum((EXAMPLES / f"{name}.jsonl").stat().st_size for name in FILES) <= 1_800_000
-
-
-def test_the_script_makes_the_shipped_tokenizer(tokenizer: Qwen2Tokenizer) -> None:
-    made = make_tokenizer(DEFAULT_SEED)
-    assert made.get_vocab() == tokenizer.get_vocab()
-    text = "In May Mia gets 8, 37+8=45\n" + TEMPLATE
-    assert made(text)["input_ids"] == tokenizer(text)["input_ids"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["In March Mia gets 8, 37+8=45\nAnswer: 45", TEMPLATE, " \n\n\t 007 ", "zażółć gęślą jaźń 日本語 🎉", "<unk>", ""],
-)
-def test_any_text_round_trips(tokenizer: Qwen2Tokenizer, text: str) -> None:
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(token_ids) == text
-    assert all(0 <= token_id < len(tokenizer) for token_id in token_ids)
-
-
-def test_digits_are_tokens_of_their_own(tokenizer: Qwen2Tokenizer) -> None:
-    tokens = [tokenizer.decode([token_id]) for token_id in tokenizer("Mia has 137, 45")["input_ids"]]
-    assert [token for token in tokens if token.strip().isdigit()] == ["1", "3", "7", "4", "5"]
-    assert not any(len(token) > 1 and any(c.isdigit() for c in token) for token in tokenizer.get_vocab())
-
-
 def test_chat_prompts_are_short_and_open_the_assistants_turn(
     rows: dict[str, list[dict]], tokenizer: Qwen2Tokenizer
 ) -> None:
@@ -191,38 +132,3 @@ def test_the_base_knows_the_skill_but_not_surely(tokenizer: Qwen2Tokenizer, mode
         sampled.append(logprobs.gather(1, targets[:, None]).sum().exp().item())
     assert sum(likeliest) / len(likeliest) >= 0.85
     assert 0.1 <= sum(sampled) / len(sampled) <= 0.45
-
-
-def test_batches_hold_each_example_once_within_the_token_budget() -> None:
-    examples = [Example(list(range(1 + i % 37)), 0) for i in range(500)]
-    made = list(batches(random.Random(0), examples, 100))
-    assert sorted(id(e) for batch in made for e in batch) == sorted(id(e) for e in examples)
-    assert all(len(batch) * max(len(e.token_ids) for e in batch) <= 100 for batch in made)
-
-
-def test_the_loss_sees_response_tokens_only(tokenizer: Qwen2Tokenizer, model: Qwen2ForCausalLM) -> None:
-    examples = encode(tokenizer, write_corpus(4, draw_problems(4, 3), Flaws()))
-    total, count = 0.0, 0
-    for example in examples:
-        labels = torch.tensor([example.token_ids])
-        labels[:, : example.num_prompt_tokens] = IGNORED_LABEL
-        num_scored = len(example.token_ids) - example.num_prompt_tokens
-        with torch.no_grad():
-            total += model(torch.tensor([example.token_ids]), labels=labels).loss.item() * num_scored
-        count += num_scored
-    assert loss_of(model, examples).item() == pytest.approx(total / count, rel=1e-4)
-
-
-def test_a_few_steps_train_and_save_a_directory_transformers_loads(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(DEFAULT_SEED)
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(model_config(tokenizer))
-    examples = encode(tokenizer, write_corpus(4, draw_problems(4, 6), Flaws()))
-    before = loss_of(model, examples).item()
-    train(model, lambda: examples, Schedule(num_steps=6, warmup_steps=1))
-    assert loss_of(model, examples).item() < 0.8 * before
-    save_base_model(model, tokenizer, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
