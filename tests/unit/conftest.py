@@ -11,20 +11,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from transformers import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from tests.examples import examples
 
@@ -43,13 +29,14 @@ def gpu_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
 
 
+# Family -> (its configuration, its model) in transformers, which are imported when a model is made.
 MODELS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma3": (lambda **text: _beside_vision(text), Gemma3ForConditionalGeneration),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
 }
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
@@ -76,12 +63,12 @@ SIZES = {
 }
 
 
-def _beside_vision(text: dict[str, Any]) -> Gemma3Config:
-    """A Gemma 3 with a vision tower, as the 4B model is published."""
+def _beside_vision(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Gemma 3 with a vision tower, as the 4B model is published."""
     vision = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
     tied = text["tie_word_embeddings"]
-    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
+    return {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4, "tie_word_embeddings": tied}
 
 
 GOLDEN_PATH = Path(__file__).parents[1] / "golden" / "golden.json"
@@ -137,13 +124,15 @@ def make_model_directory(tmp_path: Path) -> Callable[..., Path]:
     def make(
         family: str, *, tied: bool = False, dtype=torch.float32, name: str = "model", shard: str = "50GB", **sizes
     ) -> Path:
-        config_class, model_class = MODELS[family]
+        import transformers
+
+        config_class, model_class = (getattr(transformers, each) for each in MODELS[family])
         torch.manual_seed(0)
         fields = {**SIZES, "tie_word_embeddings": tied, **(EXPERT_SIZES if family == "qwen3_moe" else {})}
         if family.startswith("gemma3"):
             fields |= {**GEMMA3_SIZES, "rope_parameters": GEMMA3_ROPE}
         fields |= sizes
-        model = model_class(config_class(**fields))
+        model = model_class(config_class(**(_beside_vision(fields) if family == "gemma3" else fields)))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
         directory = tmp_path / name

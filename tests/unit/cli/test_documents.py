@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pytest
 from typer.main import get_command
 
 from megatron_dapo.cli.main import app
@@ -16,15 +15,18 @@ from megatron_dapo.config.megatron_options import SECTIONS, settable
 from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 DIRECTORIES = ("docs", "examples", "benchmarks", "tools", "checkpoint_converters")
 KINDS = ("*.md", "*.sh", "*.toml")
 DOCUMENTS = sorted(
     {ROOT / "README.md", ROOT / "Makefile", *(p for f in DIRECTORIES for k in KINDS for p in (ROOT / f).rglob(k))}
 )
+PAGES = [document for document in DOCUMENTS if document.suffix == ".md"]
 TOP_LEVEL = {path for path in section_types() if path and "." not in path}
 
 
+@functools.cache
 def text_of(document: Path) -> str:
     """Lines that a backslash continues are one."""
     return re.sub(r"\\\n\s*", " ", document.read_text(encoding="utf-8"))
@@ -54,53 +56,56 @@ def resolve(words: list[str]) -> Any:
     return command
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_and_their_options_exist(document: Path) -> None:
-    for line in commands_in(text_of(document)):
+def lines_in(find: Callable[[str], Iterable[T]], documents: Iterable[Path] = DOCUMENTS) -> Iterator[tuple[Path, T]]:
+    """Yield (document, what is found in its text)."""
+    for document in documents:
+        yield from ((document.relative_to(ROOT), each) for each in find(text_of(document)))
+
+
+def test_commands_and_their_options_exist() -> None:
+    for document, line in lines_in(commands_in):
         words = line.split()
         options = {name for one in resolve(words).params for name in (*one.opts, *one.secondary_opts)}
         for word in words:
             name = word.strip("[]").partition("=")[0]
-            assert not name.startswith("--") or name in options, f"{line!r}: no option {name}"
+            assert not name.startswith("--") or name in options, f"{document}: {line!r}: no option {name}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_documented_settings_exist(document: Path) -> None:
+def test_documented_settings_exist() -> None:
     known = {*leaf_fields(), *(f"{section}.{name}" for section in SECTIONS for name in settable()), "a.b"}
-    for path in re.findall(r"--set [\"']?([a-z_.]+)=", text_of(document)):
-        assert path in known, f"--set {path}: there is no such field"
+    for document, path in lines_in(re.compile(r"--set [\"']?([a-z_.]+)=").findall):
+        assert path in known, f"{document}: --set {path}: there is no such field"
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.suffix == ".md"], ids=lambda path: path.name)
-def test_fields_and_metrics_that_are_named_exist(document: Path) -> None:
-    for quoted in re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8")):
+def test_fields_and_metrics_that_are_named_exist() -> None:
+    fields, sections, metrics = leaf_fields(), section_types(), {*STEP_METRICS, *EVALUATION_METRICS}
+    groups = {name.split("/")[0] for name in STEP_METRICS}
+    for document, quoted in lines_in(re.compile(r"`([^`\n]+)`").findall, PAGES):
         name = re.match(r"[a-z_0-9./]+", quoted)
         path = name.group(0) if name else ""
         if (
             path.split(".")[0] in TOP_LEVEL
             and re.fullmatch(r"[a-z_0-9.]+", path)
-            and not path.endswith((".json", ".md"))
+            and not path.endswith((".json", ".md", ".py"))
         ):
-            assert path in leaf_fields() or path in section_types() or "." not in path, f"`{quoted}`: no field {path}"
-        if "/" in path and f"{path.split('/')[0]}/" in {f"{one.split('/')[0]}/" for one in STEP_METRICS}:
-            known = {*STEP_METRICS, *EVALUATION_METRICS}
-            assert path.endswith("/") or "." in path or path in known, f"`{quoted}`: no metric {path}"
+            assert path in fields or path in sections or "." not in path, f"{document}: `{quoted}`: no field {path}"
+        if "/" in path and path.split("/")[0] in groups:
+            known = path.endswith("/") or "." in path or path in metrics
+            assert known, f"{document}: `{quoted}`: no metric {path}"
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.suffix == ".md"], ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (document.parent / target).exists(), f"{target} is not there"
+def test_links_lead_somewhere() -> None:
+    for document, target in lines_in(re.compile(r"\]\(([^)#]+)").findall, PAGES):
+        is_there = target.startswith("http") or (ROOT / document.parent / target).exists()
+        assert is_there, f"{document}: {target} is not there"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_make_targets_exist(document: Path) -> None:
-    targets = set(
-        re.findall(r"^([a-z][a-z0-9/-]*)[a-z -]*:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    targets |= set(re.findall(r"[a-z][a-z-]+", re.search(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.M)[1]))
-    for target in re.findall(r"(?:`|^    |^# )make ([a-z][a-z0-9/-]*)", text_of(document), re.MULTILINE):
-        assert target in targets, f"make {target}: no such target"
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z0-9/-]*)[a-z -]*:", makefile, re.MULTILINE))
+    targets |= set(re.findall(r"[a-z][a-z-]+", re.search(r"^\.PHONY:(.*)", makefile, re.MULTILINE)[1]))
+    for document, target in lines_in(re.compile(r"(?:`|^    |^# )make ([a-z][a-z0-9/-]*)", re.MULTILINE).findall):
+        assert target in targets, f"{document}: make {target}: no such target"
 
 
 SCRIPT = re.compile(
@@ -109,14 +114,13 @@ SCRIPT = re.compile(
 BENCHMARK = re.compile(r"`(benchmarks/[\w/]+\.py)([^`\n]*)`")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_programs_and_their_options_exist(document: Path) -> None:
-    for name, rest in [*SCRIPT.findall(text_of(document)), *BENCHMARK.findall(text_of(document))]:
+def test_programs_and_their_options_exist() -> None:
+    for document, (name, rest) in (*lines_in(SCRIPT.findall), *lines_in(BENCHMARK.findall)):
         path = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
-        assert path.is_file(), f"{name} is not there"
+        assert path.is_file(), f"{document}: {name} is not there"
         source = "".join(one.read_text(encoding="utf-8") for one in (path, *siblings(path)))
         for option in re.findall(r"(--[a-z][a-z-]*)", rest):
-            assert f'"{option}"' in source, f"{name} has no option {option}"
+            assert f'"{option}"' in source, f"{document}: {name} has no option {option}"
 
 
 def siblings(path: Path) -> list[Path]:
@@ -128,8 +132,7 @@ def siblings(path: Path) -> list[Path]:
 
 
 def test_the_checks_find_what_exists() -> None:
-    lines = [line for document in DOCUMENTS for line in commands_in(text_of(document))]
-    assert {line.split()[0] for line in lines} >= {
+    assert {line.split()[0] for _, line in lines_in(commands_in)} >= {
         "train",
         "pretrain-value",
         "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,17 @@ def _change(file: Path, name: str) -> None:
     save_file(tensors, file)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma3"])
-def test_bit_identical_through_every_layout(family, tied, make_model_directory, tmp_path, capsys):
+FAMILIES = list(product(["llama", "qwen2", "qwen3", "gemma3_text", "gemma3"], [False, True]))
+# Every family through one layout and every layout with some family; all of them through all in `make test-all`.
+SOME = [(*family, [LAYOUTS[index % len(LAYOUTS)]]) for index, family in enumerate(FAMILIES)]
+ALL = [pytest.param(*family, LAYOUTS, marks=pytest.mark.long) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "tied", "layouts"), SOME + ALL)
+def test_bit_identical_through_every_layout(family, tied, layouts, make_model_directory, tmp_path, capsys):
     directory = make_model_directory(family, tied=tied, dtype=torch.bfloat16, shard="20KB")
     before = _stored(directory)
-    for tensor, pipeline, virtual in LAYOUTS:
+    for tensor, pipeline, virtual in layouts:
         cut, back = (tmp_path / f"{name}{tensor}{pipeline}{virtual}" for name in ("cut", "back"))
         sizes = ("--tensor", tensor, "--pipeline", pipeline, "--virtual-pipeline", virtual)
         assert hf_to_megatron(directory, cut, *sizes) == 0

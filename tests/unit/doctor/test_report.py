@@ -141,7 +141,7 @@ def test_every_back_end_of_transformer_engine_is_tried_alone(monkeypatch: pytest
     assert results[-1] == AttentionResult("unfused", "all", failure="the process crashed (SIGSEGV)")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # it starts a process for each probe; test_probes.py calls them here
 def test_the_quickstart_on_this_machine(tmp_path: Path) -> None:
     answer = json.loads(doctor(*in_directory(tmp_path), "--json").stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in answer["findings"]}

@@ -101,36 +101,41 @@ def test_every_rank_learns_of_another_run_before_it_writes(own_umask: None, tmp_
         lock.release()
 
 
+# Each case in a child, for the directory's mask is the process's.
 PRIVACY = """
-import json, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 import torch.distributed as dist
 from megatron_dapo.launch.lifetime import hold_directory
 from megatron_dapo.recovery.durable_files import HERE
-run = Path(sys.argv[1])
-lock = hold_directory(run, 0, dist.HashStore(), group_readable=sys.argv[2] == "group")
-(run / "metrics").mkdir()
-HERE.write_json(run / "metrics" / "own.json", {})
-subprocess.run(["touch", str(run / "metrics" / "of_a_child")], check=True)
-print(json.dumps([oct(path.stat().st_mode & 0o7777) for path in (run, run / "metrics", *sorted((run / "metrics").iterdir()))]))
+for run, readers in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    run = Path(run)
+    lock = hold_directory(run, 0, dist.HashStore(), group_readable=readers == "group")
+    (run / "metrics").mkdir()
+    HERE.write_json(run / "metrics" / "own.json", {})
+    subprocess.run(["touch", str(run / "metrics" / "of_a_child")], check=True)
+    paths = (run, run / "metrics", *sorted((run / "metrics").iterdir()))
+    print(json.dumps([oct(path.stat().st_mode & 0o7777) for path in paths]), flush=True)
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("readers", "before", "directories", "files"),
-    [("owner", None, "0o700", "0o600"), ("group", 0o700, "0o750", "0o640"), ("owner", 0o2775, "0o2700", "0o600")],
-)
-def test_a_runs_files_are_its_users_alone_or_the_groups(
-    tmp_path: Path, readers: str, before: int | None, directories: str, files: str
-) -> None:
-    run = tmp_path / "run"
-    if before is not None:  # made by the user, or by an earlier release
-        run.mkdir()
-        run.chmod(before)
-    process = start(PRIVACY, str(run), readers)
+def test_a_runs_files_are_its_users_alone_or_the_groups(tmp_path: Path) -> None:
+    cases = [("owner", None, "0o700", "0o600"), ("group", 0o700, "0o750", "0o640"), ("owner", 0o2775, "0o2700", "0o600")]
+    runs = [tmp_path / str(index) for index in range(len(cases))]
+    for run, (_, before, _, _) in zip(runs, cases, strict=True):
+        if before is not None:  # made by the user
+            run.mkdir()
+            run.chmod(before)
+    process = start(PRIVACY, json.dumps([(str(run), readers) for run, (readers, *_) in zip(runs, cases, strict=True)]))
     output, _ = process.communicate(timeout=60)
-    found_run, inner, *written = json.loads(output)
-    assert found_run == directories and int(inner, 8) & 0o777 == int(directories, 8) & 0o777 and set(written) == {files}
+    for line, (_, _, directories, files) in zip(output.splitlines(), cases, strict=True):
+        found_run, inner, *written = json.loads(line)
+        assert found_run == directories and int(inner, 8) & 0o777 == int(directories, 8) & 0o777
+        assert set(written) == {files}
 
 
 def test_an_unused_directory_is_left_alone(tmp_path: Path) -> None:

@@ -32,18 +32,7 @@ dist.destroy_process_group()
 """
 
 
-def test_workers_meet_on_loopback_by_static_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "small_worker.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert launch_workers("small_worker", [str(tmp_path)], 2, tmp_path / "run") == 0
-    for rank in ("0", "1"):
-        facts, agent, stores = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert facts == [rank, "2", rank, "127.0.0.1"]
-        assert "--rdzv-backend=static" in agent and "--standalone" not in agent
-        assert stores == ["127.0.0.1"]
-
-
-def test_no_process_can_take_the_port_of_a_run_before_torchrun_listens(
+def test_workers_meet_on_loopback_at_a_port_that_no_other_process_can_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, found = subprocess.Popen, []
@@ -58,7 +47,12 @@ def test_no_process_can_take_the_port_of_a_run_before_torchrun_listens(
     (tmp_path / "small_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("megatron_dapo.launch.local.subprocess.Popen", start_late)
-    assert launch_workers("small_worker", [str(tmp_path)], 1, tmp_path / "run") == 0
+    assert launch_workers("small_worker", [str(tmp_path)], 2, tmp_path / "run") == 0
+    for rank in ("0", "1"):
+        facts, agent, stores = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert facts == [rank, "2", rank, "127.0.0.1"]
+        assert "--rdzv-backend=static" in agent and "--standalone" not in agent
+        assert stores == ["127.0.0.1"]
     with socket.socket() as after:  # and it is free at the end
         after.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         after.bind(("127.0.0.1", found[0]))

@@ -97,14 +97,22 @@ def test_a_copy_whose_storage_has_grown_gets_another_place_and_others_are_forgot
 
 def test_touching_offloaded_memory_ends_the_process() -> None:
     """A test that ends well has therefore touched no offloaded memory."""
-    program = (
-        "import torch\nfrom megatron_dapo.megatron.host_memory import HostMemory\n"
-        "tensor = torch.ones(100000)\nHostMemory().offload([tensor[:7]])\n{}\nprint('alive')"
-    )
-    for touch in ("tensor.sum()", "tensor.add_(1)", "tensor[5:9].clone()", ""):
-        command = [sys.executable, "-c", program.format(touch)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ("alive" in run.stdout) == (touch == ""), f"{touch}: {run}"
+    program = """
+import os
+import torch
+from megatron_dapo.megatron.host_memory import HostMemory
+tensor = torch.ones(100000)
+HostMemory().offload([tensor[:7]])
+for touch in ("tensor.sum()", "tensor.add_(1)", "tensor[5:9].clone()", ""):
+    child = os.fork()
+    if child == 0:
+        exec(touch)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *touched, untouched = map(int, done.stdout.split())
+    assert len(touched) == 3 and all(touched) and untouched == 0, done.stdout
 
 
 def test_memory_that_numpy_looks_into_stays() -> None:

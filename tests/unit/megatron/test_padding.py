@@ -93,9 +93,9 @@ LENGTHS = [5, 17, 2, 70, 40, 8, 8]
 @pytest.mark.parametrize(
     ("precision", "family", "multiples"),
     [
-        (PrecisionConfig(), "dense", (1, 16, 128, 384)),
-        (BLOCKWISE, "dense", (128, 256, 512)),
-        (BLOCKWISE, "experts", (128, 256, 512)),
+        (PrecisionConfig(), "dense", (1, 16, 384)),
+        (BLOCKWISE, "dense", (128, 512)),
+        (BLOCKWISE, "experts", (128, 512)),
     ],
     ids=["fp32", "fp8", "experts in fp8"],
 )

@@ -364,11 +364,10 @@ def test_the_log_names_recipe_and_reason(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(recompute: str, family: str) -> None:
-    micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
+def test_recompute_changes_no_bit(family: str) -> None:
+    micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)][:2]
     found = []
-    for name in ("none", recompute):
+    for name in ("none", "selective", "full"):
         actor = build_actor(
             wide_model(**FAMILIES[family]),
             LAYOUT,
@@ -376,4 +375,4 @@ def test_recompute_changes_no_bit(recompute: str, family: str) -> None:
         )
         actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
         found.append(torch.cat([gradient.flatten() for gradient in actor.gradients().values()]).clone())
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +53,25 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run_command(installed: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+# Commands in one process, which imports the package once; then the locks that the installed package reads.
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from megatron_dapo.cli.main import app
+from megatron_dapo.doctor.gather import locks
+results = [CliRunner().invoke(app, arguments) for arguments in json.loads(sys.argv[1])]
+print(json.dumps([[result.exit_code, result.output] for result in results] + [[lock.name for lock in locks()]]))
+"""
+
+
+def run_commands(installed: Path, directory: Path, *commands: str) -> list[Any]:
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-    return subprocess.run(
+    command = [sys.executable, "-c", COMMANDS, json.dumps([one.split() for one in commands])]
+    done = subprocess.run(
         command, check=False, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_contents(wheel: Path, repository: Path) -> None:
@@ -83,25 +97,19 @@ def test_metadata_of_the_wheel(wheel: Path) -> None:
     assert "megatron-dapo = megatron_dapo.cli.main:app" in scripts
 
 
-def test_recipes_are_listed_and_copied_outside_the_repository(installed: Path, tmp_path: Path) -> None:
-    listed = json.loads(run_command(installed, tmp_path, "recipes", "list", "--json").stdout)
+def test_it_works_outside_the_repository(installed: Path, tmp_path: Path) -> None:
+    commands = ("recipes list --json", "recipes copy colocated_1node", "recipes copy launch", "quickstart --dry-run")
+    *results, locks = run_commands(installed, tmp_path, *commands)
+    assert [code for code, _ in results] == [0] * len(commands), results
+    listed = json.loads(results[0][1])
     assert {"quickstart/quickstart", "layouts/colocated_1node", "launch/slurm", "grids/short"} <= set(listed)
-    done = run_command(installed, tmp_path, "recipes", "copy", "colocated_1node")
-    assert done.returncode == 0, done.stderr
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.toml")}
     recipes = {f"examples/recipes/dapo_qwen2.5_{size}.toml" for size in ("7b", "32b")}  # each is the `base` of the next
     assert copied == {"examples/layouts/colocated_1node.toml", *recipes}
-    done = run_command(installed, tmp_path, "recipes", "copy", "launch")
-    assert done.returncode == 0 and os.access(tmp_path / "examples/launch/slurm.sh", os.X_OK)
-
-
-def test_the_quickstart_of_the_wheel_is_checked_whole(installed: Path, tmp_path: Path) -> None:
-    done = run_command(installed, tmp_path, "quickstart", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path) in done.stdout or "train step" in done.stdout
-    assert not (tmp_path / "runs").exists()
-    done = run_command(installed, tmp_path, "doctor", "--json")
-    assert json.loads(done.stdout), "the locks of the wheel are read"
+    assert os.access(tmp_path / "examples/launch/slurm.sh", os.X_OK)
+    plan = results[3][1]
+    assert (str(tmp_path) in plan or "train step" in plan) and not (tmp_path / "runs").exists()
+    assert Path(LOCK).name in locks
 
 
 @pytest.mark.long

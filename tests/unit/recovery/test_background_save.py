@@ -268,11 +268,12 @@ for step in range(int(sys.argv[3]), 10**9):
 """
 
 
-def test_kill_of_the_rank_at_random_moments(tmp_path: Path) -> None:
-    """The rank and its file process die while saves go on, four times in one directory."""
+@pytest.mark.parametrize("num_kills", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_kill_of_the_rank_at_random_moments(tmp_path: Path, num_kills: int) -> None:
+    """The rank and its file process die while saves go on, each time in the same directory."""
     moments = random.Random(0)
     newest = 0
-    for _ in range(4):
+    for _ in range(num_kills):
         first = newest + 1
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(ROOT), str(first)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

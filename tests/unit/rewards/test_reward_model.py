@@ -8,7 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from megatron_dapo.rewards import reward_model
 from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.result import RewardSample
+from megatron_dapo.rewards.verifier import Verifier
 from tests.reward_samples import FIELDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,18 +59,22 @@ def test_scores_are_those_of_transformers_whatever_the_batch(tmp_path: Path) -> 
         assert scores[number].accuracy == float(value >= 0)
 
 
+def load(directory: Path, **own: object) -> Verifier:
+    return reward_model.load({"path": str(directory), "dtype": "float32", **own}, {})
+
+
 def test_a_label_is_a_probability(tmp_path: Path) -> None:
     directory = save_classifier(tmp_path / "model", 3)
-    with pool_of(directory, label="label2", threshold=0.5) as pool:
-        score = pool.score_many([("a", "4", "", False, FIELDS)])["a"]
-    assert score.reward == pytest.approx(float(torch.softmax(expected(directory, "4"), -1)[2]), abs=1e-5)
+    verifier = load(directory, label="label2", threshold=0.5)
+    [result] = verifier.score([RewardSample(response="4", answer="", **FIELDS)])
+    assert result.reward == pytest.approx(float(torch.softmax(expected(directory, "4"), -1)[2]), abs=1e-5)
     with pytest.raises(ValueError, match="none of the classifier's 3 outputs: label0, label1, label2"):
-        pool_of(directory, label="helpful")
+        load(directory, label="helpful")
 
 
 def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(BASE) is not None
     with pytest.raises(ValueError, match="no sequence classifier: its weights have no score.weight"):
-        pool_of(BASE)
+        load(BASE)
     with pytest.raises(ValueError, match="no_such"):
-        pool_of(tmp_path / "no_such")
+        load(tmp_path / "no_such")

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, generate_body, parse_generation
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
+from tests.examples import examples
 
 VOCAB_SIZE = 300
 REQUEST = GenerationRequest("a", (5, 6, 7), SamplingParams(max_new_tokens=6, stop_token_ids=(3, 9)), seed=11)
@@ -184,14 +185,14 @@ def spoil(answer: dict[str, Any], rng: random.Random) -> bytes:
 
 def test_spoiled_answers_are_refused_as_the_plain_rules_refuse_them() -> None:
     rng = random.Random(1)
-    num_refused = 0
-    for _ in range(20000):
+    num_refused, number = 0, examples(20_000)
+    for _ in range(number):
         body = spoil(good_answer(rng), rng)
         expected, actual = outcome(checked, body), outcome(parsed, body)
         if actual != expected:
             assert actual == "refused" and is_other_writing(body), body
         num_refused += actual == "refused"
-    assert 5000 < num_refused < 18000
+    assert 0.25 * number < num_refused < 0.9 * number
 
 
 def is_other_writing(body: bytes) -> bool:
