@@ -44,11 +44,9 @@ def test_the_form_is_an_answer_that_is_found_or_markers_in_order() -> None:
     assert addend(completion([-1.0]), "<answer>2</answer> <think>1</think>", found) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("a b", True), ("b a", False), ("a a b", False), ("a", False), ("", False), ("xaybz", True)]
-)
-def test_markers_occur_once_and_in_order(text: str, expected: bool) -> None:
-    assert has_form(text, ("a", "b"), "") is expected
+def test_markers_occur_once_and_in_order() -> None:
+    texts = ("a b", "b a", "a a b", "a", "", "xaybz")
+    assert [text for text in texts if has_form(text, ("a", "b"), "")] == ["a b", "xaybz"]
 
 
 @pytest.mark.parametrize(
