@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -27,16 +28,30 @@ def convert(*arguments: str) -> int:
     return get_command(app).main(["convert", *arguments], standalone_mode=False) or 0
 
 
-@pytest.fixture
-def model(make_model_directory: Callable[..., Path]) -> Path:
-    return make_model_directory("qwen3_moe", dtype=torch.bfloat16)
+_MADE: dict[str, Path] = {}
 
 
 @pytest.fixture
-def stored(model: Path, tmp_path: Path) -> Path:
+def model(make_model_directory: Callable[..., Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_of("model", lambda: make_model_directory("qwen3_moe", dtype=torch.bfloat16), tmp_path, tmp_path_factory)
+
+
+@pytest.fixture
+def stored(model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the model, as Megatron-LM's directory."""
-    assert convert("hf-to-megatron", str(model), str(tmp_path / "stored"), "--format", "torch_dist") == 0
-    return tmp_path / "stored"
+
+    def make() -> Path:
+        assert convert("hf-to-megatron", str(model), str(tmp_path / "stored"), "--format", "torch_dist") == 0
+        return tmp_path / "stored"
+
+    return copy_of("stored", make, tmp_path, tmp_path_factory)
+
+
+def copy_of(name: str, make: Callable[[], Path], directory: Path, kept: pytest.TempPathFactory) -> Path:
+    """Return a directory that a test may change, made once for all tests of this file."""
+    if name not in _MADE:
+        _MADE[name] = Path(shutil.copytree(make(), kept.mktemp("made") / name))
+    return Path(shutil.copytree(_MADE[name], directory / name, dirs_exist_ok=True))
 
 
 def test_a_model_comes_back_with_experts_and_types(model: Path, stored: Path, tmp_path: Path) -> None:
