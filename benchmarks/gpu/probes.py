@@ -171,7 +171,7 @@ class Trainer:
         transport = SharedMemoryTransport(
             sync_plan, handles, 0, NodeTopology(1, 1), everyone, device=torch.device("cpu")
         )
-        release = SharedDevice(0, 30.0).release_cache if device.type == "cuda" else None
+        release = SharedDevice(0, 30.0).make_room_for_cache if device.type == "cuda" else None
         self._sync = WeightSync(sync_plan, handles, transport, everyone, release_cache=release)
 
     def train(self, number: int) -> float:

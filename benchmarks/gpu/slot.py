@@ -98,7 +98,7 @@ LENGTHS = "--rounds 16 --warm-up 4"
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 SLOTS: Mapping[str, Mapping[str, Case]] = {
     "a": {
-        "resume": tests("tests/gpu/test_layers.py -k loaded_state -n 3", 35, 5, packages=TRAINER),
+        "resume": tests("tests/gpu/test_layers.py -k loaded_state -n 3", 50, 4, packages=TRAINER),
         "mixed_lengths": steps(
             "bf16",
             f"{LENGTHS} --syncs",

@@ -118,10 +118,10 @@ _SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 256,  # FP8 takes multiples of 128
+    "intermediate_size": 256,
     "hidden_act": "silu",
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "rms_norm_eps": 1e-6,
