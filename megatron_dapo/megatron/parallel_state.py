@@ -29,6 +29,20 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.parallel.store import open_store
 
+# megatron-core's descriptions of the groups that the memory plan counts: config.memory.communication.model_groups.
+_TRAINING_GROUPS = {
+    "TENSOR_MODEL_PARALLEL_GROUP",
+    "CONTEXT_PARALLEL_GROUP",
+    "PIPELINE_MODEL_PARALLEL_GROUP",
+    "DATA_PARALLEL_GROUP_WITH_CP",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+}
+_EXPERT_GROUPS = {
+    "EXPERT_MODEL_PARALLEL_GROUP",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    "EXPERT_DATA_PARALLEL_GROUP",
+}
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -80,15 +94,17 @@ def initialize_process_group(timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
-def connect_groups() -> int:
-    """Make one tiny all-reduce on every process group of this rank; return the bytes of device memory that this took.
+def connect_groups(has_experts: bool) -> int:
+    """Make one tiny all-reduce on every group that training communicates in; return the bytes of device memory that it took.
 
     NCCL makes a communicator, with its buffers, at a group's first collective. Here that happens at a known moment, under a
-    deadline, and shows its memory. Collective: groups are visited in the order in which all ranks have made them.
+    deadline, and shows its memory. megatron-core creates twice as many groups; each that is never used costs nothing, and
+    would cost more than half a GiB if it were connected. Collective: ranks visit groups in the order of their creation.
     """
+    names = _TRAINING_GROUPS | (_EXPERT_GROUPS if has_experts else set())
     free = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
     for group in list(_living_groups()):
-        if group.size() > 1:
+        if group.group_desc in names and group.size() > 1:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     if not torch.cuda.is_available():

@@ -265,7 +265,7 @@ def _build(
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
     with watch(CONNECT):
-        num_bytes = connect_groups()
+        num_bytes = connect_groups(read_architecture(config.model.path).num_experts > 0)
     if num_bytes:
         logger.info("process groups are connected and take %.2f GiB of device memory", num_bytes / GIB)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
