@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.mem_cache import kv_cache_configurator  # noqa: E402
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 GIB = 1 << 30
@@ -34,8 +34,10 @@ def sized(case: dict) -> list[int]:
         **{name: (lambda: False) for name in ("is_eagle", "is_standalone", "is_dflash_family")}
     )
     arguments = ServerArgs(
-        model_path=case["directory"], device="cpu", attention_backend="torch_native", skip_tokenizer_init=True
-    )
+        model_path=case["directory"], device="cpu", attention_backend="torch_native", skip_tokenizer_init=True,
+        mem_fraction_static=case["fraction"],
+    )  # fmt: skip
+    publish(arguments, role="scheduler")
     configurator = SimpleNamespace(
         kv_cache_dtype_str="auto", kv_cache_dtype=torch.bfloat16, model_config=config, use_mla_backend=False,
         layer_info=SimpleNamespace(num_effective_layers=config.num_hidden_layers), spec_algorithm=not_speculative,
@@ -44,12 +46,13 @@ def sized(case: dict) -> list[int]:
     )  # fmt: skip
     module = kv_cache_configurator
     module.get_available_gpu_memory = lambda *unused, **also_unused: case["free_after"] / GIB
-    module.get_world_group = lambda: SimpleNamespace(world_size=1, cpu_group=None)
-    module.get_schedule = lambda: SimpleNamespace(mem_fraction_static=case["fraction"])
+    world = SimpleNamespace(world_size=1, cpu_group=None)
+    module.get_world_group = lambda: world
     size = case["tensor_parallel"]
     with get_parallel().override(
-        attn_tp_size=size, tp_size=size, tp_rank=0, attn_tp_rank=0, attn_dp_size=1, attn_dp_rank=0
-    ):
+        tp_size=size, tp_rank=0, attn_tp_size=size, attn_tp_rank=0, attn_dp_size=1, attn_dp_rank=0, moe_tp_size=size,
+        world_group=world,
+    ):  # fmt: skip
         pool = DefaultPoolConfigurator(configurator)
         available = module.KVCacheConfigurator._profile_available_bytes(configurator, case["free_before"] / GIB)
         tokens = pool.calculate_pool_sizes(available, 1).max_total_num_tokens
