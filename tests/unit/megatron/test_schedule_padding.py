@@ -54,7 +54,7 @@ def test_padding_stands_behind_the_micro_batch_in_sequences_of_its_own(context, 
                 index = context_token_index(bounds, layout.coordinates(rank).context, context)
             own = one.micro_batch.num_tokens
             assert torch.equal(one.token_ids[:own], tokens[index][:own]) and torch.equal(
-                one.position_ids, positions[index]
+                one.packed.position_ids, positions[index]
             )
             # Padding has the micro-batch's own tokens, for routers that would send equal ones to the same experts.
             assert torch.equal(one.token_ids, one.token_ids[:own].repeat(3)[: one.token_ids.numel()])

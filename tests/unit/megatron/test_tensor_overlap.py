@@ -58,7 +58,7 @@ def test_every_micro_batch_has_the_length_and_a_longer_one_is_refused() -> None:
     ]
     prepared = schedule.prepare(batches, layout, rank=0, fixed_tokens=64)
     for item, batch in zip(prepared, batches, strict=True):
-        assert item.token_ids.numel() == item.position_ids.numel() == int(item.packed.cu_seqlens_q[-1]) == 64
+        assert item.token_ids.numel() == item.packed.position_ids.numel() == int(item.packed.cu_seqlens_q[-1]) == 64
         assert item.micro_batch.num_tokens == batch.num_tokens < 64
         # Padding has the micro-batch's own tokens, for routers that would send equal ones to the same experts.
         assert torch.equal(item.token_ids, batch.token_ids.repeat(16)[:64])
