@@ -65,7 +65,7 @@ PROMPT_TOKENS = 200
 TEXT_BYTES_PER_TOKEN = 4  # of English text and formulas
 NUM_ANSWERS = 16  # different ones
 NUM_ROUTED_ANSWERS = 2  # the same with routing: 12 MB each
-EXPERTS = RoutingShape(num_layers=48, experts_per_token=8, num_experts=128)  # of Qwen3-30B-A3B
+EXPERTS = RoutingShape(num_layers=48, experts_per_token=8, num_experts=128)  # Qwen3-30B-A3B
 BURST_RATE = 1_000_000  # tokens a second: five real fleets; unlimited, the answers on their way would fill the memory
 
 

@@ -61,7 +61,7 @@ def _sizes(hidden: int, layers: int, heads: int, inner: int, inner_of_expert: in
     return dict(zip(names, (hidden, layers, heads, inner, inner_of_expert), strict=True))
 
 
-# Of the public config.json files.
+# Sizes from the public config.json files.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "Llama-3.1-8B": {
         **_COMMON,
@@ -81,7 +81,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 class Published:
     """A published step and how it was run."""
 
-    release: str  # of NeMo-RL
+    release: str  # NeMo-RL release
     model: str
     gpus: int
     mean: int  # tokens of a sequence, prompt and response

@@ -61,7 +61,7 @@ PACKAGES = ("torch", "megatron-core", "transformer_engine", "sglang")
 CASES = ("queues", "colocated", "retraction")
 SPIN = 1 << 30  # cycles: about 0.6 s
 HEALTH_S, SETTLE_S = 5.0, 3.0
-START_MARGIN_S = 60.0  # of a case's time, for what is not the server's start
+START_MARGIN_S = 60.0  # seconds that a case keeps for everything but the server's start
 GIB = 1 << 30
 
 # Prints the milliseconds until the short kernel is done, and until the spinning one is.
@@ -88,7 +88,7 @@ print(json.dumps({"short_ms": 1e3 * done, "spinning_ms": 1e3 * whole}))
 
 
 def queues(arguments: argparse.Namespace, device: torch.device) -> Row:
-    """Processes of their own: the number of queues is read when CUDA starts."""
+    """Starts a process for each setting: CUDA reads the number of queues once, at its start."""
     if device.type != "cuda":
         raise Missing("torch sees no CUDA device")
     row = {}

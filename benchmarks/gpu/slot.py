@@ -65,7 +65,7 @@ class Case:
     seconds: float  # on an H100
     expected: Mapping[str, Expected] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()  # that the trainer's interpreter needs
+    packages: tuple[str, ...] = ()  # packages the trainer's interpreter needs
     needs_engine: bool = False
 
 
@@ -215,7 +215,7 @@ def measure(name: str, case: Case, arguments: argparse.Namespace) -> Row:
     code, output, log = run(name, command(case, arguments), case, arguments, min(SLOWEST * case.seconds, left))
     try:
         row = figures_of(case, output, code)
-    except ValueError as error:  # what no JSON is, too
+    except ValueError as error:  # JSONDecodeError is a ValueError
         raise RuntimeError(f"{error}; the end of its output: {log[-END_OF_LOG:]}") from None
     row["seconds"] = time.monotonic() - start
     row["unexpected"] = [figure for figure, one in case.expected.items() if not one.holds(row.get(figure))]
