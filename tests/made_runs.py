@@ -49,7 +49,7 @@ def make_run(
         tree.setdefault(section, {})[name] = value
     origins = {f"{section}.{name}": "default" for section, values in tree.items() for name in values}
     origins["optimizer.learning_rate"] = "--set"
-    write_json(path / "config.json", {"config": tree, "origins": origins})
+    write_json(path / "config.json", {"version": 1, "config": tree, "origins": origins})
     lines = [_row(step, num_steps, noise) | (rows or {}).get(step, {}) for step in range(1, num_steps + 1)]
     write_lines(path / "metrics.jsonl", lines)
     evaluated = []

@@ -23,7 +23,6 @@ from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.inputs import add_family
 from megatron_dapo.config.megatron_options import SECTIONS, problem_with
-from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
@@ -37,6 +36,25 @@ else:
 
 DEFAULT_ORIGIN = "default"
 SET_ORIGIN = "--set"
+VERSION = 1  # of a run directory's config.json
+
+# Names that other frameworks and papers use: field -> name -> what it is here.
+FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "algorithm.loss.name": {
+            "grpo": 'ppo_clip with algorithm.advantage = "grpo"',
+            "dapo": "ppo_clip with clip_ratio_high above clip_ratio_low",
+            "clip_higher": "ppo_clip with clip_ratio_high above clip_ratio_low",
+            "ppo": "ppo_clip with clip_ratio_high = clip_ratio_low",
+            "vanilla": "ppo_clip",
+        },
+        "algorithm.advantage.name": {
+            "reinforce_plus_plus": "reinforce_pp",
+            "reinforce_plus_plus_baseline": "reinforce_baseline",
+            "gae": 'algorithm.name = "ppo", which has a critic',
+        },
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,7 @@ def toml_value(value: Any) -> str:
 
 def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
     """Write every value with its origin as JSON; `read_resolved` gives back an equal LoadedConfig."""
-    document = {"config": loaded.config.model_dump(mode="json"), "origins": dict(loaded.origins)}
+    document = {"version": VERSION, "config": loaded.config.model_dump(mode="json"), "origins": dict(loaded.origins)}
     target = Path(path)
     # Replaced at once: a reader never sees half a file, and a crash leaves the old one.
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +122,9 @@ def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
 def read_resolved(path: str | Path) -> LoadedConfig:
     """Return the configuration that a run directory holds. Raises ConfigError if it does not fit this version's schema."""
     document = json.loads(Path(path).read_text(encoding="utf-8"))
+    if (version := document.get("version")) != VERSION:
+        fix = "use the release that wrote it, or start the run in another directory"
+        raise ConfigError([Violation("version", f"version {VERSION}", fix, {"version": version})], str(path))
     # Input paths became absolute when the recipe was read, so the directory does not matter.
     values = _flatten(document["config"], origin=str(path), directory=Path.cwd())
     built = _build(values, source=str(path))
@@ -387,13 +408,6 @@ def _unknown(path: str, value: _Value) -> Violation:
         fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
         fix = f"set its fields ({fields}), e.g. in a table [{path}]"
         return Violation(path, f"fields of the section {path}", fix, {"value": value.value})
-    if path in RENAMED:
-        new = RENAMED[path]
-        note = FOREIGN_NAMES.get(new, {}).get(str(value.value))
-        # JSON writes scalars and lists as TOML does.
-        line = f"{new} = {json.dumps(renamed_value(new, value.value), default=str)}"
-        fix = f"write {line} in {value.origin}" + (f" ({value.value} is {note})" if note else "")
-        return Violation(path, f"its present name, {new}", fix, {path: value.value})
     nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
     return Violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
@@ -404,9 +418,9 @@ def _nearest(path: str) -> str | None:
     # A right name in a wrong section is the most common slip: it goes before any misspelling.
     leaves = list(leaf_fields())
     name = path.rpartition(".")[2]
-    for candidate in (*leaves, *RENAMED):
+    for candidate in leaves:
         if candidate.rpartition(".")[2] == name:
-            return RENAMED.get(candidate, candidate)
+            return candidate
     parent = path.rpartition(".")[0]
     siblings = {leaf.rpartition(".")[2]: leaf for leaf in leaves if leaf.rpartition(".")[0] == parent}
     by_name = {leaf.rpartition(".")[2]: leaf for leaf in leaves}

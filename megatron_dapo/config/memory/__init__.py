@@ -12,12 +12,7 @@
 The only home of these rules: the validator, the dry run and `megatron-dapo plan` read the same numbers. Imports no torch.
 """
 
-from megatron_dapo.config.memory.activations import (
-    Kernels,
-    layer_activation_bytes,
-    layers_in_flight,
-    recompute_of,
-)
+from megatron_dapo.config.memory.activations import Kernels, chunks_in_flight, layer_bytes, recompute_of
 from megatron_dapo.config.memory.engine import (
     SGLANG_VOCABULARY_MULTIPLE,
     SPARE_POSITIONS,

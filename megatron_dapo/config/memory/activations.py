@@ -178,11 +178,6 @@ def _torch_experts(shape: _Shape) -> int:
     return int(router + shape.copies * (item * (a.hidden_size + 6 * shape.expert_inner) + FP32))
 
 
-def layer_activation_bytes(architecture: ArchitectureFacts, parallel: ParallelConfig, item: int) -> int:
-    """Return the bytes of a token that one layer of Transformer Engine keeps for its backward pass."""
-    return layer_bytes(architecture, parallel, item).whole
-
-
 # ---- what is kept, over layers and micro-batches
 
 
@@ -231,11 +226,6 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
     if parallel.vpp_size > 1:
         return parallel.pp_size * parallel.vpp_size + parallel.pp_size - 2 * stage - 1
     return parallel.pp_size - stage
-
-
-def layers_in_flight(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
-    """Return how many layers' activations, summed over micro-batches, a stage keeps at its peak."""
-    return chunks_in_flight(parallel, stage) * _layers_of_chunk(architecture, parallel, stage)
 
 
 def _layers_of_chunk(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:

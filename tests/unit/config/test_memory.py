@@ -18,8 +18,8 @@ from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.memory import (
     checkpoint_bytes,
     engine_weight_bytes,
-    layer_activation_bytes,
-    layers_in_flight,
+    chunks_in_flight,
+    layer_bytes,
     model_memory,
     num_parameters,
     optimizer_share,
@@ -253,19 +253,17 @@ def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
         gate = 2 * inner // tensor  # bytes: the gated MLP keeps [gate; up] where the published one keeps one
         published = (34 - 2) * hidden // tensor
         assert inner == 4 * hidden
-        assert layer_activation_bytes(facts, parallel, 2) - gate - scales(tensor) == published
+        assert layer_bytes(facts, parallel, 2).whole - gate - scales(tensor) == published
     # Without sequence parallelism inputs and outputs of norms are whole on every rank: 10 + 24 / t, less the masks.
-    whole = layer_activation_bytes(facts, ParallelConfig(tp_size=4), 2) - 2 * inner // 4 - scales(4)
+    whole = layer_bytes(facts, ParallelConfig(tp_size=4), 2).whole - 2 * inner // 4 - scales(4)
     assert whole == (10 - 2 + 24 / 4) * hidden
 
 
-def test_layers_in_flight_follow_the_schedules() -> None:
-    facts = facts_of({**DENSE, "num_hidden_layers": 16})
+def test_chunks_in_flight_follow_the_schedules() -> None:
     # 1F1B: stage s begins its backward passes after pp - s forward passes.
-    assert [layers_in_flight(facts, ParallelConfig(pp_size=4), stage) for stage in range(4)] == [16, 12, 8, 4]
-    # Interleaved, the paper's penalty of 1 + (p - 1) / (p m) over the 16 layers of the plain schedule.
-    interleaved = layers_in_flight(facts, ParallelConfig(pp_size=4, vpp_size=2), 0)
-    assert interleaved == pytest.approx(16 * (1 + 3 / 8))
+    assert [chunks_in_flight(ParallelConfig(pp_size=4), stage) for stage in range(4)] == [4, 3, 2, 1]
+    # Interleaved, the paper's penalty of 1 + (p - 1) / (p m) over the plain schedule, in chunks of half the size.
+    assert chunks_in_flight(ParallelConfig(pp_size=4, vpp_size=2), 0) == 2 * 4 * (1 + 3 / 8)
 
 
 def recomputed(granularity: str, **options: Any) -> Any:
@@ -285,7 +283,7 @@ def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
     assert found["none"] > found["core attention"] > found["mlp"] > found["layers"]
     assert found["none"] > found["half of the layers"] > found["layers"]
     # Whole layers: the inputs of all, and one layer that is computed again.
-    tokens, layer = kinds["layers"].training.micro_batch_tokens, layer_activation_bytes(facts, ParallelConfig(), 2)
+    tokens, layer = kinds["layers"].training.micro_batch_tokens, layer_bytes(facts, ParallelConfig(), 2).whole
     assert found["layers"] == tokens * (28 * 2 * facts.hidden_size + layer - 2 * facts.hidden_size)
     assert found["none"] == tokens * 28 * layer
 
@@ -361,7 +359,7 @@ def saved_bytes(tokens: int) -> int:
 def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_autograd_keeps() -> None:
     facts = facts_of({**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8})
     tokens = 64
-    formula = tokens * layer_activation_bytes(facts, ParallelConfig(), 4)
+    formula = tokens * layer_bytes(facts, ParallelConfig(), 4).whole
     exact = saved_bytes(tokens)
     # Unfused norms, rotary embeddings and SiLU keep intermediates of their own that fused kernels compute again.
     assert 0.45 * exact < formula < exact
@@ -414,7 +412,6 @@ def test_a_stage_with_more_layers_has_more_parameters_and_activations() -> None:
     parameters = [[rank_parameters(model, one, stage) for stage in range(4)] for one in (even, uneven)]
     assert sum(one.dense for one in parameters[0]) == sum(one.dense for one in parameters[1])
     assert parameters[1][0].dense < parameters[0][0].dense < parameters[1][3].dense
-    assert layers_in_flight(model, uneven, 0) == 4 * 13 and layers_in_flight(model, uneven, 3) == 19
 
 
 # ---- NCCL and samples
