@@ -17,7 +17,8 @@
 # make chaos-tiny                                              eight faults into a run on them, where the machine can; make test-all does
 # make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
 # make docs                                                   the documentation's site, strictly, in build/site
-# make test-megatron [MEGATRON_CORE=0.19.2]                    the tests that need megatron-core, with the version of the CUDA lock
+# make test-megatron [MEGATRON_CORE=0.19.2]                    ranks and converters with the megatron-core of the CUDA lock
+# make test-megatron-cpu                                       the same with that of the CPU lock, which `make test` takes for all else
 # make test-oldest                                             core tests and a tiny run with the oldest versions that the metadata allow
 # make test-engine [SGLANG=0.5.23]                             the tests against a real SGLang server alone, of that version
 # make .venv .venv-sglang DEVICE=cuda                          the environments of a node with GPUs, from the CUDA locks
@@ -35,6 +36,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py
 MODELOPT_TESTS := tests/unit/quantization
+# `make test` runs these with the megatron-core of the CUDA lock (test-megatron), all others with that of the CPU lock.
 MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python
@@ -48,7 +50,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-extra test-megatron test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -134,7 +136,7 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
-	$(call pytest,$@,tests/unit --ignore $(ROUTER_TESTS) -n 2 -m "not long")
+	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(ROUTER_TESTS) $(MEGATRON_TESTS)) -n 2 -m "not long")
 
 test-triton: .venv .venv-triton
 	$(call pytest,$@,-n 2 $(TRITON_TESTS),PYTHONPATH=.venv-triton)
@@ -142,7 +144,10 @@ test-triton: .venv .venv-triton
 # Its directory precedes the trainer's packages in every process; tests/conftest.py and the ranks check that it is the one in use.
 # It imports Triton.
 test-megatron: .venv $(MEGATRON_VENV) .venv-triton
-	$(call pytest,$@,-m "not long" $(MEGATRON_TESTS),$(HERE):$(CURDIR)/$(MEGATRON_VENV):$(CURDIR)/.venv-triton MEGATRON_DAPO_MEGATRON_CORE=$(MEGATRON_CORE))
+	$(call pytest,$@,$(BESIDE) -m "not long" $(MEGATRON_TESTS),$(HERE):$(CURDIR)/$(MEGATRON_VENV):$(CURDIR)/.venv-triton MEGATRON_DAPO_MEGATRON_CORE=$(MEGATRON_CORE))
+
+test-megatron-cpu: .venv
+	$(call pytest,$@,$(BESIDE) -m "not long" $(MEGATRON_TESTS))
 
 test-modelopt: .venv .venv-modelopt
 	$(call pytest,$@,$(MODELOPT_TESTS),PYTHONPATH=.venv-modelopt)
@@ -179,7 +184,7 @@ test-oldest: .venv-oldest/.installed
 
 # Tests that start processes: ranks, servers, whole runs.
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
-	$(call pytest,$@,$(BESIDE) -m "not long" tests/distributed tests/engine $(ROUTER_TESTS) tests/e2e tests/gpu)
+	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed tests/engine $(ROUTER_TESTS) tests/e2e tests/gpu)
 
 # What needs more than the trainer's environment: short parts, each with packages that no other needs, and the process tests.
 test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs
@@ -193,7 +198,7 @@ test: .venv
 # Property tests draw all their examples, in `make test` a fifth of them (tests/examples.py).
 test-all: export MEGATRON_DAPO_EXAMPLES := all
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
-test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers .venv-notebook test test-cluster chaos-tiny
+test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers .venv-notebook test test-megatron-cpu test-cluster chaos-tiny
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.

@@ -19,9 +19,8 @@ from megatron_dapo.launch.environment import leave_compiler_out
 
 leave_compiler_out()
 
-# Files that share ranks, a run or servers, which are slow to make; a name without a slash is a directory.
+# Files that share ranks, a run or servers, which are slow to make.
 TOGETHER = {
-    "distributed": "ranks",
     "e2e/test_few_responses": "ranks",
     "e2e/test_not_finite": "ranks",
     "e2e/test_value_layouts": "ranks",
@@ -58,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             directory, name = Path(file).with_suffix("").parts[-2:]
-            return TOGETHER.get(f"{directory}/{name}", TOGETHER.get(directory, file))
+            return TOGETHER.get(f"{directory}/{name}", file)
 
         def remove_node(self, node: Any) -> str | None:
             """A test that ends its process has failed and does not run again; the rest of its file runs in another."""
