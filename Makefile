@@ -212,9 +212,8 @@ test-gpu:
 	exit $$status
 
 # Called again, they run what has no figures yet.
-BUDGET_S ?= 540
 gpu-slot-a gpu-slot-b:
-	$(HERE) $(PYTHON) benchmarks/gpu/slot.py $(@:gpu-slot-%=%) $(KEEP) --budget-s $(BUDGET_S) --engine-python $(ENGINE_PYTHON) $(ARGS)
+	$(HERE) $(PYTHON) benchmarks/gpu/slot.py $(@:gpu-slot-%=%) $(KEEP) $(if $(BUDGET_S),--budget-s $(BUDGET_S)) --engine-python $(ENGINE_PYTHON) $(ARGS)
 
 # Two steps and a checkpoint each; a resume, one more step, an evaluation and an export; and a look at what was written.
 smoke-gpu:
