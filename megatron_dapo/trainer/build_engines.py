@@ -283,11 +283,13 @@ class SglangBuilder(EngineBuilder):
         if not self._shares_devices:
             return None
         sglang = self._config.sglang
-        local_rank, num_bytes = self._ranks.rank % self._nodes.ranks_per_node, 0
-        if local_rank < sglang.servers_per_node * sglang.tp_size:  # a server's rank is on this GPU
-            shard = self._expected_engine().local_specs(local_rank % sglang.tp_size)
-            num_bytes = sum(spec.num_bytes for spec in shard.values())
-        return SharedDevice(num_bytes, sglang.weight_sync_timeout_seconds)
+        node, local_rank = divmod(self._ranks.rank, self._nodes.ranks_per_node)
+        slot, server_rank = divmod(local_rank, sglang.tp_size)
+        if slot >= sglang.servers_per_node:  # no server's rank is on this GPU
+            return SharedDevice(0, sglang.weight_sync_timeout_seconds)
+        num_bytes = sum(spec.num_bytes for spec in self._expected_engine().local_specs(server_rank).values())
+        server = node * sglang.servers_per_node + slot
+        return SharedDevice(num_bytes, sglang.weight_sync_timeout_seconds, server)
 
     # Generation, on rank 0
 

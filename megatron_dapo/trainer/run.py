@@ -258,6 +258,8 @@ def _build(
     context = build_rollout_context(config, engines.engine, phases, files, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
+    if engines.servers is not None:
+        engines.servers.offload_models = learner.models.offload_all
     collector = build_collector(config, context, engines, stop, stack) if context else None
     progress = RunProgress()
     state = RunState.of(topology, learner, progress, collector)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,11 +45,13 @@ class SharedDevice:
     """This rank's GPU, which it shares with a server.
 
     `expected_bytes`: of the server's weights, which it must release to sleep. Weights and cache come back one after the other;
-    where memory is short then, SGLang's memory saver ends the server without a reason.
+    if memory is short then, SGLang's memory saver ends the server without a reason. `server`: its index; None if none
+    runs on this GPU.
     """
 
     expected_bytes: int
     timeout_s: float
+    server: int | None = None
     weights_asleep: int = 0  # bytes to come back at the next wake-up
     cache_asleep: int = 0  # likewise, at least
 
@@ -104,6 +106,10 @@ class SglangEngines:
         coordination: the ranks that hold the policy.
         commands: by which rank 0 makes all ranks restart servers; None: those of `coordination`.
         device: this rank's GPU if servers share it with the trainer.
+
+    Attributes:
+        offload_models: moves the trainer's models off the device, set once they exist. Their weights come back when the weight
+            sync reads them.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class SglangEngines:
         self._connect = connect
         self._coordination = coordination
         self._device = device
+        self.offload_models: Callable[[], None] = lambda: None
         self._is_attached = False
         self._commands = commands or Rank0Commands(coordination)
         self._commands.handlers[_RESTART] = self._restart_all
@@ -228,23 +235,23 @@ class SglangEngines:
         if self._update is None:
             assert self._is_attached, "attach comes before publish"
             self._update = self._build_update(self._controls)
-        self._make_room()
         lost = self._servers.dead(self._frontend.dead() if self._frontend is not None else {})
         if lost:
             self._replace(lost)
-        failed = self._update.update(version, self._weights()).failures
+        weights = self._weights()
+        self._make_room()
+        failed = self._update.update(version, weights).failures
         while failed:  # ends: replacing spends the budget of restarts
-            self._make_room()
+            del weights  # quantized copies would stay on the device
             lost = self._servers.dead(failed)  # a server that has ended says why: its client saw a broken connection
             self._replace(lost)
-            failed = self._update.update_engines(sorted(lost), version, self._weights()).failures
+            weights = self._weights()
+            self._make_room()
+            failed = self._update.update_engines(sorted(lost), version, weights).failures
         self._serve(version)
 
     def _make_room(self) -> None:
-        """Give the servers of shared devices the memory that this process's allocator only caches.
-
-        Before a lost one is replaced: the fresh one sizes its cache by the memory that it finds free.
-        """
+        """Give sleeping servers the memory for their weights that this process's allocator only caches."""
         if self._device is not None:
             self._device.make_room_for_weights()
             # A server spans the devices of several ranks, and its leader wakes it on all of them at once.
@@ -263,17 +270,21 @@ class SglangEngines:
         Servers with devices of their own stay awake. MemoryError if this rank's GPU lacks the memory of its
         server's weights afterwards.
         """
+        self._put_to_sleep(range(self.num_servers))
+
+    def _put_to_sleep(self, servers: Collection[int]) -> None:
         if self._device is None:
             return
         before = self._device.free_bytes()
         # A late rank must not read its free memory after another rank's server has already released some of it.
         self._coordination.barrier("all ranks to read their free memory")
-        for control in self._controls.values():
+        for index, control in self._controls.items():
             assert isinstance(control, ColocatedClient), "servers that sleep need a ColocatedClient"
-            control.sleep()
+            if index in servers:
+                control.sleep()
         # Another rank may be the one that controls the server on this device.
         self._coordination.barrier("all servers to release their memory")
-        if self._device.expected_bytes:
+        if self._device.server in servers:
             self._device.wait_for_memory(before)
 
     def close(self) -> None:
@@ -307,21 +318,30 @@ class SglangEngines:
             self._clients[server.index] = self._connect(server)
 
     def _replace(self, lost: Mapping[int, str]) -> None:
-        """Start and connect fresh servers, without weights, in place of lost ones."""
+        """Start and connect fresh servers, without weights, in place of lost ones.
+
+        As at the start of a run, those on the trainer's GPUs come up while none of its models is there, since they size
+        their caches by the free memory they find, and then sleep until the weight sync wakes them.
+        """
         if self._frontend is not None:
             for index, reason in lost.items():
                 self._frontend.lose(index, reason)
-        if self._device is not None and lost:
-            self._device.cache_asleep = 0  # a fresh server has its cache from the start
+        if self._device is not None:
+            self.offload_models()
+            torch.cuda.empty_cache()
+            # A server starts on the devices of several ranks.
+            self._coordination.barrier("all ranks to offload their models")
         self._servers.replace(lost)
         for server in self._servers.ready():
             if server.index in lost:
                 self._join(server)
+        self._put_to_sleep(lost)
 
     def _restart_all(self, command: dict[str, Any]) -> None:
         """Restart all servers with the version they served. Collective."""
         logger.warning("no SGLang server is left: restarting them at version %d", self._version)
         self.publish(self._version)
+        self.offload_models()  # generation continues, and the servers have the whole device then
 
     def _serve(self, version: int) -> None:
         """Let all servers, replaced ones included, generate with the version."""

@@ -346,29 +346,57 @@ def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -
             events.append("wake weights")
             return super().update_engines(*args)
 
-    servers = StartedServers(Node().start, NodeTopology(1, 1), 0, 1, 3, Coordination())
-    engines = SglangEngines(
-        servers, 0, lambda server: SleepingClient(events), Coordination(), device=SharedDevice(expected_bytes, 0.0)
-    )
-    engines.attach(NotedUpdate, Frontend, dict)
+    node = Node()
+
+    def start(*which: Any) -> Server:
+        events.append("start")
+        return node.start(*which)
+
+    servers = StartedServers(start, NodeTopology(1, 1), 0, 1, 3, Coordination())
+    device = SharedDevice(expected_bytes, 0.0, server=0)
+    engines = SglangEngines(servers, 0, lambda server: SleepingClient(events), Coordination(), device=device)
+    engines.offload_models = lambda: events.append("offload models")
+    engines.attach(NotedUpdate, Frontend, lambda: (events.append("onload weights"), {})[1])
     return engines
+
+
+SLEEP = ["read free memory", "barrier", "release memory", "barrier", "read free memory"]
+WAKE = ["onload weights", "empty cache", "barrier", "wake weights"]
+REPLACE = ["offload models", "empty cache", "barrier", "start", *SLEEP]
 
 
 def test_every_rank_empties_its_cache_before_a_server_wakes(events: list[str]) -> None:
     engines = engines_on_the_trainers_device(events)
     engines.publish(0)
-    assert events == ["empty cache", "barrier", "wake weights"]
+    assert events == ["start", *WAKE]
 
 
-def test_every_rank_empties_its_cache_before_a_lost_server_is_replaced(events: list[str]) -> None:
-    """The fresh one sizes its KV cache by the memory that it finds free."""
+def test_a_lost_server_is_replaced_while_no_model_is_on_the_device(events: list[str]) -> None:
+    """It sizes its KV cache by the memory that it finds free, and sleeps until its weights come, as at the start."""
     engines = engines_on_the_trainers_device(events)
     engines.publish(0)
     events.clear()
     engines._servers.own(0).kill()
-    engines._servers._start = lambda *start: (events.append("start"), Server(0, 1))[1]
     engines.publish(1)
-    assert events == ["empty cache", "barrier", "start", "wake weights"]
+    assert events == [*REPLACE, *WAKE]
+
+
+def test_models_leave_the_device_again_before_a_server_that_failed_in_a_sync_is_replaced(events: list[str]) -> None:
+    engines = engines_on_the_trainers_device(events)
+    engines.publish(0)
+    events.clear()
+    engines._update.failing = [{0: "checksums differ"}]
+    engines.publish(1)
+    assert events == [*WAKE, *REPLACE, *WAKE]
+
+
+def test_models_leave_the_device_after_a_restart_amid_generation(events: list[str]) -> None:
+    engines = engines_on_the_trainers_device(events)
+    engines.publish(0)
+    events.clear()
+    engines._servers.own(0).kill()
+    engines.run_on_rank0(lambda: engines._commands.command("restart"))
+    assert events == [*REPLACE, *WAKE, "offload models"]
 
 
 def test_free_memory_is_read_before_any_rank_releases_some(events: list[str]) -> None:
@@ -376,7 +404,7 @@ def test_free_memory_is_read_before_any_rank_releases_some(events: list[str]) ->
     engines = engines_on_the_trainers_device(events)
     engines.wait_until_healthy()
     engines.sleep()
-    assert events == ["read free memory", "barrier", "release memory", "barrier"]
+    assert events == ["start", *SLEEP]
 
 
 def test_memory_that_a_server_does_not_release_is_an_error_with_both_numbers(events: list[str]) -> None:
@@ -408,15 +436,6 @@ def test_a_server_wakes_up_only_where_its_memory_is_free(monkeypatch: pytest.Mon
     free[:] = [6, 30]  # released a moment later
     device.make_room_for_weights()
     device.make_room_for_cache()
-
-
-def test_a_fresh_server_has_its_cache_before_the_others_wake_up(events: list[str]) -> None:
-    engines = engines_on_the_trainers_device(events)
-    engines.publish(0)
-    engines._servers.own(0).kill()
-    engines._device.cache_asleep = 20
-    engines.publish(1)
-    engines._device.make_room_for_cache()
 
 
 def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
