@@ -2,7 +2,7 @@
 
     python benchmarks/faulty_nodes.py [--json] [--tiny] [--nodes 1500] [--tasks 9] [--healthy 2] [--jitters 18 ...]
 
-SIMULATED: megatron_dapo/nodes/simulation.py makes up every sample. The figures are set by that generator and do not reproduce
+SIMULATED: node_faults/simulation.py makes up every sample. The figures are set by that generator and do not reproduce
 the paper's (precision 0.904, recall 0.883); what is compared are orderings. Tasks are of 900 s with one fault of 180 to 600 s,
 or healthy; seeds are 0, 1, ... An alert of another node counts as a false positive and a false negative, one on a healthy task
 as a false positive. `golden`: of the specification's own toy simulator, which needs no denoiser. With 4 minutes no fault
@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.nodes.baselines import detect_by_mahalanobis, detect_concatenated
+from node_faults.baselines import detect_by_mahalanobis, detect_concatenated
 from megatron_dapo.nodes.denoiser import Denoiser, reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
-from megatron_dapo.nodes.prioritization import largest_scores, prioritize
+from node_faults.prioritization import largest_scores, prioritize
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
-from megatron_dapo.nodes.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
+from node_faults.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
 
 GOLDEN = {"continuity 120 s": (1.00, 0.97), "continuity 240 s": (1.00, 0.75), "without continuity": (0.07, None)}
 FOUR, TWO, NONE = (DetectorSettings(continuity_s=seconds) for seconds in (240, 120, 1))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dapo.nodes.comparison import min_max
 from megatron_dapo.nodes.denoiser import ANY_METRIC, REFERENCE, WINDOW, fit, to_json
-from megatron_dapo.nodes.simulation import ALL_METRICS, TaskSettings, simulate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from node_faults.simulation import ALL_METRICS, TaskSettings, simulate
 
 SEEDS = range(1000, 1004)  # the benchmark's tasks have others
 

@@ -101,11 +101,6 @@ class StateLayout:
         """World size."""
         return self.weights.num_ranks
 
-    @property
-    def is_computed(self) -> bool:
-        """True where ranges are computed, not known from the ranks."""
-        return self._known is None
-
     def updated(self, rank: int) -> tuple[Shard, ...]:
         """Return what a rank's optimizer updates: shards that lie contiguous in the flattened local parameter."""
         if rank not in self._updated:

@@ -7,8 +7,7 @@ restart, and renames a file that has become large to `node_K.jsonl.1`; a reader 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,6 @@ from megatron_dapo.nodes.samples import NodeAlert, NodeSample, NodeSeries
 ALERTS = "alerts.jsonl"
 _HEADER = {"node": int, "name": str, "role": str, "metrics": list}
 _SAMPLE = {"t": (int, float), "phase": str, "step": int, "v": list}
-
-
-def samples_name(node: int) -> str:
-    """Return the file name of node number `node`."""
-    return f"node_{node}.jsonl"
-
-
-def header_line(node: int, name: str, role: str, metrics: Sequence[str]) -> str:
-    """Return the line that comes before samples of these `metrics`."""
-    return json.dumps({"node": node, "name": name, "role": role, "metrics": list(metrics)}) + "\n"
-
-
-def sample_line(sample: NodeSample, metrics: Sequence[str]) -> str:
-    """Return a sample as a line, its values in the order of `metrics`; null where there is none."""
-    values = [_number(sample.values.get(name, math.nan)) for name in metrics]
-    return json.dumps({"t": round(sample.time, 3), "phase": sample.phase, "step": sample.step, "v": values}) + "\n"
 
 
 def alert_line(alert: NodeAlert) -> str:
@@ -98,7 +81,3 @@ def _object(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return entry if isinstance(entry, dict) else {}
-
-
-def _number(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -62,12 +62,6 @@ def plain_config(directory: Path) -> Any:
     return config
 
 
-def quantized_matrices(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return module name -> its stored tensors, for every quantized matrix."""
-    with HFCheckpoint(directory) as stored:
-        return {name: tensors for name, tensors in _modules(stored).items() if _is_quantized(tensors)}
-
-
 def _modules(stored: HFCheckpoint) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name in stored.specs:

@@ -99,7 +99,7 @@ def _case(arguments: Mapping[str, Any], case: Mapping[str, Any], directory: Path
             "difference": differing(before, after),
             "read": sum(sum(read) for _, read in everyone) / needed,
             "written": sum(files) / needed,
-            "computed": [one.saved_state.layout.is_computed for one in (first, second)],
+            "computed": [one.saved_state.layout._known is None for one in (first, second)],
             "steps": sorted({float(value) for key, value in before.items() if key.startswith("step/")}),
         }
     dist.barrier()

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.nodes.records import ALERTS, alert_line, header_line, sample_line, samples_name
+from megatron_dapo.nodes.records import ALERTS, alert_line
 from megatron_dapo.nodes.samples import NodeAlert, NodeSample
+from tests.node_lines import header_line, sample_line
 
 NAMES = ("cpu_usage", "own_metric")
 
@@ -23,7 +24,7 @@ def write_run(run: Path, num_seconds: int, slow: int = -1, num_nodes: int = 4) -
             usage = (0.1 if node == slow else 0.6) + 0.001 * ((second * (node + 3)) % 7)
             values = {"cpu_usage": usage, "own_metric": 1.0}
             lines.append(sample_line(NodeSample(1000.0 + second, values, "train", 1), NAMES))
-        (run / "nodes" / samples_name(node)).write_text("".join(lines))
+        (run / "nodes" / f"node_{node}.jsonl").write_text("".join(lines))
     return run
 
 
@@ -84,6 +85,6 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["", "{}", '{"metrics": 3}'])
 def test_damaged_files_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "nodes").mkdir()
-    (tmp_path / "nodes" / samples_name(0)).write_text(line + "\n")
+    (tmp_path / "nodes" / "node_0.jsonl").write_text(line + "\n")
     found = nodes(tmp_path)
     assert found.exit_code == 2 and "node_0.jsonl" in found.output and found.output.count("\n") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,12 @@ import pytest
 from megatron_dapo.nodes.records import (
     ALERTS,
     alert_line,
-    header_line,
     parse_lines,
     read_alerts,
     read_nodes,
-    sample_line,
-    samples_name,
 )
 from megatron_dapo.nodes.samples import NodeAlert, NodeSample
+from tests.node_lines import header_line, sample_line
 
 NAMES = ("cpu_usage", "gpu_power")
 SAMPLE = NodeSample(1763924000.25, {"cpu_usage": 0.5}, "train", 3)
@@ -26,12 +23,6 @@ SAMPLE = NodeSample(1763924000.25, {"cpu_usage": 0.5}, "train", 3)
 def test_a_sample_comes_back_as_it_was_written() -> None:
     found = parse_lines([header_line(2, "host", "train", NAMES), sample_line(SAMPLE, NAMES)])
     assert (found.node, found.name, found.role, list(found.samples)) == (2, "host", "train", [SAMPLE])
-
-
-def test_a_value_that_is_not_finite_is_left_out() -> None:
-    sample = NodeSample(1.0, {"cpu_usage": math.inf, "gpu_power": math.nan})
-    found = parse_lines([header_line(0, "host", "train", NAMES), sample_line(sample, NAMES)])
-    assert found.samples[0].values == {}
 
 
 def test_lines_cut_short_and_lines_of_other_kinds_are_left_out() -> None:
@@ -49,9 +40,9 @@ def test_a_second_header_changes_the_order() -> None:
 
 def test_a_directory_with_rotated_files(tmp_path: Path) -> None:
     header = header_line(10, "late", "train", NAMES)
-    (tmp_path / samples_name(10)).write_text(header + sample_line(NodeSample(9.0, {}), NAMES))
-    (tmp_path / (samples_name(10) + ".1")).write_text(header + sample_line(NodeSample(8.0, {}), NAMES))
-    (tmp_path / samples_name(2)).write_text(header_line(2, "early", "train", NAMES))
+    (tmp_path / "node_10.jsonl").write_text(header + sample_line(NodeSample(9.0, {}), NAMES))
+    (tmp_path / "node_10.jsonl.1").write_text(header + sample_line(NodeSample(8.0, {}), NAMES))
+    (tmp_path / "node_2.jsonl").write_text(header_line(2, "early", "train", NAMES))
     found = read_nodes(tmp_path)
     assert [(one.name, [sample.time for sample in one.samples]) for one in found] == [("early", []), ("late", [8, 9])]
 

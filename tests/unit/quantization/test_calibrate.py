@@ -12,7 +12,8 @@ from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.quantization import calibrate
 from megatron_dapo.quantization.formats import FORMATS
 from megatron_dapo.quantization.probe import compare, logprobs_of
-from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
+from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized
+from tests.unit.quantization.quantized_matrices import quantized_matrices
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 

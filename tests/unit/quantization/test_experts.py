@@ -14,7 +14,8 @@ from megatron_dapo.quantization import calibrate
 from megatron_dapo.quantization.experts import SeparateExperts, separate_experts
 from megatron_dapo.quantization.formats import FORMATS
 from megatron_dapo.quantization.probe import compare, logprobs_of
-from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
+from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized
+from tests.unit.quantization.quantized_matrices import quantized_matrices
 
 CPU = torch.device("cpu")
 NUM_MATRICES = 2 * (4 + 3 * 4)  # a layer: attention, and gate, up and down of 4 experts

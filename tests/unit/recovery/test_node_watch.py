@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.nodes.records import header_line, read_alerts, sample_line
+from megatron_dapo.nodes.records import read_alerts
 from megatron_dapo.nodes.samples import NodeSample
 from megatron_dapo.recovery.attempts import ATTEMPTS, excluded_nodes, record_begin
 from megatron_dapo.recovery.node_watch import NodeFile, NodeWatch, RunWatch, WatchSettings, find_stragglers
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.metrics import node_metrics
+from tests.node_lines import header_line, sample_line
 
 METRICS = ("cpu_throttled", "cpu_usage")
 PHASES = ("generate", "train")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dapo.nodes.prioritization import largest_scores, prioritize
+from benchmarks.node_faults.prioritization import largest_scores, prioritize
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
 
 
