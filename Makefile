@@ -76,7 +76,7 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
-# its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types of the interface, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
+# its kernels' tests, NVIDIA ModelOpt for `megatron-dapo quantize`, matplotlib for `ablate`, mypy for the types, and the peers of benchmarks (mbridge, TRL, ByteCheckpoint).
 # And the megatron-core of the CUDA lock, whose metadata want Python 3.12; another version has a lock and a directory.
 MEGATRON_CORE ?= 0.19.2
 MEGATRON_VENV := .venv-megatron$(filter-out -0.19.2,-$(MEGATRON_CORE))

@@ -30,7 +30,7 @@ def one_line(text: object, limit: int = 1000) -> str:
 
 
 # Exceptions of code that takes a value of the wrong type, size or depth for granted.
-_SURPRISES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+_SURPRISES: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def by_variant(grid: Grid, records: Sequence[Record]) -> dict[str, dict[int, Rec
         found[record["variant"]][record["seed"]] = record
     if grid.baseline != BEFORE_TRAINING:
         return found
-    before = {
+    before: dict[int, Record] = {
         record["seed"]: {**record, "variant": BEFORE_TRAINING, "after": record["before"], **_NOTHING_TRAINED}
         for record in records
         if record["before"] is not None

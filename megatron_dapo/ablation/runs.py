@@ -245,7 +245,7 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
         },
         "train_step": [row["train_step"] for row in rows],
         "generated_tokens": [row[TOKENS] for row in rows],
-        "curves": {name: [_rounded(row[name]) for row in rows] for name in CURVES},
+        "curves": {name: [None if row[name] is None else _rounded(row[name]) for row in rows] for name in CURVES},
         "kl": _rounded(rows[-1]["actor/kl_loss"]) if rows else None,
     }
 
@@ -273,8 +273,8 @@ def _protocol(result: EvaluationResult) -> str:
     return hashlib.sha256(json.dumps([protocol, ids], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def matching(records: Iterable[Mapping[str, Any]], runs: Sequence[Run], commit: str | None) -> list[Mapping[str, Any]]:

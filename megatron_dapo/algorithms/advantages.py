@@ -10,8 +10,9 @@ global shift (0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary, so equality is tested on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,7 +173,7 @@ def function(inputs: AdvantageInputs, section: FunctionAdvantageConfig) -> torch
     return values
 
 
-ADVANTAGES = {
+ADVANTAGES: dict[str, Callable[[AdvantageInputs, Any], torch.Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,

@@ -32,10 +32,10 @@ def reverse_linear_scan(
     """
     num_tokens, size = outputs.numel(), LANE_LENGTH * MAX_LANES
     carry = outputs.new_zeros(1)
-    tile = _Tile(num_tokens % size or size, outputs) if num_tokens else None
+    tile: _Tile | None = None
     for start in reversed(range(0, num_tokens, size)):
         stop = min(start + size, num_tokens)
-        if tile.num_tokens != stop - start:
+        if tile is None or tile.num_tokens != stop - start:
             tile = _Tile(stop - start, outputs)
         fill(start, stop, tile.inputs[: stop - start], tile.decays[: stop - start])
         tile.scan(carry, outputs[start:stop])

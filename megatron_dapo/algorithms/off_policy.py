@@ -80,7 +80,7 @@ LEVELS = {
     "sequence": _sequence_level,
     "geometric": _geometric_level,
 }
-OFF_POLICY_METHODS = {
+OFF_POLICY_METHODS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     "tis": torch.clamp,
     "mis": _drop,
     "icepop": _drop,

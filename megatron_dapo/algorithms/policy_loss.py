@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -196,7 +197,13 @@ def function(inputs: PolicyLossInputs, loss: FunctionLossConfig) -> tuple[torch.
     return token_loss, _metrics(inputs, token_loss, inputs.trained & below, inputs.trained & above)
 
 
-POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo, "function": function}
+POLICY_LOSSES: dict[str, Callable[[PolicyLossInputs, Any], tuple[torch.Tensor, Metrics]]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "function": function,
+}
 
 
 def policy_loss(loss: PolicyLossConfig, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:

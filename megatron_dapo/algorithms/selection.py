@@ -100,12 +100,10 @@ def length_bounds(lengths: Sequence[int], section: RejectionSamplingConfig, max_
     low, high = section.min_tokens, section.max_tokens or max_tokens
     if not lengths:
         return low, high
-    quantiles = section.length_quantiles
-    first, last = (
-        np.quantile(lengths, quantile, method=method)
-        for quantile, method in zip(quantiles, ("lower", "higher"), strict=True)
-    )
-    return max(low, float(first)), min(high, float(last))
+    low_quantile, high_quantile = section.length_quantiles
+    first = float(np.quantile(lengths, low_quantile, method="lower"))
+    last = float(np.quantile(lengths, high_quantile, method="higher"))
+    return max(low, first), min(high, last)
 
 
 def by_length(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:

@@ -25,9 +25,10 @@ class ChatModel:
 
     def __init__(self, path: str, template: str, dtype: str) -> None:
         """`path`: a directory or a repository of the Hub."""
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        self._model = model.to(device).eval()
         self._tokenizer, self._template = tokenizer, PromptTemplate(tokenizer, template)
         generation = getattr(self._model.generation_config, "eos_token_id", None)
         stops = resolve_stop_token_ids(self._model.config.eos_token_id, generation, tokenizer.eos_token_id)

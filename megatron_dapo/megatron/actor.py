@@ -219,7 +219,8 @@ class MegatronActor(TrainedModel):
 
     def take_replayed(self) -> dict[str, float]:
         """Return the counts of `experts.take_replayed` of this rank's layers and tokens, by name."""
-        replayed, own = sum(take_replayed(unwrap(chunk)) for chunk in self.chunks).tolist()
+        counts = torch.stack([take_replayed(unwrap(chunk)) for chunk in self.chunks])
+        replayed, own = counts.sum(0).tolist()
         return {"replayed": replayed, "own": own}
 
     def _outputs(self, temperature: float, is_training: bool = False) -> ReadOutput[TokenOutputs]:

@@ -92,12 +92,13 @@ def plan_attention(
         query_slots, query_positions = _local_slots(starts, sizes, context_rank, context_size)
         key_slots = _global_slots(starts, sizes, context_size, int(bounds[-1]) // context_size)
         mask, num_keys = None, key_slots.size(1)
-        hides = window is not None and window < num_keys
-        if context_size > 1 or hides:
+        if context_size > 1 or (window is not None and window < num_keys):
             # Without context parallelism all sequences of a batch have the positions of the longest.
             positions = query_positions if context_size > 1 else torch.arange(num_keys)[None]
             distance = positions[:, :, None] - torch.arange(num_keys)
-            mask = (distance >= 0) & (distance < window) if hides else distance >= 0
+            mask = distance >= 0
+            if window is not None and window < num_keys:
+                mask &= distance < window
             mask = mask[:, None].to(cu_seqlens.device)
         batches.append(PaddedBatch(len(members), query_slots.size(1), key_slots.size(1), mask))
         query_rows.append(query_slots.flatten())
@@ -246,9 +247,8 @@ class PackedSequences(PackedSeqParams):
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
             # Rounded after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
-            self._rotary[is_local] = tuple(
-                part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin())
-            )
+            cos, sin = (part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin()))
+            self._rotary[is_local] = cos, sin
         return self._rotary[is_local]
 
 
@@ -302,8 +302,9 @@ def flash_attention(
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     seen = (-1 if window is None else window - 1, 0)
     # torch 2.10 and 2.11 take groups of queries without being told.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=seen, **grouped)
+    assert isinstance(out, torch.Tensor), "varlen_attn returned more than the output"
     return out.flatten(1)
 
 
@@ -408,6 +409,7 @@ class LocalGlobalSelfAttention(SelfAttention):
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map hidden_states [P or its sequence-parallel slice, 1, h] to the same shape, and a bias (None)."""
+        assert rotary_pos_emb is not None, "a model with local layers has rotary angles"
         is_local = own_window(self.config, self.layer_number) is not None
         angles = angles_of(rotary_pos_emb, self.config, is_local)
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=angles, **others)

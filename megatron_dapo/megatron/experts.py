@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -79,7 +80,7 @@ class SoftmaxFirstRouter(TopKRouter):
         return torch.where(is_known, engines, own)
 
 
-def replay_routing(chunk: torch.nn.Module) -> None:
+def replay_routing(chunk: GPTModel) -> None:
     """Let the routers of the chunk's layers replay what `packed_seq_params.routing` of a forward has."""
 
     # The layer's argument, because recomputation calls a layer with the arguments that it had, perhaps after another
@@ -157,7 +158,8 @@ class GroupedExperts(SequentialMLP):
         super().__init__(num_local_experts, config, *arguments, **settings)
         experts = tuple(self.local_experts)
         del self.local_experts
-        self.local_experts = experts  # no longer a module of this one: its parameters are registered below
+        # No longer a module of this one: its parameters are registered below.
+        self.local_experts: tuple[torch.nn.Module, ...] = experts
         for layer, dim in (("linear_fc1", 0), ("linear_fc2", 1)):
             weights = ExpertWeights()
             for index, expert in enumerate(experts):

@@ -5,7 +5,7 @@ Parameters, their names and the communication are megatron-core's, so checkpoint
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.ops.fp8 import blockwise_linear, blockwise_linear_padded
+
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear as _RowParallel
+else:
+    _RowParallel = object  # at run time PostNorm is a mixin: its base is the row-parallel layer it is combined with
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,7 +62,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
-class PostNorm:
+class PostNorm(_RowParallel):
     """Mixin of a row-parallel linear layer: a norm of its output, under the name that Megatron-Bridge gives it."""
 
     norm_class: type = RMSNorm
@@ -79,7 +85,7 @@ class PostNormRowParallelLinear(PostNorm, RowParallelLinear):
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
     # megatron-core sums the gradients of marked parameters over tensor ranks, each of which has seen its own tokens alone.
-    weight.sequence_parallel = config.sequence_parallel
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 

@@ -95,7 +95,7 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, **settings))
         for parameter in (self.weight, self.bias):
             # Under sequence parallelism a rank's gradients are those of its own tokens: the mark makes megatron-core sum them.
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
         self.group = group
 
@@ -216,9 +216,10 @@ def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """Return the GPTModel inside megatron-core's wrappers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
+    module: Any = chunk
+    while not isinstance(module, GPTModel):
+        module = module.module
+    return module
 
 
 # ---- inverse frequencies of the rotary embedding

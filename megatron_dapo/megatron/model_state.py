@@ -129,10 +129,10 @@ class ModelState:
             for part in owned_shards(parameters, model.optimizer)
             if part.start < part.end
         }
-        differs = float(live != layout.ranges(model.rank))
+        differs = live != layout.ranges(model.rank)
         group = model.part.collective_group
         if group is not None:
-            differs = max_over({"differs": differs}, group)["differs"]
+            differs = bool(max_over({"differs": float(differs)}, group)["differs"])
         if differs:
             # Weights held as FP8 are in buffers of their own, and which these are depends on the layer.
             logger.info("ranges of the distributed optimizer are not those of one buffer: ranks tell each other theirs")
@@ -372,6 +372,14 @@ def _described(spec: Any) -> str:
     return "none" if spec is None else f"{tuple(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
 
 
+class _OtherRankDamagedError(DamagedError):
+    is_consequence = True
+
+
+class _OtherRankRefusedError(ValueError):
+    is_consequence = True
+
+
 @contextmanager
 def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
     """Raise on all ranks of the group where the body raises ValueError or OSError on one, so that no rank waits for it.
@@ -391,6 +399,4 @@ def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[
         raise problem
     if worst:
         message = "the state was not loaded: another rank could not read its part; its own message says why"
-        other = DamagedError(message) if worst == _DAMAGED else ValueError(message)
-        other.is_consequence = True  # type: ignore[union-attr]
-        raise other from problem
+        raise (_OtherRankDamagedError if worst == _DAMAGED else _OtherRankRefusedError)(message) from problem

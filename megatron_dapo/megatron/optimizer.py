@@ -112,10 +112,10 @@ def guarded_step(
     norm = float(optimizer.get_grad_norm())
     if not _all_ranks(math.isfinite(norm) and not found_inf, group):
         return norm, False
-    for group in optimizer.param_groups:
+    for parameters in optimizer.param_groups:
         # megatron-core leaves these factors (no decay for norms and biases) to its scheduler, which is not used here.
-        group["lr"] = learning_rate * group.get("lr_mult", 1.0)
-        group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
+        parameters["lr"] = learning_rate * parameters.get("lr_mult", 1.0)
+        parameters["weight_decay"] = settings.weight_decay * parameters.get("wd_mult", 1.0)
     if settings.clip_grad > 0:
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()

@@ -290,11 +290,11 @@ def _check_order(layout: ParallelLayout, groups: Groups, rank: int) -> None:
         f"rank order: layout says {here}, megatron-core {theirs}"
     )
     experts = layout.expert_coordinates(rank)
-    theirs = (
+    theirs_of_experts = (
         mpu.get_expert_tensor_parallel_rank(),
         mpu.get_expert_model_parallel_rank(),
         mpu.get_expert_data_parallel_rank(),
     )
-    assert (experts.tensor, experts.expert, experts.data) == theirs, (
-        f"rank order of experts: layout says {experts}, megatron-core {theirs}"
+    assert (experts.tensor, experts.expert, experts.data) == theirs_of_experts, (
+        f"rank order of experts: layout says {experts}, megatron-core {theirs_of_experts}"
     )

@@ -292,7 +292,7 @@ def use_deterministic_kernels() -> None:
     # `transformer_config` reads this switch too, for megatron-core's own `deterministic_mode`.
     torch.use_deterministic_algorithms(True)
     # Every buffer is written before it is read here: filling them with NaN first would only cost time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _is_installed() -> bool:

@@ -187,6 +187,7 @@ def _run(
 
     def step(iterator: Iterator[PreparedMicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         item = next(iterator)
+        assert item.packed.position_ids is not None, "a packed micro-batch without position_ids"
         hidden = chunk(
             input_ids=item.token_ids[None],
             position_ids=item.packed.position_ids[None],

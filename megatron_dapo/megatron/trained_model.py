@@ -25,7 +25,7 @@ from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.model_state import ModelState
 from megatron_dapo.megatron.optimizer import build_optimizer, finish_param_gathers, guarded_step, wrap_data_parallel
-from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
+from megatron_dapo.megatron.parallel_state import Groups, ParallelState, initialize_parallel_state
 from megatron_dapo.megatron.precision import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
 from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params
@@ -108,7 +108,7 @@ class TrainedModel:
         self.part = part or all_ranks()
         self.rank = self.part.rank
         self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
-        self.parallel_state = initialize_parallel_state(
+        self.parallel_state: ParallelState = initialize_parallel_state(
             layout,
             settings.seed,
             settings.collective_timeout_s,
@@ -164,7 +164,8 @@ class TrainedModel:
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
         self.onload(("gradients",))
-        return {name: parameter.main_grad for name, parameter in self.named_local_parameters().items()}
+        parameters: dict[str, Any] = self.named_local_parameters()
+        return {name: parameter.main_grad for name, parameter in parameters.items()}
 
     @property
     def moved(self) -> Moved:
@@ -199,10 +200,9 @@ class TrainedModel:
             self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
-        parameters = named_local_parameters(self.chunks)
         if kind == "optimizer":
-            return list(state.optimizer_tensors(parameters, self.optimizer))
-        return [one if kind == "weights" else one.main_grad for one in parameters.values()]
+            return list(state.optimizer_tensors(named_local_parameters(self.chunks), self.optimizer))
+        return list(self.gradients().values() if kind == "gradients" else named_local_parameters(self.chunks).values())
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The

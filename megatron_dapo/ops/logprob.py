@@ -131,7 +131,8 @@ class _Head(torch.autograd.Function):
         adds_to_main_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = kernels.room(inputs, keep_bytes) if keep_bytes and any(ctx.needs_input_grad) else None
-        logprobs, entropy, maxima, log_totals = combine(*kernels.sums(inputs, kept), inputs.shard)
+        maxima, totals = kernels.sums(inputs, kept)
+        logprobs, entropy, maxima, log_totals = combine(maxima, totals, inputs.shard)
         ctx.save_for_backward(hidden, weight, inputs.targets, entropy, maxima, log_totals)
         ctx.shard, ctx.tiles, ctx.kernels, ctx.kept = inputs.shard, inputs.tiles, kernels, kept
         is_added = adds_to_main_grad and ctx.needs_input_grad[1]
@@ -148,15 +149,19 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 6
-        hidden, weight, targets, *of_forward = ctx.saved_tensors
+        hidden, weight, targets, entropy, maxima, log_totals = ctx.saved_tensors
         inputs = HeadInputs(hidden, weight, targets, ctx.shard, ctx.tiles)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         upstream = Upstream(
-            *of_forward,
-            _over_temperature(grad_logprobs, ctx.shard),
-            _over_temperature(grad_entropy, ctx.shard),
-            *ctx.needs_input_grad[:2],
-            ctx.kept,
-            ctx.main_grad,
+            entropy,
+            maxima,
+            log_totals,
+            to_logprobs=_over_temperature(grad_logprobs, ctx.shard),
+            to_entropy=_over_temperature(grad_entropy, ctx.shard),
+            needs_hidden=needs_hidden,
+            needs_weight=needs_weight,
+            kept=ctx.kept,
+            main_grad=ctx.main_grad,
         )
         ctx.kept = None  # overwritten: another backward pass over this graph computes the logits again
         to_hidden, to_weight = ctx.kernels.gradients(inputs, upstream)

@@ -283,7 +283,7 @@ def _whole_frames(num_bytes: int) -> int:
     return -(-num_bytes // _SHORT_BYTES) * _SHORT_BYTES
 
 
-def _length(framed: bytes) -> int:
+def _length(framed: bytes | bytearray) -> int:
     return int.from_bytes(framed[:_LENGTH_BYTES], "little")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -224,14 +224,15 @@ def to_device(value: Moved, device: torch.device | str | int) -> Moved:
 
     A copy from the host to a GPU is queued on the current stream; the host does not wait for it.
     """
+    moved: Any = value
     if isinstance(value, torch.Tensor):
         is_upload = value.device.type == "cpu" and torch.device(device).type == "cuda"
         # The host would wait for a copy out of memory that is not page-locked.
-        return value.pin_memory().to(device, non_blocking=True) if is_upload else value.to(device)
-    if not dataclasses.is_dataclass(value):
-        return value
-    names = [field.name for field in dataclasses.fields(value) if field.init]
-    return dataclasses.replace(value, **{name: to_device(getattr(value, name), device) for name in names})
+        moved = value.pin_memory().to(device, non_blocking=True) if is_upload else value.to(device)
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        moved = dataclasses.replace(moved, **{name: to_device(getattr(value, name), device) for name in names})
+    return moved
 
 
 def unpack_responses(

@@ -255,9 +255,10 @@ def verdict_on(run: RunFiles, anomalies: Sequence[Anomaly], is_live: bool = Fals
     if not run.steps:
         return RunVerdict("warning", "no train step yet" if is_live else "no train step was made: nothing was learned")
     recent = last - max(3, _RECENT * last)
-    for level, word in (("alarm", "not healthy"), ("warning", "watch")):
-        if titles := _titles(anomalies, level, recent):
-            return RunVerdict("alarm" if level == "alarm" else "warning", f"{word}: {titles}; {learned}")
+    if titles := _titles(anomalies, "alarm", recent):
+        return RunVerdict("alarm", f"not healthy: {titles}; {learned}")
+    if titles := _titles(anomalies, "warning", recent):
+        return RunVerdict("warning", f"watch: {titles}; {learned}")
     before = sum(each.level != "note" for each in anomalies)
     past = f"; {before} earlier anomal{'y' if before == 1 else 'ies'}, over now" if before else ""
     return RunVerdict("good", f"healthy: {learned}{past}")

@@ -89,7 +89,7 @@ def execute_transfers(
 
     What one rank sends to another is in one order on both. `dtype_of`: a tensor's element type on the way.
     """
-    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    rank = 0 if group is None else dist.get_rank(group)
     incoming = _by_peer((t, t.source) for t in receives)
     outgoing = _by_peer((t, t.destination) for t in sends)
     local = 0
@@ -97,6 +97,9 @@ def execute_transfers(
         local += _copy_local(transfer, sources, destinations)
     outgoing.pop(rank, None)  # the same transfers, copied above
     sent = received = 0
+    if group is None:
+        return Traffic(sent=0, received=0, local=local)
+    size = dist.get_world_size(group)
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
         pairs = zip_longest(
@@ -174,7 +177,7 @@ def _exchange(
     # In one batch: under NCCL two ranks that both send first would wait for each other's receive.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    if place is None:
+    if inbound is not None and place is None:
         for transfer, part in _parts(dtype_of, receive, inbound):
             shard = transfer.destination_shard
             shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
@@ -202,7 +205,7 @@ def _pack(dtype_of: DtypeOf, transfers: list[Transfer], sources: Buffers) -> tor
 
 
 def _parts(
-    dtype_of: DtypeOf, transfers: list[Transfer], bucket: torch.Tensor | None
+    dtype_of: DtypeOf, transfers: list[Transfer], bucket: torch.Tensor
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
     """Each transfer with its part of the bucket, viewed in its element type and shape."""
     position = 0

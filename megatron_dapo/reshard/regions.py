@@ -79,7 +79,8 @@ def regions_of(
     source: Layout, groups: ReplicaGroups, tensors: Iterable[str]
 ) -> dict[str, tuple[tuple[Region, frozenset[int]], ...]]:
     """Return each tensor's regions with the replica groups of each; equal sets of groups are one object."""
-    held, known = groups.by_tensor(), {}
+    held = groups.by_tensor()
+    known: dict[frozenset[int], frozenset[int]] = {}
     result = {}
     for name in tensors:
         regions = partition(held.get(name, ()))

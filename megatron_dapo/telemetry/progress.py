@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -119,7 +120,7 @@ class LiveProgress:
         self._eta = Eta(total, finished)
         self._alarm = alarm
         self._within = WithinStep()
-        fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta", "track")
+        fields: dict[str, Any] = dict.fromkeys(("phase", "speed", "filtered", "accuracy", "mismatch", "eta", "track"), "")
         columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -130,7 +131,7 @@ class LiveProgress:
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("train", total=total, completed=finished, **dict.fromkeys(fields, ""))
+        self._task = self._progress.add_task("train", total=total, completed=finished, **fields)
         self._progress.start()
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:

@@ -100,8 +100,8 @@ def open_trackers(
 ) -> list[WandbWriter | MlflowWriter]:
     """Open trackers by name. ValueError where a package is missing, with the command that installs it."""
     files.make_directory(run_directory)
-    kinds = {"wandb": WandbWriter, "mlflow": MlflowWriter}
-    opened = []
+    kinds: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
+    opened: list[WandbWriter | MlflowWriter] = []
     for each in names:
         try:
             opened.append(kinds[each](run_directory, name, settings, files))

@@ -102,7 +102,7 @@ def _padded(hidden: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.size(0) % BLOCK)).contiguous()
 
 
-_BACKENDS = {TRANSFORMER_ENGINE: TransformerEngine, SCALED_MM: ScaledMatmul, EMULATED: Emulated}
+_BACKENDS: dict[str, type[Any]] = {TRANSFORMER_ENGINE: TransformerEngine, SCALED_MM: ScaledMatmul, EMULATED: Emulated}
 
 
 def backend_name(device: torch.device) -> str:

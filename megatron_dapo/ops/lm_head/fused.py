@@ -158,7 +158,7 @@ def _prepare(blocks: Blocks) -> None:
 def _compilation(blocks: Blocks, factor: torch.Tensor) -> dict[str, int | str | bool]:
     # Tensor cores would take 10 bits of an fp32 factor.
     precision = "ieee" if factor.dtype == torch.float32 else "tf32"
-    products = {"PRECISION": precision, "WIDEN": fused_kernels.IS_INTERPRETED}
+    products: dict[str, int | str | bool] = {"PRECISION": precision, "WIDEN": fused_kernels.IS_INTERPRETED}
     if fused_kernels.IS_INTERPRETED:
         return products
     return {**products, "num_warps": blocks.num_warps, "num_stages": blocks.num_stages}

@@ -1,4 +1,4 @@
-"""The public interface and what a user writes with it pass mypy in strict mode."""
+"""The package passes mypy; its public interface and what a user writes with it do so in strict mode."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def mypy(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_interface_and_a_users_script_pass_in_strict_mode(tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(USER)
+def test_the_package_and_a_users_script_pass_mypy(tmp_path: Path) -> None:
+    (tmp_path / "users_script.py").write_text(USER)
     cache = ("--cache-dir", str(tmp_path / "cache"))
     done = mypy(*cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = mypy(*cache, str(tmp_path / "user.py"))
+    done = mypy(*cache, str(tmp_path / "users_script.py"))
     assert done.returncode == 0, done.stdout + done.stderr
-    (tmp_path / "wrong.py").write_text(WRONG)
-    done = mypy(*cache, str(tmp_path / "wrong.py"))
+    (tmp_path / "users_script.py").write_text(WRONG)
+    done = mypy(*cache, str(tmp_path / "users_script.py"))
     assert done.returncode == 1 and done.stdout.count(" error: ") == 2, done.stdout + done.stderr
