@@ -216,9 +216,8 @@ class TrainSample:
 
     sample_id: str
     group_index: int  # index of its group within the rollout batch
-    tokens: (
-        torch.Tensor
-    )  # [T] int32; this, the log-probs and the routing without memory on ranks that do not pack the sample
+    # [T] int32. Tokens, log-probs and routing have no memory on ranks that do not pack the sample.
+    tokens: torch.Tensor
     prompt_length: int
     loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
     advantages: torch.Tensor  # [R] float32
@@ -229,9 +228,7 @@ class TrainSample:
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
     kl_penalties: torch.Tensor | None = None  # [R] float32, taken off the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
-    routing: torch.Tensor | None = (
-        None  # [T - 1, layers, experts a token], the engine's, see Completion; None: not replayed
-    )
+    routing: torch.Tensor | None = None  # [T - 1, layers, experts a token], see Completion; None: not replayed
 
     @property
     def num_tokens(self) -> int:
@@ -266,13 +263,9 @@ class MicroBatch:
     values: torch.Tensor | None = None  # [P] float32, like the two below 0 where no critic said anything
     returns: torch.Tensor | None = None  # [P] float32
     positive_weights: torch.Tensor | None = None  # [P] float32
-    response_positions: torch.Tensor | None = (
-        None  # [R] int64, ascending: positions that predict response tokens; None: all
-    )
+    response_positions: torch.Tensor | None = None  # [R] int64, ascending: they predict response tokens; None: all
     routing: torch.Tensor | None = None  # [P, layers, experts a token], the engine's; None: the router's own everywhere
-    is_routed: torch.Tensor | None = (
-        None  # [P] bool: positions at which `routing` holds, not padding nor a sequence's last
-    )
+    is_routed: torch.Tensor | None = None  # [P] bool: `routing` holds there; not at padding nor a sequence's last token
 
     @property
     def num_tokens(self) -> int:

@@ -36,28 +36,24 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
 
 
 def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
-    """Invert `to_tensors`. Older dumps lack `staleness` (0 everywhere) and name `critic_context` judgement. ValueError where
-    lengths and tensors do not fit.
-    """
+    """Invert `to_tensors`. ValueError if lengths and tensors do not fit."""
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
     num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]
     _check_total("tokens", tensors["tokens"], sum(num_tokens))
     tokens = tensors["tokens"].split(num_tokens)
     responses = {}
-    tensors = {"staleness": torch.zeros(sum(num_response)), **tensors}
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
-    shapes = description.get("routing", [None] * len(num_tokens))
+    shapes = description["routing"]
     routing = iter(_split_routing(tensors.get("routing", torch.zeros(0, dtype=torch.uint8)), [s for s in shapes if s]))
-    critic_contexts = description.get("critic_context", description.get("judgement", [None] * len(num_tokens)))
     return [
         TrainSample(
             sample_id=description["sample_ids"][index],
             group_index=description["group_index"][index],
             tokens=tokens[index],
             prompt_length=prompt_length[index],
-            critic_context=critic_context_from_json(critic_contexts[index]),
+            critic_context=critic_context_from_json(description["critic_context"][index]),
             routing=next(routing) if shapes[index] else None,
             **{name: parts[index] for name, parts in responses.items()},
         )

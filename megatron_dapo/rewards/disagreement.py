@@ -6,7 +6,6 @@ answers in a form the reward rejects (or wrong ones it accepts).
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -78,10 +77,6 @@ class ShadowedPool:
     def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
         """Return the primary's scores, see `VerifierPool.score_many`."""
         return self.submit(items).result()
-
-    async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
-        """Return the primary's scores without blocking the event loop."""
-        return await asyncio.wrap_future(self.submit(items))
 
     def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
         """Start scoring and return the future of the primary's scores."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -49,10 +48,6 @@ class MixturePool:
     def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
         """Return the scores by key, see `VerifierPool.score_many`."""
         return self.submit(items).result()
-
-    async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
-        """`score_many` without blocking the event loop."""
-        return await asyncio.wrap_future(self.submit(items))
 
     def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
         """Start all components on the items and return the future of the mixed scores."""

@@ -1,6 +1,6 @@
 """A pool of killable verifier processes with a hard deadline per answer.
 
-    score_many / score_many_async / submit          any thread, any event loop
+    score_many / submit                             any thread
             |  tasks, one queue a call
        dispatcher thread  -- round robin over calls, JSON lines -->  worker processes (`rewards.worker`)
             |  <-- one JSON line an answer -- kill and replace on deadline, crash, memory
@@ -15,7 +15,6 @@ Workers see a short allow-list of environment variables, so no secrets.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import itertools
 import json
@@ -155,10 +154,6 @@ class VerifierPool:
     def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
         """Score every (key, response text, gold answer, is_truncated). Blocks; keys must be unique within a call."""
         return self.submit(items).result()
-
-    async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
-        """`score_many` without blocking the event loop."""
-        return await asyncio.wrap_future(self.submit(items))
 
     def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
         """Start scoring and return at once. The future cannot be cancelled."""

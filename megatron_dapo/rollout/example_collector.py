@@ -42,7 +42,7 @@ class ExampleCollector(Collector):
         return self._hand_out(
             RolloutBatch(
                 tuple(groups),
-                builder.build(num_carried_over=0, num_left_over=0, num_unfinished=0),
+                builder.build(num_begun_earlier=0, num_carried_over=0, num_unfinished=0),
                 exhausted="prompts" if len(groups) < num_groups else "",
                 should_stop=not groups,
                 training_version=version,

@@ -59,6 +59,11 @@ _RECENT = 0.5
 _MAX_SHOWN = 2  # groups that a collection leaves out and that are kept for the records
 
 
+def round_size_of(num_groups: int, config: RolloutConfig) -> int:
+    """Return the prompts of one generation round of a batch of `num_groups` groups."""
+    return math.ceil(num_groups * config.oversample)
+
+
 class GroupCollector(Collector):
     """Collects batches of whole groups.
 
@@ -177,7 +182,7 @@ class GroupCollector(Collector):
         """Continue all unfinished groups, then start as many as are worth it; return the limit met."""
         requests = [request for group_id in list(self._unfinished) for request in self._continue(group_id)]
         exhausted: Exhaustion = ""
-        round_size, num_kept = self._round_size(num_groups), self._num_supplied(num_groups)
+        round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
         # Batches that may train a group started now.
         num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
         while num_kept + len(self._in_flight) < round_size:
@@ -194,9 +199,6 @@ class GroupCollector(Collector):
         if requests:
             self._engine.submit(requests)
         return exhausted
-
-    def _round_size(self, num_groups: int) -> int:
-        return math.ceil(num_groups * self._rollout.oversample)
 
     @property
     def _keep_rate(self) -> float:
@@ -316,10 +318,11 @@ class GroupCollector(Collector):
         stale = self._buffer.evict(training_version)
         for open_group in given_up:
             self._builder.add_aborted(open_group.completions.values())
-        for group in stale:
-            self._builder.add_stale(group)
-        for one in sorted([*given_up, *stale], key=lambda one: one.group_id):
-            self._stream.requeue(one.prompt.prompt_id)
+        for stale_group in stale:
+            self._builder.add_stale(stale_group)
+        dropped: list[OpenGroup | Group] = [*given_up, *stale]
+        for group in sorted(dropped, key=lambda group: group.group_id):
+            self._stream.requeue(group.prompt.prompt_id)
             self._counters.num_queued_again += 1
 
     def _hold(self, training_version: int) -> list[OpenGroup]:
@@ -358,17 +361,17 @@ class GroupCollector(Collector):
         # What is left can be trained by the next batch at the earliest.
         self._keep_for(self._training_version + 1)
         self._tell_stream()
-        num_carried_over = sum(int(group.group_id) < first_number for group in groups)
-        statistics = self._statistics(num_carried_over)
+        num_begun_earlier = sum(int(group.group_id) < first_number for group in groups)
+        statistics = self._statistics(num_begun_earlier)
         batch = RolloutBatch(
             tuple(groups), statistics, exhausted, not groups, self._training_version, tuple(self._shown)
         )
         return self._hand_out(batch)
 
-    def _statistics(self, num_carried_over: int) -> CollectStatistics:
+    def _statistics(self, num_begun_earlier: int) -> CollectStatistics:
         return self._builder.build(
-            num_carried_over=num_carried_over,
-            num_left_over=len(self._buffer),
+            num_begun_earlier=num_begun_earlier,
+            num_carried_over=len(self._buffer),
             num_unfinished=len(self._unfinished),
             prompts=self._source.statistics(),
         )
@@ -445,32 +448,24 @@ class GroupCollector(Collector):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Collector`. Also reads version 1, which saved groups in flight as prompts to be queued again.
-
-        Raises ValueError for a state of any other version.
-        """
-        version = state.get("version")
-        if version not in (1, STATE_VERSION):
+        """See `Collector`. Raises ValueError for a state of another version."""
+        if state.get("version") != STATE_VERSION:
             raise ValueError(
-                f"collector state has version {version}, this program reads 1 and {STATE_VERSION}; resume with the "
+                f"collector state has version {state.get('version')}, this program reads {STATE_VERSION}; resume with the "
                 "release (and the algorithm) that wrote it"
             )
         assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
-        self._source.load_state_dict(state.get("source", {}))
+        self._source.load_state_dict(state["source"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
-        self._judged = [tuple(entry) for entry in state.get("judged", ())]
-        for prompt_id in state["in_flight_prompts"] if version == 1 else ():
-            self._stream.requeue(prompt_id)
-            self._counters.num_queued_again += 1
+        self._judged = [tuple(entry) for entry in state["judged"]]
         self._unfinished = {}
-        for value in state.get("open_groups", ()):
+        for value in state["open_groups"]:
             self._restore(open_group_from_json(value, self._prompts))
 
     def _restore(self, group: OpenGroup) -> None:
         """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
-        group.size = group.size or self._rollout.group_size
         is_size = group.size == self._rollout.group_size or self._rollout.budget.enabled
         fits = is_size and all(
             index < group.size and held.num_tokens <= self._sampling.max_new_tokens

@@ -136,5 +136,5 @@ def open_group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]
         prompt=prompts[value["prompt_id"]],
         generation_step=value["generation_step"],
         completions={int(index): completion_from_json(held) for index, held in value["completions"].items()},
-        size=value.get("size", 0),
+        size=value["size"],
     )

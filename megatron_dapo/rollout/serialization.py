@@ -1,7 +1,7 @@
 """Groups and responses as values, and a collector's state as a JSON document plus tensors; both exact.
 
-In a state, a response is a mapping with `token_ids` and `logprobs`, arrays (or lists, in states of earlier releases) of N
-numbers each, and where it is replayed `routing`; everything else is JSON. `split_state` moves the arrays into tensors and
+In a state, a response is a mapping with `token_ids` and `logprobs`, arrays of N numbers each, and `routing` if it is
+replayed; everything else is JSON. `split_state` moves the arrays into tensors and
 leaves `token_span` = [start, start + N) in the document, the response's place in the first two, and `routing_span`, with the
 routing's shape. At 8,192 responses of 12K tokens the tensors are 0.8 GB,
 where JSON text is 4.3 GB (measured at an eighth of it).
@@ -66,14 +66,9 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
         text=value["text"],
         score=Score(**value["score"]),
         reward_parts=dict(value["reward_parts"]),
-        window=Window(**value.get("window", {})),  # states written before there were windows
-        repetition=_repetition(value.get("repetition", {})),
+        window=Window(**value["window"]),
+        repetition=Repetition(**value["repetition"]),
     )
-
-
-def _repetition(value: Mapping[str, Any] | float) -> Repetition:
-    """Return the repetition of a saved sample; earlier releases saved the share of n-grams alone."""
-    return Repetition(**value) if isinstance(value, Mapping) else Repetition(ngram=value)
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -93,11 +88,8 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
 
 
 def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Invert `split_state`. Raises KeyError for a missing tensor, ValueError for one that is too short.
-
-    Also reads the wider tensors of earlier releases.
-    """
-    tokens, logprobs = tensors["token_ids"].to(torch.int32).numpy(), tensors["logprobs"].to(torch.float32).numpy()
+    """Invert `split_state`. Raises KeyError for a missing tensor, ValueError for one that is too short."""
+    tokens, logprobs = tensors["token_ids"].numpy(), tensors["logprobs"].numpy()
     routing = tensors["routing"].numpy() if "routing" in tensors else np.zeros(0, np.uint8)
 
     def restored(value: Any) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from megatron_dapo.types import Completion, Group, num_distinct
 
-KEPT = "kept"  # the filter decision on a group that is trained
+KEPT: Final = "kept"  # the filter decision on a group that is trained
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class CollectStatistics:
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
     num_unfinished: int  # groups that the next collection continues
     num_continued: int  # responses continued behind tokens they already had
-    num_carried_over: int  # groups of the batch that were begun in an earlier collection
-    num_left_over: int  # kept groups that stay in the buffer
+    num_begun_earlier: int  # groups of the batch that were begun in an earlier collection
+    num_carried_over: int  # kept groups that stay in the buffer
     num_tokens: int  # response tokens generated in this collection
     num_kept_tokens: int  # response tokens of kept groups, earlier ones included
     num_discarded_tokens: int  # response tokens thrown away unscored or too stale, earlier ones included
@@ -78,17 +78,13 @@ class CollectStatistics:
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
     windows: WindowSummary | None = None  # None: responses are generated in one piece
     prompts: Mapping[str, float] = field(default_factory=dict)  # what the choice of prompts did, see `PromptSource`
-    sources: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # by source: groups, kept, responses, correct
+    # By source: groups, kept, responses, correct.
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
     """Invert `dataclasses.asdict` of the statistics."""
     lengths = ("kept_lengths", "dropped_lengths", "aborted_lengths")
-    if "verdicts" in value:  # the key in states of earlier releases
-        value = {"filter_decisions": value["verdicts"], **value}
-        del value["verdicts"]
     windows = WindowSummary(**value["windows"]) if value["windows"] is not None else None
     parts = {name: LengthSummary(**value[name]) for name in lengths}
     return CollectStatistics(**{**value, **parts, "windows": windows})
@@ -150,8 +146,8 @@ class StatisticsBuilder:
     def build(
         self,
         *,
+        num_begun_earlier: int,
         num_carried_over: int,
-        num_left_over: int,
         num_unfinished: int,
         prompts: Mapping[str, float] | None = None,
     ) -> CollectStatistics:
@@ -166,8 +162,8 @@ class StatisticsBuilder:
         return CollectStatistics(
             **counts,
             num_unfinished=num_unfinished,
+            num_begun_earlier=num_begun_earlier,
             num_carried_over=num_carried_over,
-            num_left_over=num_left_over,
             prompts=dict(prompts or {}),
             num_kept_tokens=sum(self.lengths["kept"]),
             num_responses=self.num_scored_responses,

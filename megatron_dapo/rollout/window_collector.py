@@ -48,7 +48,7 @@ from megatron_dapo.types import Group, SamplingParams, ScoredSample
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = "windows-1"  # not a number: a collector of whole groups refuses it
+STATE_VERSION = "windows-2"  # not a number: a collector of whole groups refuses it
 NOT_CHOSEN = "not_chosen"
 
 
@@ -90,7 +90,7 @@ class WindowCollector(Collector):
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
         self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
-            nothing = self._builder([]).build(num_carried_over=0, num_left_over=0, num_unfinished=0)
+            nothing = self._builder([]).build(num_begun_earlier=0, num_carried_over=0, num_unfinished=0)
             return RolloutBatch((), nothing, "prompts", True, version)
         for _ in self._current.generate():
             self._after_poll(self._progress_of(num_groups))
@@ -246,8 +246,8 @@ class WindowCollector(Collector):
         waiting = [group for group in self._pool.groups if group.num_waiting]
         begun_at = [self._pool[groups[index].group_id].responses.generation_step for index in chosen]
         return builder.build(
-            num_carried_over=sum(step < self._counters.generation_step for step in begun_at),
-            num_left_over=0,
+            num_begun_earlier=sum(step < self._counters.generation_step for step in begun_at),
+            num_carried_over=0,
             num_unfinished=len(waiting),
         )
 
@@ -301,8 +301,7 @@ class WindowCollector(Collector):
             "stream": self._stream.state_dict(),
             "pool": self._pool.state_dict(),
             "collection": collection
-            # "places": the name in checkpoints of earlier releases.
-            and {"places": [list(key) for key in collection.keys], "exhausted": collection.exhausted},
+            and {"keys": [list(key) for key in collection.keys], "exhausted": collection.exhausted},
             "given_back": [batch_to_json(batch) for batch in [*untrained, *self._given_back]],
             "counters": self._counters_without(untrained),
         }
@@ -326,7 +325,7 @@ class WindowCollector(Collector):
         saved = state["collection"]
         self._collection = None
         if saved is not None:
-            keys = [(name, index) for name, index in saved["places"]]
+            keys = [(name, index) for name, index in saved["keys"]]
             self._collection = self._collection_of(keys, saved["exhausted"])
         self._given_back = [batch_from_json(batch) for batch in state["given_back"]]
         self._counters = WindowCounters(**state["counters"])

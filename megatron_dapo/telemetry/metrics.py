@@ -206,7 +206,7 @@ _STEP = [
         ("clip_high_share", "fraction", "the same at the upper bound"),
         ("trained_tokens", "tokens", "response tokens in the value loss, over all its optimizer steps of this step"),
         ("grad_norm", "1", "gradient norm before clipping, mean over its optimizer steps"),
-        ("learning_rate", "1", "of its next optimizer step"),
+        ("learning_rate", "1", "of its last optimizer step"),
         ("optimizer_steps", "steps", "optimizer steps of the critic applied, so far"),
         ("skipped_optimizer_steps", "steps", "skipped for a gradient that was not finite, so far"),
         ("nonfinite_samples", "responses", "left out of this step for a value or KL penalty that was not finite"),

@@ -46,11 +46,8 @@ def write_summary(path: Path, summary: RunSummary, files: Files) -> None:
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read the summary of a finished run, of earlier releases too."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if "folders" in fields:  # the key in summaries of earlier releases
-        fields["directories"] = fields.pop("folders")
-    return RunSummary(**fields)
+    """Read the summary of a finished run."""
+    return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def summary_table(summary: RunSummary) -> Table:

@@ -337,7 +337,7 @@ class PolicyLearner:
             "actor/loss": totals.get("loss_sum", 0.0) / max(1, len(steps)),
             "actor/grad_norm": sum(norms) / max(1, len(norms)),
             "actor/grad_norm_max": max(norms, default=0.0),
-            "actor/learning_rate": self._updater.learning_rate(self.counters.optimizer_steps - 1, train_step),
+            "actor/learning_rate": self._updater.last_learning_rate(train_step),
             "actor/trained_tokens": float(
                 sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._config.training.epochs
             ),

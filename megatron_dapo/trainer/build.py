@@ -26,7 +26,14 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.checkpointing import load_training_state
 from megatron_dapo.trainer.critic_learner import CriticLearner
-from megatron_dapo.trainer.learner import ActorCriticLearner, ConcurrentUpdate, Learner, RemoteCritic, RemotePolicy
+from megatron_dapo.trainer.learner import (
+    ActorCriticLearner,
+    ConcurrentUpdate,
+    GroupLearner,
+    Learner,
+    RemoteCritic,
+    RemotePolicy,
+)
 from megatron_dapo.trainer.offload import CRITIC, POLICY, REFERENCE, DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.topology import RunTopology
@@ -81,7 +88,7 @@ def build_learner(
         assert policy is not None, "without a critic every rank holds the policy"
         budget = config.rollout.budget
         equal_prompts = budget.enabled and budget.prompt_weight == "equal"
-        return Learner(policy, algorithm.advantage, phases, models, equal_prompts=equal_prompts)
+        return GroupLearner(policy, algorithm.advantage, phases, models, equal_prompts=equal_prompts)
     policy_side = policy or RemotePolicy()
     critic_side = CriticLearner(critic, config, progress) if critic else RemoteCritic()
     concurrent = None

@@ -275,11 +275,8 @@ def _write_collector(writer: CheckpointWriter, collector: AsyncCollector) -> Non
 
 
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return prompt stream, buffer and unfinished responses; older checkpoints hold their tokens in JSON, too."""
-    document = checkpoint.load_json("collector.json")
-    if "collector.safetensors" not in checkpoint.files:
-        return document
-    return join_state(document, checkpoint.load_tensors("collector.safetensors"))
+    """Return prompt stream, buffer and unfinished responses."""
+    return join_state(checkpoint.load_json("collector.json"), checkpoint.load_tensors("collector.safetensors"))
 
 
 def _state_of(model: TrainedModel | None) -> Stateful | None:
@@ -287,12 +284,11 @@ def _state_of(model: TrainedModel | None) -> Stateful | None:
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
-    """Set the saved fields. Fields that an older checkpoint does not have keep their defaults."""
-    unknown = sorted(set(values) - set(asdict(target)))
-    if unknown:
+    """Set the saved fields. ValueError if they are not those of `target`."""
+    if set(values) != set(asdict(target)):
         raise ValueError(
-            f"checkpoint: {type(target).__name__} has no fields {unknown}; the checkpoint was written by another version of "
-            "megatron_dapo: resume with that version, or start a new run from its Hugging Face export"
+            f"checkpoint: {type(target).__name__} has the fields {sorted(asdict(target))}, the checkpoint {sorted(values)}: it was "
+            "written by another version of megatron_dapo; resume with that version, or start a new run from its Hugging Face export"
         )
     for name, value in values.items():
         setattr(target, name, value)
@@ -365,23 +361,20 @@ def save_training_state(directory: Path, state: Stateful) -> None:
 def load_training_state(directory: Path, state: Stateful) -> bool:
     """Load the optimizer state beside a critic, so that training continues where pretraining stopped, in any layout.
 
-    Returns False if there is none. State of another model or type of numbers, or in the format of earlier releases, is not
-    loaded: the critic starts from the directory's weights with moments of 0, and that is logged. Collective among the
-    critic's ranks.
+    Returns False if there is none. State of another model or type of numbers is not loaded: the critic starts from the
+    directory's weights with moments of 0, and that is logged. ValueError for another format. Collective among the critic's
+    ranks.
     """
     source = directory / TRAINING_STATE
     if not source.is_dir():
         return False
     if not (source / index_file(CRITIC)).is_file():
-        _log_new_start(f"{source} is of an earlier release and not read")
-        return False
+        raise ValueError(
+            f"{source} has no {index_file(CRITIC)}: another version wrote it; remove the directory to start with moments of 0"
+        )
     try:
         state.load(source, CRITIC)
     except OtherModelError as error:
-        _log_new_start(str(error))
+        logger.warning("%s: the critic's optimizer starts with moments of 0, from the weights of its directory", error)
         return False
     return True
-
-
-def _log_new_start(reason: str) -> None:
-    logger.warning("%s: the critic's optimizer starts with moments of 0, from the weights of its directory", reason)

@@ -112,7 +112,7 @@ class CriticLearner:
             "critic/clip_high_share": totals.get("value_clip_high_sum", 0.0) / num_tokens,
             "critic/trained_tokens": totals.get("num_value_tokens", 0.0),
             "critic/grad_norm": sum(norms) / max(1, len(norms)),
-            "critic/learning_rate": self._updater.learning_rate(self.counters.optimizer_steps, train_step),
+            "critic/learning_rate": self._updater.last_learning_rate(train_step),
             "critic/optimizer_steps": self.counters.optimizer_steps,
             "critic/skipped_optimizer_steps": self.counters.skipped_steps,
         }

@@ -1,4 +1,4 @@
-"""Learning from one rollout batch, in four steps that the loop calls one after the other.
+"""Learning from one rollout batch: `Learner.learn`, which the loop and the replay of a dump call.
 
     score                 the critic's values, KL penalties towards the reference     (algorithms with a critic)
     estimate_advantages   from groups of rewards, or from the critic's values
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -46,26 +47,14 @@ logger = logging.getLogger(__name__)
 HISTORY_LENGTH = 20  # train steps of the critic's history that a checkpoint keeps
 
 
-class Learner:
-    """Trains the policy with advantages from groups (DAPO). All ranks call each method with the same samples."""
+class Learner(ABC):
+    """Trains the policy. All ranks call each method with the same samples."""
 
-    policy: PolicyLearner | RemotePolicy
     critic: CriticLearner | RemoteCritic | None = None
 
-    def __init__(
-        self,
-        policy: PolicyLearner,
-        advantage: AdvantageConfig,
-        phases: Phases,
-        models: DeviceModels,
-        *,
-        equal_prompts: bool = False,
-    ) -> None:
-        """`equal_prompts`: groups of unequal sizes (rollout.budget) count alike in the loss."""
+    def __init__(self, policy: PolicyLearner | RemotePolicy, phases: Phases, models: DeviceModels) -> None:
         self.policy = policy
         self.models = models
-        self._advantage = advantage
-        self._equal_prompts = equal_prompts
         self._phases = phases
 
     @property
@@ -83,12 +72,17 @@ class Learner:
         """Return this rank's part of the critic, if it holds one."""
         return self.critic.critic if isinstance(self.critic, CriticLearner) else None
 
-    def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
-        """Run all steps on a rollout batch. ValueError if a reward is not finite; errors of `PolicyLearner.learn`."""
+    def learn(
+        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
+    ) -> tuple[EstimatedBatch, LearnResult]:
+        """Make a train step on a rollout batch; return its advantages and metrics, those of both models on every rank.
+
+        ValueError if a reward is not finite; errors of `PolicyLearner.learn`.
+        """
         batch = self.estimate_advantages(self.score(samples))
         critic_metrics = self.train_critic(batch, train_step)
         result = self.train_actor(batch, train_step, mismatch_gate)
-        return self.finish(batch, result, critic_metrics, train_step)
+        return batch, self.finish(batch, result, critic_metrics, train_step)
 
     def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
         """Return the indices of the samples that this rank packs in `train_step`, and of those that its part of the policy
@@ -97,16 +91,15 @@ class Learner:
         return packed, packed
 
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Return the samples with what a critic and a reference say of them: nothing here."""
+        """Return the samples with a critic's values and a reference's penalties. Unchanged by default."""
         return list(samples)
 
+    @abstractmethod
     def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
         """Return the batch with advantages."""
-        with self._phases.phase("advantages"):
-            return estimate_group_advantages(samples, self._advantage, equal_prompts=self._equal_prompts)
 
     def train_critic(self, batch: EstimatedBatch, train_step: int) -> dict[str, float]:
-        """Train the critic and return its metrics: there is none here."""
+        """Train the critic and return its metrics; none without a critic."""
         return {}
 
     def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
@@ -126,6 +119,31 @@ class Learner:
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
         """Return the mismatch of the policy with the log-probs in `samples`, see `PolicyLearner.compare`."""
         return self.policy.compare(samples, temperature)
+
+
+class GroupLearner(Learner):
+    """Trains the policy with advantages from groups (DAPO)."""
+
+    policy: PolicyLearner
+
+    def __init__(
+        self,
+        policy: PolicyLearner,
+        advantage: AdvantageConfig,
+        phases: Phases,
+        models: DeviceModels,
+        *,
+        equal_prompts: bool = False,
+    ) -> None:
+        """`equal_prompts`: groups of unequal sizes (rollout.budget) count alike in the loss."""
+        super().__init__(policy, phases, models)
+        self._advantage = advantage
+        self._equal_prompts = equal_prompts
+
+    def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
+        """Return the batch with the advantages of `algorithm.advantage`."""
+        with self._phases.phase("advantages"):
+            return estimate_group_advantages(samples, self._advantage, equal_prompts=self._equal_prompts)
 
 
 class ActorCriticLearner(Learner):
@@ -149,12 +167,10 @@ class ActorCriticLearner(Learner):
         stop_rule: StopRule | None = None,
     ) -> None:
         """`concurrent`: the exchange between separate ranks (None: the same ranks hold both models)."""
-        self.policy = policy
+        super().__init__(policy, phases, models)
         self.critic = critic
         self._config = config
         self._lambda_rule = lambda_rule
-        self._phases = phases
-        self.models = models
         self._concurrent = concurrent
         self._stop_rule = stop_rule
 

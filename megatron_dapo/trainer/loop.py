@@ -5,11 +5,12 @@
       each train step:
         _generate         all ranks; rank 0: AsyncCollector.next_batch, the others serve in CollectiveEngine.run_on_rank0
                             waits for: verifiers to score enough groups        unblocked by: rank 0's broadcast of the batch
-        score             Learner.score: the critic's values, KL penalties
-        estimate_advantages
-        train_critic      waits for: all ranks of the critic, in collectives
-        train_actor       waits for: all ranks of the policy, in collectives
-        finish            waits for: the other model's ranks                   unblocked by: ConcurrentUpdate.exchange
+        _learn            Learner.learn
+          score             the critic's values, KL penalties
+          estimate_advantages
+          train_critic      waits for: all ranks of the critic, in collectives
+          train_actor       waits for: all ranks of the policy, in collectives
+          finish            waits for: the other model's ranks                 unblocked by: ConcurrentUpdate.exchange
         _update_weights   waits for: AsyncCollector to pause, engines to empty
                             unblocks: the collector's thread, with the new policy version
         _record, then _evaluate and _start_save if due
@@ -178,12 +179,8 @@ class TrainingLoop:
     def _learn(self, batch: TrainBatch, step: int) -> None:
         """Train one batch."""
         self._wait_for_copy()
-        learner = self._parts.learner
-        samples = learner.score(batch.samples)
-        estimated = learner.estimate_advantages(samples)
-        critic_metrics = learner.train_critic(estimated, step)
-        actor_result = learner.train_actor(estimated, step, self._config.mismatch_gate if step == 0 else None)
-        result = learner.finish(estimated, actor_result, critic_metrics, step)
+        gate = self._config.mismatch_gate if step == 0 else None
+        estimated, result = self._parts.learner.learn(batch.samples, step, gate)
         self._watch_mismatch(result)
         # The policy version that the engines serve next is the number of train steps made.
         self._progress.train_step += 1

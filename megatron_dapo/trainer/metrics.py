@@ -15,6 +15,7 @@ from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.group_collector import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
@@ -48,8 +49,7 @@ def step_metrics(
     `train_step` counts from 0, so it is the policy version that was trained. `learned`: reported by the learner.
     What the learner did not report, because the algorithm has no critic or no group advantages, is 0.
     """
-    # As the collector rounds: prompts of one generation round.
-    round_size = max(1, round(config.rollout.prompts_per_step * config.rollout.oversample))
+    round_size = round_size_of(config.rollout.prompts_per_step, config.rollout)
     absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
     return {
         **rollout_metrics(rollout, train_step, round_size),
@@ -108,7 +108,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/groups_filtered_share": 1.0 - statistics.filter_decisions.get("kept", 0) / num_finished,
         "rollout/groups_all_correct_share": statistics.filter_decisions.get("all_right", 0) / num_finished,
         "rollout/groups_all_wrong_share": statistics.filter_decisions.get("all_wrong", 0) / num_finished,
-        "rollout/groups_carried_over": statistics.num_left_over,
+        "rollout/groups_carried_over": statistics.num_carried_over,
         "rollout/groups_unfinished": statistics.num_unfinished,
         "rollout/groups_dropped_stale": statistics.num_stale,
         "rollout/generation_rounds": math.ceil(statistics.num_started / round_size),

@@ -58,4 +58,5 @@ def replay(config: Config, dump: Path) -> dict[str, float]:
         Checkpoints.of(config, state, topology.coordination).restore_step(step)
         logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))
     gate = config.mismatch_gate if step == 0 else None
-    return {"train_step": step + 1, **learner.learn(batch.samples, step, gate).metrics}
+    _, result = learner.learn(batch.samples, step, gate)
+    return {"train_step": step + 1, **result.metrics}

@@ -157,6 +157,10 @@ class Updater:
         """Return the learning rate of an optimizer step of a train step, both counted from 0."""
         return self.schedule.at(self.schedule.step(optimizer_step, train_step))
 
+    def last_learning_rate(self, train_step: int) -> float:
+        """Return the learning rate of the newest optimizer step, which was made in `train_step`."""
+        return self.learning_rate(self.counters.optimizer_steps - 1, train_step)
+
     def step(
         self, mini_batch: MiniBatch, loss_fn: Callable[..., Any], train_step: int, **forward_options: Any
     ) -> StepResult:

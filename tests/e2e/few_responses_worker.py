@@ -17,4 +17,4 @@ def run(arguments: dict[str, Any]) -> dict[str, float]:
         replace(sample, critic_context=CriticContext((-1.0) ** index, index % 2 == 0, Window(0, index == 0)))
         for index, sample in enumerate(samples(1, 40))
     ]
-    return learner.learn(judged, 0).metrics
+    return learner.learn(judged, 0)[1].metrics

@@ -27,11 +27,11 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     judged = judged_samples(2, 40)
     intervals: list[tuple[float, float]] = []
     model.train_step = meeting(model.train_step, intervals)
-    first = learner.learn(judged, 0)
+    first = learner.learn(judged, 0)[1]
     sound = critic_learner.value_loss
     # The process stands by for other tests, so the sound loss comes back.
     with patch.object(critic_learner, "value_loss", sound if learner.local_critic is None else spoilt(sound)):
-        second = learner.learn(judged, 1)
+        second = learner.learn(judged, 1)[1]
     return Coordination(dist.group.WORLD).gather(
         {
             "rank": model.rank,

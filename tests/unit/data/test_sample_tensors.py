@@ -36,12 +36,6 @@ def test_round_trip_is_exact():
             assert torch.equal(getattr(before, name), getattr(after, name))
 
 
-def test_without_staleness_no_token_is_stale():
-    description, tensors = to_tensors([_sample(0, 3, 5)])
-    del tensors["staleness"]
-    assert from_tensors(description, tensors)[0].staleness.tolist() == [0.0] * 5
-
-
 def test_no_samples():
     assert from_tensors(*to_tensors([])) == []
 

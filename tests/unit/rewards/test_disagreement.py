@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -42,7 +41,6 @@ def test_every_disagreement_is_recorded_and_the_reward_is_the_primarys(pool, rec
     assert (record["extracted"], record["shadow_extracted"]) == ("**42**", "42**")
     assert record["verifier"] == "dapo-1" and record["shadow_verifier"].startswith("lenient-2+")
     assert pool.statistics().num_disagreements == 2
-    assert asyncio.run(pool.score_many_async(ITEMS[:1]))["agree"].accuracy == 1.0
 
 
 def test_a_shadow_too_far_behind_is_skipped_and_counted(pool, records):

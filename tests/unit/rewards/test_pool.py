@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 import os
@@ -74,11 +73,7 @@ def from_worker_thread(pool, items):
         return executor.submit(pool.score_many, items).result(timeout=60)
 
 
-def from_asyncio(pool, items):
-    return asyncio.run(pool.score_many_async(items))
-
-
-CALLERS = [from_main_thread, from_worker_thread, from_asyncio]
+CALLERS = [from_main_thread, from_worker_thread]
 
 
 def score_one(pool, response, answer="42", caller=from_main_thread):
@@ -125,7 +120,6 @@ def test_reward_map():
 
 def test_no_items(dapo_pool):
     assert dapo_pool.score_many([]) == {}
-    assert asyncio.run(dapo_pool.score_many_async([])) == {}
 
 
 def test_repeated_keys_are_refused(dapo_pool):
@@ -279,19 +273,6 @@ def test_answers_sent_ahead_to_a_stalled_worker_go_to_others(user_path):
         assert not scoring[200].done()
         assert outcomes == ["correct"] * 399
         assert scoring[200].result()["only"].outcome == "timeout"
-
-
-def test_a_late_event_loop_costs_no_rewards(user_path):
-    """The loop sleeps through the deadline of answers that were in time."""
-
-    async def lag(pool):
-        scoring = asyncio.ensure_future(pool.score_many_async([(i, "sleep 0.05", "", False) for i in range(4)]))
-        await asyncio.sleep(0)
-        time.sleep(2.0)
-        return await scoring
-
-    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=1.0) as pool:
-        assert {score.outcome for score in asyncio.run(lag(pool)).values()} == {"correct"}
 
 
 def test_workers_see_no_secrets(user_pool):

@@ -23,9 +23,3 @@ def test_a_group_is_restored_with_its_windows(window: Window) -> None:
     assert group_from_json(json.loads(json.dumps(group_to_json(group(window)), default=np.ndarray.tolist))) == group(
         window
     )
-
-
-def test_a_group_saved_without_windows_has_one_window() -> None:
-    value = group_to_json(group(Window(2, False)))
-    del value["samples"][0]["window"]
-    assert group_from_json(value).samples[0].window == Window(0, True)

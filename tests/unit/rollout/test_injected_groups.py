@@ -138,18 +138,6 @@ def test_a_resumed_run_chooses_the_same_rewrites(make_world: Callable[..., World
     assert any("~" in name for batch in expected[5:] for name in batch)
 
 
-def test_a_state_without_a_history_of_prompts_keeps_its_rewrites(make_world: Callable[..., World]) -> None:
-    world = solved_world(make_world)
-    for _ in range(3):
-        world.collector.collect(8)
-    saved = json.loads(world.checkpoint())
-    assert saved["collector"].pop("source") == {} and any(
-        "~" in name for name in saved["collector"]["stream"]["requeued"]
-    )
-    later = world.restart(json.dumps(saved))
-    assert later.checkpoint() == world.checkpoint()
-
-
 def test_prompts_that_a_budget_had_planned_are_drawn_without_it(make_world: Callable[..., World]) -> None:
     planned = make_world([0.5] * 32, budget=BudgetConfig(enabled=True, min_size=2, max_size=8), **ENDLESS)
     planned.collector.collect(8)

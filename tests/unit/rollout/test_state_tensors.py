@@ -60,13 +60,6 @@ def test_groups_and_unfinished_ones_are_restored_exactly(tmp_path: Path, make_wo
     assert plain(through_files(state, tmp_path)) == plain(state)
 
 
-def test_a_checkpoint_with_everything_in_json_is_read(tmp_path: Path, make_world: Callable) -> None:
-    state = make_world([0.5] * 40).collector.state_dict()
-    store = CheckpointStore(tmp_path, keep=1)
-    save_checkpoint(store, 1, lambda writer: writer.save_json("collector.json", plain(state)))
-    assert collector_state(store.open(1)) == plain(state)
-
-
 def response(token_ids: list[int], logprobs: list[float]) -> dict[str, Any]:
     return {"request_id": "g/0", "token_ids": token_ids, "logprobs": logprobs, "versions": [{"start": 0}]}
 
@@ -79,15 +72,6 @@ def test_no_number_stands_in_the_document() -> None:
     assert completions["1"]["token_span"] == [3, 3] and document["n"] == [1]
     assert tensors["token_ids"].tolist() == [7, 8, 9] and tensors["token_ids"].dtype == torch.int32
     assert tensors["logprobs"].dtype == torch.float32 and plain(join_state(document, tensors)) == state
-
-
-def test_the_wider_tensors_of_earlier_releases_are_read() -> None:
-    state = {"held": response([2**31 - 1, 0], [-0.5, -1 / 3])}
-    document, tensors = split_state(state)
-    wide = {"token_ids": tensors["token_ids"].long(), "logprobs": torch.tensor([-0.5, -1 / 3], dtype=torch.float64)}
-    held = join_state(document, wide)["held"]
-    assert held["token_ids"].tolist() == [2**31 - 1, 0] and held["token_ids"].dtype == np.int32
-    assert held["logprobs"].tolist() == tensors["logprobs"].tolist() and held["logprobs"].dtype == np.float32
 
 
 def test_a_state_without_responses() -> None:

@@ -452,8 +452,8 @@ def test_statistics_add_up() -> None:
         assert summary.num_windows == 20 and summary.num_finished == len(finished) == statistics.num_responses
         assert statistics.num_continued == held
         held = 20 - len(finished)
-        assert statistics.num_started >= (5 if step == 0 else 1) and statistics.num_carried_over <= len(batch.groups)
-        assert statistics.num_carried_over + statistics.num_started == len(batch.groups)
+        assert statistics.num_started >= (5 if step == 0 else 1) and statistics.num_begun_earlier <= len(batch.groups)
+        assert statistics.num_begun_earlier + statistics.num_started == len(batch.groups)
         assert sum(statistics.outcomes.values()) == len(finished) and "unfinished" not in statistics.outcomes
         accuracies = [sample.score.accuracy for sample in finished]
         assert statistics.mean_accuracy == pytest.approx(sum(accuracies) / len(accuracies))
@@ -495,9 +495,9 @@ def test_a_resume_may_change_the_window_and_the_group_size() -> None:
 def test_a_foreign_state_is_refused(make_world: Callable) -> None:
     """Both ways between the two collectors."""
     whole, split = make_world([0.5] * 20), window_world().make_window_world([0.5] * 20)
-    with pytest.raises(ValueError, match="version 2, windows are read from windows-1"):
+    with pytest.raises(ValueError, match="version 2, windows are read from windows-2"):
         split.collector.load_state_dict(whole.collector.state_dict())
-    with pytest.raises(ValueError, match="version windows-1, this program reads 1 and 2"):
+    with pytest.raises(ValueError, match="version windows-2, this program reads 2"):
         whole.collector.load_state_dict(split.collector.state_dict())
     with pytest.raises(ValueError, match="another data set"):
         window_world().make_window_world([0.5] * 21).collector.load_state_dict(split.collector.state_dict())

@@ -36,15 +36,6 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["summary.json"]
 
 
-def test_summaries_of_earlier_releases_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_summary(path, SUMMARY, HERE)
-    document = json.loads(path.read_text())
-    document["folders"] = document.pop("directories")
-    path.write_text(json.dumps(document))
-    assert read_summary(path) == SUMMARY
-
-
 def test_table() -> None:
     stream = io.StringIO()
     Console(file=stream, width=120).print(summary_table(SUMMARY))

@@ -55,7 +55,7 @@ def batch():
 
 def test_both_are_trained_once_and_every_metric_is_in_the_schema() -> None:
     policy, critic = FakePolicy(), FakeCritic()
-    result = make(policy, critic).learn(batch(), 0)
+    _, result = make(policy, critic).learn(batch(), 0)
     assert (policy.num_steps, critic.num_steps, result.num_optimizer_steps) == (1, 1, 1)
     assert set(result.metrics) <= set(STEP_METRICS)
     assert {name for name in STEP_METRICS if name.startswith("critic/")} <= set(result.metrics)
@@ -70,7 +70,7 @@ def test_records_show_the_critics_values_of_a_response() -> None:
 def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
     policy, critic = FakePolicy(), FakeCritic()
     learner = make(policy, critic, critic={"warmup_train_steps": 2})
-    metrics = [learner.learn(batch(), step).metrics for step in range(3)]
+    metrics = [learner.learn(batch(), step)[1].metrics for step in range(3)]
     assert (policy.num_steps, critic.num_steps) == (1, 3)
     assert set(metrics[0]) == set(metrics[2]), "a step has the same metrics either way"
 
@@ -93,8 +93,8 @@ def test_the_gate_holds_while_the_policy_stands_still() -> None:
 
 def test_correct_responses_are_also_learned_by_heart() -> None:
     policy = FakePolicy()
-    metrics = make(policy, FakeCritic(), algorithm={"positive_example_coefficient": 0.1}).learn(batch(), 0).metrics
-    without = make(FakePolicy(), FakeCritic()).learn(batch(), 0).metrics
+    metrics = make(policy, FakeCritic(), algorithm={"positive_example_coefficient": 0.1}).learn(batch(), 0)[1].metrics
+    without = make(FakePolicy(), FakeCritic()).learn(batch(), 0)[1].metrics
     # Every token has log-prob -1; the weights of correct responses' tokens sum to the coefficient.
     assert metrics["actor/positive_nll"] == pytest.approx(1.0) and without["actor/positive_nll"] == 0.0
     assert metrics["actor/loss"] - without["actor/loss"] == pytest.approx(0.1, abs=1e-6)
@@ -107,7 +107,7 @@ def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
         policy = FakePolicy()
         windows = {"name": "tppo", "loss": {"name": "ppo_clip", "aggregation": aggregation}}
         learner = make(policy, FakeCritic(), algorithm=windows, training={"mini_batch_prompts": 1})
-        losses[aggregation] = learner.learn(batch(), 0).metrics["actor/loss"]
+        losses[aggregation] = learner.learn(batch(), 0)[1].metrics["actor/loss"]
         assert policy.num_steps == 2
     estimated = make_estimates().policy_samples
     tokens = [float(sample.advantages.sum()) for sample in estimated]
@@ -132,7 +132,7 @@ def test_equal_returns_are_no_reason_for_an_alarm_and_no_step_of_the_history(cap
     """The first windows of a run: the few responses that are finished are all wrong."""
     learner = make(FakePolicy(), FakeCritic(), critic={"explained_variance_alarm": 0.9})
     with caplog.at_level(logging.INFO):
-        metrics = learner.learn([judged("0/0", 3, -1.0), judged("0/1", 2, -1.0)], 4).metrics
+        metrics = learner.learn([judged("0/0", 3, -1.0), judged("0/1", 2, -1.0)], 4)[1].metrics
     assert metrics["critic/explained_variance"] == 0.0 and learner.critic.counters.history == []
     assert "all returns are equal" in caplog.text and "the critic explains" not in caplog.text
 
@@ -154,8 +154,8 @@ def test_kl_is_taken_off_the_rewards() -> None:
 
     learner = make(FakePolicy(), FakeCritic(), Reference(), algorithm={"kl_reward_coefficient": 0.5})
     # k1 = log pi - log pi_ref = 0.25 a token, so the penalty of a response is 0.125 a token to go.
-    plain = make(FakePolicy(), FakeCritic()).learn([judged("0/0", 3, 1.0)], 0).metrics
-    shaped = learner.learn([judged("0/0", 3, 1.0)], 0).metrics
+    plain = make(FakePolicy(), FakeCritic()).learn([judged("0/0", 3, 1.0)], 0)[1].metrics
+    shaped = learner.learn([judged("0/0", 3, 1.0)], 0)[1].metrics
     assert plain["critic/return_mean"] - shaped["critic/return_mean"] == pytest.approx(0.125 * (3 + 2 + 1) / 3)
     assert bool(torch.isfinite(torch.tensor(shaped["actor/loss"])))
 

@@ -49,6 +49,15 @@ def test_mini_batches_are_its_own_and_the_schedule_counts_train_steps() -> None:
     assert learner.counters.optimizer_steps == 3
 
 
+def test_the_learning_rate_reported_is_that_of_the_last_step() -> None:
+    critic = FakeCritic()
+    optimizer = {"learning_rate": 1e-2, "warmup_steps": 10, "warmup_unit": "optimizer_step"}
+    learner = make_critic_learner(critic, make_config(critic={"optimizer": optimizer}))
+    for step in range(3):
+        metrics = learner.learn([with_targets("0/0", 2, 1.0)], step)
+        assert metrics["critic/learning_rate"] == critic.learning_rates[-1] == pytest.approx(1e-3 * (step + 1))
+
+
 def test_a_step_that_is_not_finite_is_counted() -> None:
     critic = FakeCritic(applies=False, grad_norm=float("nan"))
     learner = make_critic_learner(critic)

@@ -9,12 +9,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rewards.repetition import repetition_numbers, zlib_ratio
 from megatron_dapo.rollout.statistics import statistics_from_json
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
-from megatron_dapo.telemetry.metrics import STEP_METRICS, checked
+from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS, checked
 from megatron_dapo.trainer.metrics import (
     prefix_metrics,
     quality_metrics,
@@ -22,9 +23,11 @@ from megatron_dapo.trainer.metrics import (
     reward_metrics,
     rollout_metrics,
     source_metrics,
+    step_metrics,
     throughput_metrics,
     window_metrics,
 )
+from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, VersionRange
 
 
@@ -41,6 +44,22 @@ def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None
     for name in ("token_staleness_mean", "token_staleness_max", "partial_share", "responses_continued"):
         assert metrics[f"rollout/{name}"] == 0
     assert metrics["rollout/tokens_discarded"] == metrics["rollout/groups_unfinished"] == 0
+
+
+def test_rounds_are_those_that_the_collector_counts(make_world: Callable) -> None:
+    world = make_world([0.5] * 60, oversample=1.25, max_staleness=1, filter_groups=False)
+    config = config_from_dict(
+        {
+            "model": {"path": "."},
+            "data": {"train_paths": ["a"]},
+            "rollout": {"prompts_per_step": 10, "oversample": 1.25, "max_staleness": 1},
+        }
+    )
+    rollout = world.collector.collect(10)
+    times = dict.fromkeys((*PHASES, "step"), 1.0)
+    metrics = step_metrics(config, TrainBatch([], False, 1), rollout, 0, {}, times, 0.0)
+    assert rollout.statistics.num_started == 13, "12.5 rounded up: two rounds, if the metric rounded down"
+    assert metrics["rollout/generation_rounds"] == world.collector.generation_step == 1
 
 
 def test_sources_by_counting_their_groups(make_world: Callable) -> None:
