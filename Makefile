@@ -121,8 +121,6 @@ smollm2-gpu:
 # Tests share the two cores: many wait for processes to start. Files that share ranks, a run or a server stay in one process
 # (tests/conftest.py), and what is collected first starts first.
 BESIDE := -n 2 --max-worker-restart 50 --dist loadfile --no-loadscope-reorder
-# Needs SGLang's environment, which may be installed while the other unit tests run.
-ROUTER_TESTS := tests/unit/engines/sglang/test_router.py
 
 # $(call pytest,NAME,ARGUMENTS,ENVIRONMENT). With AGAIN=1 the tests that failed run once more, alone, and a line says so for
 # those that pass then. Only exit code 1 means that all tests ran and some failed.
@@ -136,7 +134,7 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
-	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(ROUTER_TESTS) $(MEGATRON_TESTS)) -n 2 -m "not long")
+	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(MEGATRON_TESTS)) -n 2 -m "not long")
 
 test-triton: .venv .venv-triton
 	$(call pytest,$@,-n 2 $(TRITON_TESTS),PYTHONPATH=.venv-triton)
@@ -178,13 +176,13 @@ OLDEST_TESTS := $(addprefix tests/unit/,config cli rewards data rollout telemetr
 	touch $@
 
 test-oldest: .venv-oldest/.installed
-	$(RUN) $(HERE) .venv-oldest/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ -m "not long" --ignore $(ROUTER_TESTS) $(OLDEST_TESTS)
+	$(RUN) $(HERE) .venv-oldest/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ -m "not long" $(OLDEST_TESTS)
 	rm -rf runs/oldest
 	$(RUN) $(HERE) .venv-oldest/bin/python -m megatron_dapo.cli.main quickstart --output-dir runs/oldest --set run.total_steps=2 --set evaluation.num_samples=1
 
 # Tests that start processes: ranks, servers, whole runs.
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
-	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed tests/engine $(ROUTER_TESTS) tests/e2e tests/gpu)
+	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed tests/engine tests/e2e tests/gpu)
 
 # What needs more than the trainer's environment: short parts, each with packages that no other needs, and the process tests.
 test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs

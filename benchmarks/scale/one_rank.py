@@ -256,8 +256,8 @@ def counted(case: dict[str, Any], ledger: Ledger, neighbors: Neighbors | None) -
         builder = build_engines.SglangBuilder
         stack.enter_context(patch(builder, "_spawn", lambda _, index, local_index: StandInServer(index, ledger)))
         stack.enter_context(patch(builder, "_client", lambda _, server: StandInServer(server.index, ledger)))
-        frontend = SimpleNamespace(dead=dict, serve=lambda *_: None, close=lambda: None)
-        stack.enter_context(patch(builder, "_frontend", lambda *_: frontend))
+        engine = SimpleNamespace(failed_servers={}, set_policy_version=lambda version: None, close=lambda: None)
+        stack.enter_context(patch(builder, "_engine", lambda *_: engine))
         stack.enter_context(patch(builder, "_own_address", lambda _: case["host"]))
         stack.enter_context(patch(socket, "gethostname", lambda: f"node{case['rank'] // case['per_node']}"))
         if neighbors is not None:

@@ -64,13 +64,6 @@ ENGINE_RULES = (
         reason="the embedded engine does not say which experts it chose",
     ),
     Rule(
-        "not sglang.router",
-        "set sglang.router = false, or rollout.routing_replay = false",
-        path="rollout.routing_replay",
-        where="rollout.routing_replay",
-        reason="SGLang's router does not pass the request for experts on",
-    ),
-    Rule(
         '"moe" not in megatron.get("recompute_modules", ())',
         'leave "moe" out of megatron.recompute_modules, or set model.recompute_granularity = "full"',
         path="rollout.routing_replay",

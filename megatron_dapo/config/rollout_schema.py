@@ -347,10 +347,6 @@ class SglangConfig(Section):
     rounding's. Servers on GPUs round activations as well, and so does a trainer in FP8; fixed prompts are then held
     against this, too, not against the tighter one."""
 
-    router: bool = False
-    """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at
-    least two servers."""
-
     max_running_requests: PositiveInt = 128
     """Responses a server generates at a time."""
 

@@ -47,7 +47,7 @@ _EXTRA = re.compile(r"\bextra\s*==")  # metadata lists what extras require, too,
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SGLANG_CODE = """
-import importlib.metadata, importlib.util, json, os
+import importlib.metadata, json, os
 try:
     distribution = importlib.metadata.distribution("sglang")
     version, record = distribution.version, [str(distribution.locate_file(""))]
@@ -58,7 +58,7 @@ try:
 except importlib.metadata.PackageNotFoundError:
     version = record = None
 nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None, record, nccl]))
+print(json.dumps([version, record, nccl]))
 """
 
 
@@ -288,7 +288,7 @@ def model_problem(config: Config) -> tuple[str, str]:
 
 
 def sglang_facts(config: Config) -> SglangFacts:
-    """Ask the engines' interpreter for SGLang's version and the router."""
+    """Ask the engines' interpreter for SGLang's version and NCCL's settings."""
     python = Path(config.sglang.python or sys.executable).absolute()
     if not python.is_file():
         return SglangFacts(python, error="no such file")
@@ -297,14 +297,13 @@ def sglang_facts(config: Config) -> SglangFacts:
     try:
         # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
         answer = run([str(python), "-c", _SGLANG_CODE], {**inherited, "PYTHONPATH": ""}, 120)
-        version, has_router, record, nccl = json.loads(answer)
+        version, record, nccl = json.loads(answer)
     except (ProbeFailure, ValueError) as failure:  # ValueError: it printed something else, so it is no Python
         return SglangFacts(python, error=str(failure))
     own = agreed_settings(inherited) if config.sglang.weight_sync_transport == "p2p" else {}
     return SglangFacts(
         python,
         version=version,
-        has_router=has_router,
         record=tuple(record or ()),
         nccl_difference=difference(own, nccl, "in the trainer", f"for {python}"),
     )

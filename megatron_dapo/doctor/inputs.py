@@ -110,7 +110,7 @@ def _engine_problems(config: Config, tries_import: bool) -> Iterator[Violation]:
     facts = gather.sglang_facts(config)
     if tries_import and facts.version is not None:
         facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    findings = recipe.sglang_findings(facts, config.sglang.router)
+    findings = recipe.sglang_findings(facts)
     for finding in [*findings, *recipe.engine_library_findings(facts.libraries, config.sglang, None)]:
         if finding.verdict == "conflict":
             yield UnusableInput("sglang.python", finding.detail, finding.fix)

@@ -38,7 +38,6 @@ class SglangFacts:
     python: Path
     error: str = ""  # why its interpreter does not run
     version: str | None = None  # None: SGLang is not installed
-    has_router: bool = False
     record: tuple[object, ...] = ()  # path, modification time and size of the installation's RECORD
     libraries: EngineLibraries | None = None  # None: not tried
     nccl_difference: str = ""  # between trainer and servers, if weights travel by p2p
@@ -68,7 +67,7 @@ def processes_finding(needed: int, num_devices: int) -> Finding:
     return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
 
 
-def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
+def sglang_findings(facts: SglangFacts) -> list[Finding]:
     """Check that the engines' environment can start the recipe's servers."""
     name = "sglang"
     if facts.error:
@@ -90,10 +89,6 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     if facts.nccl_difference:
         fix = "p2p joins both in one communicator: export the same before the run starts, and nothing in sglang.python's script"
         findings.append(conflict("sglang nccl", facts.nccl_difference, fix))
-    if wants_router:
-        problem = "" if facts.has_router else f"sglang_router is not installed for {facts.python}"
-        fix = f"{facts.python} -m pip install sglang-router==0.3.2, or set sglang.router = false"
-        findings.append(conflict_or_ok("sglang router", problem, fix, "installed"))
     return findings
 
 

@@ -145,10 +145,10 @@ def _servers(config: Config, torch: machine.TorchFacts, model_bytes: int | None)
     facts = gather.sglang_facts(config)
     if facts.version is not None:
         facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    yield from recipe.sglang_findings(facts, sglang.router)
+    yield from recipe.sglang_findings(facts)
     yield from recipe.engine_library_findings(facts.libraries, sglang, torch)
-    # Each server needs a port for requests and one for its ranks' rendezvous; the router one for requests and one for metrics.
-    wanted = 2 * (sglang.servers_per_node + sglang.router)
+    # Each server needs a port for requests and one for its ranks' rendezvous.
+    wanted = 2 * sglang.servers_per_node
     fix = "set sglang.host to an address of this node, or end the processes that use the ports"
     yield conflict_or_ok("ports", gather.ports_problem(sglang.host, wanted), fix, f"{wanted} free on {sglang.host}")
     if sglang.weight_sync_transport == "shared_memory" and not torch.devices:

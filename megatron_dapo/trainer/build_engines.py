@@ -35,10 +35,8 @@ from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSetting
 from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
-from megatron_dapo.engines.sglang.frontend import DirectFrontend, Frontend, RouterFrontend
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
-from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
@@ -203,8 +201,8 @@ class SglangBuilder(EngineBuilder):
 
     def _connect(self, actor: MegatronActor) -> Engines:
         weights = SOURCES[self._config.sglang.quantization](actor, self._ranks.rank, self._coordination)
-        frontend = self._frontend if self._ranks.rank == 0 else None
-        self._engines.attach(partial(self._weight_sync, actor, weights), frontend, weights.current)
+        engine = self._engine if self._ranks.rank == 0 else None
+        self._engines.attach(partial(self._weight_sync, actor, weights), engine, weights.current)
         return Engines(
             self._engines, self._engines, self._engines, weights.as_served if weights.needs_description else None
         )
@@ -293,21 +291,9 @@ class SglangBuilder(EngineBuilder):
 
     # Generation, on rank 0
 
-    def _frontend(self, clients: Mapping[int, SglangClient]) -> Frontend:
-        """Return rank 0's way to the servers. ValueError if one would cut the run's longest sequences."""
-        longest = min(client.max_length() for client in clients.values())
-        max_running = self._config.sglang.max_running_requests
-        if not self._config.sglang.router:
-            return DirectFrontend(clients, partial(self._engine, longest, max_running))
-        # One connection to the router for everything its servers can run.
-        build = partial(self._engine, longest, max_running * len(clients))
-        key, timeouts = read_key(self._key_file), client_timeouts(self._config)
-        return RouterFrontend(
-            clients, build, self._start_router, lambda url, workers: RoutedClient(url, key, workers, timeouts)
-        )
-
-    def _engine(self, longest: int, max_in_flight: int, clients: Sequence[SglangClient]) -> SglangEngine:
-        config = self._config
+    def _engine(self, clients: Sequence[SglangClient]) -> SglangEngine:
+        """Return the engine over all servers. ValueError if one would cut the run's longest sequences."""
+        config, longest = self._config, min(client.max_length() for client in clients)
         if longest < config.longest_sequence:
             raise ValueError(
                 f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
@@ -318,15 +304,11 @@ class SglangBuilder(EngineBuilder):
         settings = SglangEngineSettings(
             longest,
             sizes.vocab_size,
-            max_in_flight,
+            config.sglang.max_running_requests,
             abort_s=config.sglang.abort_timeout_seconds,
             routing=routing,
         )
         return SglangEngine(clients, settings)
-
-    def _start_router(self, urls: Sequence[str]) -> SglangRouter:
-        settings = RouterSettings(engine_python(self._config), self._key_file, self._config.run.output_dir / "engines")
-        return SglangRouter.start(settings, urls)
 
     # Weight sync
 

@@ -38,7 +38,6 @@ engine = "{engine}"
 ENGINES = {
     "colocated": 'placement = "colocated"\nweight_sync_transport = "shared_memory"',
     "disaggregated": 'placement = "disaggregated"\nweight_sync_transport = "p2p"',
-    "router": 'placement = "disaggregated"\nweight_sync_transport = "p2p"\nrouter = true',
 }
 DATA = tuple(str(QUICKSTART / name) for name in ("base_model", "train.jsonl", "heldout.jsonl"))
 

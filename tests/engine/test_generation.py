@@ -18,7 +18,6 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter, is_installed
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
@@ -235,30 +234,6 @@ def continuation(request: GenerationRequest, window: Completion) -> GenerationRe
 def generate_all(engine: SglangEngine, requests: list[GenerationRequest]) -> dict[str, Completion]:
     engine.submit(requests)
     return drain(engine)
-
-
-@pytest.mark.long  # tests/unit/engines/sglang/test_router.py has stand-ins for servers
-def test_the_router_spreads_requests_over_both(
-    servers: list[SglangServer], engine_python: Path, tmp_path: Path
-) -> None:
-    if not is_installed(engine_python):
-        pytest.skip(f"sglang_router is not installed for {engine_python}")
-    key_file, clients = servers[0].key_file, clients_of(servers)
-    router = SglangRouter.start(RouterSettings(engine_python, key_file, tmp_path), [server.url for server in servers])
-    try:
-        router.wait_until_healthy(2)
-        routed = RoutedClient(router.url, read_key(key_file), clients, TIMEOUTS)
-        with SglangEngine([routed], settings_of(clients[0])) as engine:
-            engine.set_policy_version(0)
-            requests = make_requests(4)
-            engine.submit(requests)
-            through_router = drain(engine)
-        with SglangEngine(clients, settings_of(clients[0])) as engine:
-            engine.set_policy_version(0)
-            engine.submit(requests)
-            check_equal(through_router, drain(engine))
-    finally:
-        router.stop()
 
 
 @pytest.mark.long  # tests/unit/engines/sglang/test_engine.py has stand-ins for servers

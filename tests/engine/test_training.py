@@ -18,7 +18,6 @@ import pytest
 from fp8_world import CUT_HEADS, PARITY, RANDOM_MODEL_SETTINGS, ROUNDING, save_quickstart_model
 from sglang_runs import ENVIRONMENT, command
 
-from megatron_dapo.engines.sglang.router import is_installed
 from megatron_dapo.launch.local import worker_pid_file
 from tools.listening import watch_sockets
 from tools.prove_resume import write_recipe
@@ -185,23 +184,6 @@ def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., R
     assert 1e-3 < row["mismatch/abs_logprob_diff_mean"] < 0.2
     check_nothing_is_left(run)
 
-
-@pytest.mark.long
-def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path) -> None:
-    """Generation requests go to the router alone and reach both servers; both get every version."""
-    if not is_installed(engine_python):
-        pytest.skip(f"sglang_router is not installed for {engine_python} (make test-engine does that)")
-    run = train("sglang.router=true", "sglang.servers_per_node=2", *ON_POLICY)
-    summary = run.finish()
-    assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
-    check_samples(run)
-    for row in run.rows("metrics.jsonl"):
-        assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
-    assert (run.engines / "router.log").is_file()
-    for log in ("engine_0.log", "engine_1.log"):
-        assert run.count_in_log(log, "POST /generate") > NUM_STEPS
-        assert run.count_in_log(log, "POST /update_weight_version") >= NUM_STEPS
-    check_nothing_is_left(run)
 
 
 @pytest.mark.long

@@ -121,7 +121,7 @@ class SglangClient:
     """One server. Control calls block; `generate` is a coroutine for the engine's thread.
 
     Args:
-        url: http://host:port of the server (or of a router in front of several, then for `generate` alone).
+        url: http://host:port of the server.
         key: its API key, None where it has none.
         api_version: what its version needs, see `versions.api_version_of`; None: no update session.
         name: how errors call the server; the URL by default.
@@ -155,12 +155,6 @@ class SglangClient:
 
     def close(self) -> None:
         self._http.close()
-
-    def is_fatal(self, error: EngineError) -> bool:
-        """Return True if an error of `generate` means that this server has failed. After a lost connection or a deadline its
-        health decides.
-        """
-        return not isinstance(error, (EngineGone, EngineTimeout))
 
     # Generation
 

@@ -21,7 +21,6 @@ import torch
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
-from megatron_dapo.engines.sglang.frontend import Frontend
 from megatron_dapo.engines.sglang.servers import ReadyServer, Servers
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -134,7 +133,7 @@ class SglangEngines:
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: WeightSync | None = None
-        self._frontend: Frontend | None = None
+        self._engine: SglangEngine | None = None  # rank 0, once the first version is published
         self._is_connected = False
         self._version = -1
         self._all_gone = threading.Event()  # set by the collecting thread when no server is left
@@ -143,17 +142,17 @@ class SglangEngines:
     def attach(
         self,
         build_update: Callable[[dict[int, SglangClient]], WeightSync],
-        build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None,
+        build_engine: Callable[[Sequence[SglangClient]], SglangEngine] | None,
         weights: Callable[[], Buffers],
     ) -> None:
         """Connect the engines to the actor, before the first `publish`.
 
         Args:
             build_update: the update machinery, given the clients of the servers this rank leads.
-            build_frontend: rank 0's way to generate with all servers, given their clients; None on other ranks.
+            build_engine: rank 0's engine over all servers, given their clients by index; None on other ranks.
             weights: this rank's current weights as the servers want them. Collective.
         """
-        self._build_update, self._build_frontend, self._weights = build_update, build_frontend, weights
+        self._build_update, self._build_engine, self._weights = build_update, build_engine, weights
         self._is_attached = True
 
     # CollectiveEngine
@@ -235,7 +234,7 @@ class SglangEngines:
         if self._update is None:
             assert self._is_attached, "attach comes before publish"
             self._update = self._build_update(self._controls)
-        lost = self._servers.dead(self._frontend.dead() if self._frontend is not None else {})
+        lost = self._servers.dead(self._engine.failed_servers if self._engine is not None else {})
         if lost:
             self._replace(lost)
         weights = self._weights()
@@ -290,8 +289,8 @@ class SglangEngines:
     def close(self) -> None:
         """End rank 0's connections and this rank's servers."""
         self._back.set()
-        if self._frontend is not None:
-            self._frontend.close()
+        if self._engine is not None:
+            self._engine.close()
         for client in {*self._controls.values(), *self._clients.values()}:
             client.close()
         if self._update is not None:
@@ -308,8 +307,8 @@ class SglangEngines:
 
     @property
     def _rollout(self) -> SglangEngine:
-        assert self._frontend is not None, "rank 0 drives, once the first version is published"
-        return self._frontend.engine
+        assert self._engine is not None, "rank 0 drives, once the first version is published"
+        return self._engine
 
     def _join(self, server: ReadyServer) -> None:
         if server.leader == self._rank:
@@ -323,9 +322,9 @@ class SglangEngines:
         As at the start of a run, those on the trainer's GPUs come up while none of its models is there, since they size
         their caches by the free memory they find, and then sleep until the weight sync wakes them.
         """
-        if self._frontend is not None:
+        if self._engine is not None:
             for index, reason in lost.items():
-                self._frontend.lose(index, reason)
+                self._engine.mark_failed(index, reason)
         if self._device is not None:
             self.offload_models()
             torch.cuda.empty_cache()
@@ -347,10 +346,11 @@ class SglangEngines:
         """Let all servers, replaced ones included, generate with the version."""
         self._version = version
         self._servers.note_served()
-        if self._build_frontend is not None and self._frontend is None:
-            # A server that is held back until its weights are there does not answer a router's health check.
-            self._frontend = self._build_frontend(self._clients)
-        if self._frontend is not None:
-            self._frontend.serve(version, self._clients)
+        if self._build_engine is not None and self._engine is None:
+            self._engine = self._build_engine([self._clients[index] for index in sorted(self._clients)])
+        if self._engine is not None:
+            self._engine.set_policy_version(version)
+            for index in self._engine.failed_servers:
+                self._engine.restore(index, self._clients[index])
         self._all_gone.clear()
         self._back.set()

@@ -408,7 +408,7 @@ class SglangEngine:
         server = attempt.server
         if isinstance(error, EngineHttpError) and error.is_refusal:
             self._refusal = self._refusal or error
-        elif not server.client.is_fatal(error):
+        elif isinstance(error, (EngineGone, EngineTimeout)):
             self._suspect(server)
         elif server.is_alive:
             self._fail(server, error)

@@ -124,15 +124,6 @@ BROKEN = [
         {
             "rollout__engine": "sglang",
             "rollout__routing_replay": True,
-            "sglang__router": True,
-            "sglang__servers_per_node": 2,
-        },
-    ),
-    (
-        "rollout.routing_replay",
-        {
-            "rollout__engine": "sglang",
-            "rollout__routing_replay": True,
             "model__recompute_granularity": "selective",
             "megatron": {"recompute_modules": ["moe", "core_attn"]},
         },

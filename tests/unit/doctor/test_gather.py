@@ -92,10 +92,10 @@ def test_a_probe_that_fails_says_why() -> None:
 
 def test_facts_of_the_servers_environment_come_from_its_own_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho \'["0.5.19", true, ["/r", 1, 2], {}]\'\n', encoding="utf-8")
+    script.write_text('#!/bin/sh\necho \'["0.5.19", ["/r", 1, 2], {}]\'\n', encoding="utf-8")
     script.chmod(0o755)
     facts = gather.sglang_facts(config(sglang={"python": str(script)}))
-    assert (facts.error, facts.version, facts.has_router, facts.record) == ("", "0.5.19", True, ("/r", 1, 2))
+    assert (facts.error, facts.version, facts.record) == ("", "0.5.19", ("/r", 1, 2))
     script.write_text("#!/bin/sh\necho broken >&2; exit 1\n", encoding="utf-8")
     assert gather.sglang_facts(config(sglang={"python": str(script)})).error == "broken"
     assert gather.sglang_facts(config(sglang={"python": str(tmp_path / "no")})).error == "no such file"
@@ -108,7 +108,7 @@ def test_a_script_that_gives_servers_other_settings_of_nccl(tmp_path: Path) -> N
     p2p = {"placement": "disaggregated", "weight_sync_transport": "p2p"}
     facts = gather.sglang_facts(config(sglang={"python": str(script), **p2p}))
     assert facts.nccl_difference == f"NCCL_CUMEM_ENABLE is 0 in the trainer and 1 for {script}"
-    [refusal] = [each for each in sglang_findings(replace(facts, version="0.5.17"), False) if each.name == "sglang nccl"]
+    [refusal] = [each for each in sglang_findings(replace(facts, version="0.5.17")) if each.name == "sglang nccl"]
     assert refusal.verdict == "conflict" and facts.nccl_difference in refusal.detail
     assert gather.sglang_facts(config(sglang={"python": sys.executable, **p2p})).nccl_difference == ""
     assert gather.sglang_facts(config(sglang={"python": str(script)})).nccl_difference == ""  # no communicator

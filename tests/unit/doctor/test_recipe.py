@@ -33,19 +33,18 @@ def test_processes(needed: int, devices: int, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts, wants_router, verdicts, words",
+    "facts, verdicts, words",
     [
-        (SglangFacts(PYTHON, error="no such file"), False, ["conflict"], "no such file"),
-        (SglangFacts(PYTHON), False, ["conflict"], "not installed"),
-        (SglangFacts(PYTHON, version="0.5.16"), False, ["conflict"], "older"),
-        (SglangFacts(PYTHON, version="0.6.0"), False, ["warning"], "0.6.0 for /engines/bin/python; tested are 0.5.17 to 0.5.23: servers are probed"),
-        (SglangFacts(PYTHON, version="0.5.17"), False, ["ok"], "0.5.17"),
-        (SglangFacts(PYTHON, version="0.5.23.post1"), True, ["ok", "conflict"], "sglang_router"),
-        (SglangFacts(PYTHON, version="0.5.23", has_router=True), True, ["ok", "ok"], "installed"),
+        (SglangFacts(PYTHON, error="no such file"), ["conflict"], "no such file"),
+        (SglangFacts(PYTHON), ["conflict"], "not installed"),
+        (SglangFacts(PYTHON, version="0.5.16"), ["conflict"], "older"),
+        (SglangFacts(PYTHON, version="0.6.0"), ["warning"], "0.6.0 for /engines/bin/python; tested are 0.5.17 to 0.5.23: servers are probed"),
+        (SglangFacts(PYTHON, version="0.5.17"), ["ok"], "0.5.17"),
+        (SglangFacts(PYTHON, version="0.5.23.post1"), ["ok"], "0.5.23.post1"),
     ],
 )
-def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], words: str) -> None:
-    findings = recipe.sglang_findings(facts, wants_router)
+def test_sglang(facts: SglangFacts, verdicts: list[str], words: str) -> None:
+    findings = recipe.sglang_findings(facts)
     assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
 
 

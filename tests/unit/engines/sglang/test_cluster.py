@@ -76,28 +76,27 @@ class Node:
         return [server for server in self.started if server.index == index][-1]
 
 
-class Frontend:
-    """Rank 0's path to the servers: polls return one response, or raise once all servers are lost."""
+class Engine:
+    """Rank 0's engine: polls return one response, or raise once all servers are lost."""
 
-    def __init__(self, clients: Mapping[int, Any]) -> None:
-        self.engine = self
-        self.clients = dict(clients)
-        self.lost: dict[int, str] = {}
-        self.served: list[tuple[int, list[str]]] = []
+    def __init__(self, clients: Sequence[Any]) -> None:
+        self.clients = list(clients)
+        self.failed_servers: dict[int, str] = {}
+        self.version = -1
         self.num_unfinished = 1
 
-    def dead(self) -> Mapping[int, str]:
-        return dict(self.lost)
+    def mark_failed(self, index: int, reason: str) -> None:
+        self.failed_servers = {**self.failed_servers, index: reason}
 
-    def lose(self, index: int, reason: str) -> None:
-        self.lost[index] = reason
+    def restore(self, index: int, client: Any) -> None:
+        self.failed_servers = {other: reason for other, reason in self.failed_servers.items() if other != index}
+        self.clients[index] = client
 
-    def serve(self, version: int, clients: Mapping[int, Any]) -> None:
-        self.lost.clear()
-        self.served.append((version, [clients[index].url for index in sorted(clients)]))
+    def set_policy_version(self, version: int) -> None:
+        self.version = version
 
     def poll(self) -> list[Any]:
-        if len(self.lost) == len(self.clients):
+        if len(self.failed_servers) == len(self.clients):
             raise AllEnginesGone("all servers are gone")
         return ["a response"]
 
@@ -128,19 +127,19 @@ class World:
     node: Node
     engines: SglangEngines
     updates: list[Update]
-    frontends: list[Frontend]
+    built: list[Engine]
 
     @property
     def update(self) -> Update:
         return self.updates[0]
 
     @property
-    def frontend(self) -> Frontend:
-        return self.frontends[0]
+    def engine(self) -> Engine:
+        return self.built[0]
 
 
 def make_world(num_servers: int = 2, budget: int = 3) -> World:
-    node, updates, frontends = Node(), [], []
+    node, updates, built = Node(), [], []
 
     def connect(server: ReadyServer) -> Any:
         return SimpleNamespace(url=server.url, close=lambda: None)
@@ -149,14 +148,14 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
         updates.append(Update(controls))
         return updates[-1]
 
-    def build_frontend(clients: Mapping[int, Any]) -> Frontend:
-        frontends.append(Frontend(clients))
-        return frontends[-1]
+    def build_engine(clients: Sequence[Any]) -> Engine:
+        built.append(Engine(clients))
+        return built[-1]
 
     servers = StartedServers(node.start, NodeTopology(1, 1), 0, num_servers, budget, Coordination())
     engines = SglangEngines(servers, 0, connect, Coordination())
-    engines.attach(build_update, build_frontend, dict)
-    return World(node, engines, updates, frontends)
+    engines.attach(build_update, build_engine, dict)
+    return World(node, engines, updates, built)
 
 
 def test_first_version_waits_for_the_servers_and_fills_all() -> None:
@@ -179,13 +178,14 @@ def test_dead_server_is_replaced_before_the_update() -> None:
     world.node.newest(1).alive = False
     world.engines.publish(1)
     assert world.update.synced[2:] == [("http://server-0.0", 1), ("http://server-1.1", 1)]
-    assert world.frontend.served[-1] == (1, ["http://server-0.0", "http://server-1.1"])
+    assert world.engine.version == 1 and not world.engine.failed_servers
+    assert [client.url for client in world.engine.clients] == ["http://server-0.0", "http://server-1.1"]
 
 
 def test_a_server_lost_by_generation_is_replaced_although_its_process_runs() -> None:
     world = make_world()
     world.engines.publish(0)
-    world.frontend.lose(0, "it hangs")
+    world.engine.mark_failed(0, "it hangs")
     world.engines.publish(1)
     assert not world.node.started[0].alive and world.update.controls[0].url == "http://server-0.1"
 
@@ -279,7 +279,7 @@ def test_lost_servers_are_restarted_at_the_served_version() -> None:
     def body() -> list[Any]:
         for index in (0, 1):
             world.node.newest(index).alive = False
-            world.frontend.lose(index, "killed")
+            world.engine.mark_failed(index, "killed")
         assert world.engines.poll() == []  # nothing finished, but the servers are back
         return world.engines.poll()
 
@@ -291,7 +291,7 @@ def test_a_collecting_thread_waits_for_the_main_thread_to_restart_servers() -> N
     world = make_world(num_servers=1)
     world.engines.publish(0)
     world.node.newest(0).alive = False
-    world.frontend.lose(0, "killed")
+    world.engine.mark_failed(0, "killed")
     seen: list[Any] = []
 
     def collect() -> None:
@@ -356,7 +356,7 @@ def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -
     device = SharedDevice(expected_bytes, 0.0, server=0)
     engines = SglangEngines(servers, 0, lambda server: SleepingClient(events), Coordination(), device=device)
     engines.offload_models = lambda: events.append("offload models")
-    engines.attach(NotedUpdate, Frontend, lambda: (events.append("onload weights"), {})[1])
+    engines.attach(NotedUpdate, Engine, lambda: (events.append("onload weights"), {})[1])
     return engines
 
 
