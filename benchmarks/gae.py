@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.algorithms.egae import extended_estimates
-from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values
+from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import LengthAdaptiveLambda
 from megatron_dapo.algorithms.token_rewards import outcome_rewards
 
@@ -161,7 +161,7 @@ def measure(num_responses: int, repeats: int) -> dict[str, Any]:
         ),
         "gae": lambda: estimate_values(inputs, GAMMA, lambdas),
         "egae": lambda: extended_estimates(*tokens, ~is_unfinished, GAMMA, lambdas),
-        "decoupled": lambda: decoupled_estimates(inputs, GAMMA, lambdas, 1.0),
+        "decoupled": lambda: (estimate_values(inputs, GAMMA, lambdas), estimate_values(inputs, GAMMA, 1.0)),
         "gaps": lambda: estimate_values(gaps, GAMMA, lambdas),
     }
     # Sides take turns, and the least of their rounds counts: other programs only add to a time.

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
 
+from megatron_dapo.rounding import round_up
+
 FP32, BF16 = "fp32", "bf16"
 FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED = "fp8_blockwise", "fp8_current", "fp8_delayed"
 BY_DTYPE = ""  # fp32 or bf16, by the model's type
@@ -105,7 +107,7 @@ def micro_batch_multiple(tensor: int, context: int, sequence_parallel: bool, tok
 def padded_tokens(num_tokens: int, tensor: int, context: int, sequence_parallel: bool, recipe: str) -> int:
     """Return the tokens of a micro-batch with padding, for a recipe."""
     multiple = micro_batch_multiple(tensor, context, sequence_parallel, token_multiple(recipe))
-    return -(-num_tokens // multiple) * multiple
+    return round_up(num_tokens, multiple)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dapo.reshard.layout import Shard, TensorSpec, shard_view
-from megatron_dapo.reshard.planner import ReshardPlan
+from megatron_dapo.reshard.planner import ANYWHERE, ReshardPlan
 from megatron_dapo.reshard.slices import flat_range_slices
 
 Buffers = Mapping[str, torch.Tensor]
@@ -50,3 +50,20 @@ def execute_in_memory(plan: ReshardPlan, sources: Sequence[Buffers], destination
             source, destination = transfer.source_shard, transfer.destination_shard
             values = shard_view(sources[transfer.source][source.local], source, transfer.bounds)
             shard_view(destinations[rank][destination.local], destination, transfer.bounds).copy_(values)
+
+
+def sent_bound(plan: ReshardPlan, rank: int) -> int:
+    """Return the bytes that `rank` cannot exceed in sending: the sum over the sets of holders it is in of (bytes requested
+    from the set / ranks in it + the largest overlap requested from it)."""
+    bound = 0
+    for node, groups in plan._keys_of(rank):
+        balancer = plan.balancer((node, groups))
+        classes = (
+            plan._far_receivers[groups]
+            if node == ANYWHERE
+            else {plan.receiver(other) for other in plan._node(node, plan.destination)}
+        )
+        requests = (plan.requests(receiver)[node == ANYWHERE].get(groups) for receiver in classes)
+        largest = max(max(request.sizes) for request in requests if request is not None)
+        bound += -(-balancer.num_bytes // len(balancer.members)) + largest
+    return bound

@@ -13,7 +13,7 @@ from locks.networks import PolicyNetwork, ValueNetwork, update_critic
 from locks.values import value_errors
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
-from megatron_dapo.algorithms.gae import decoupled_estimates, monte_carlo_returns
+from megatron_dapo.algorithms.gae import estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LambdaRule, LengthAdaptiveLambda
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, ppo_clip
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
@@ -93,7 +93,7 @@ class Learner:
             responses = self.rollout()
             with torch.no_grad():
                 values = self.critic.of(responses)
-            self._train_critic(responses, monte_carlo_returns(responses.inputs(values), 1.0), values)
+            self._train_critic(responses, estimate_values(responses.inputs(values), 1.0, 1.0).returns, values)
 
     def step(self) -> None:
         """One rollout and its optimizer steps."""
@@ -103,13 +103,15 @@ class Learner:
             old_logprobs = self._logprobs(responses)
         finished = torch.ones_like(responses.lengths, dtype=torch.bool)
         # Decoupled GAE: the policy and the critic each have their own lambda.
-        lambdas = [rule(responses.lengths, finished) for rule in (recipe.policy_lambda, recipe.critic_lambda)]
-        estimates = decoupled_estimates(responses.inputs(values), 1.0, *lambdas)
-        spread = moments(estimates.advantages, torch.ones_like(values))
-        advantages = whiten(estimates.advantages, torch.ones_like(values), spread.mean(), spread.variance())
+        policy, critic = (
+            estimate_values(responses.inputs(values), 1.0, rule(responses.lengths, finished))
+            for rule in (recipe.policy_lambda, recipe.critic_lambda)
+        )
+        spread = moments(policy.advantages, torch.ones_like(values))
+        advantages = whiten(policy.advantages, torch.ones_like(values), spread.mean(), spread.variance())
         for part, inside in self._mini_batches(responses):
             self._update_policy(part, old_logprobs[inside], advantages[inside])
-        self._train_critic(responses, estimates.returns, values)
+        self._train_critic(responses, critic.returns, values)
 
     def _mini_batches(self, responses: Responses) -> list[tuple[Responses, torch.Tensor]]:
         order = torch.randperm(len(responses.lengths), generator=self.generator)

@@ -14,7 +14,7 @@ from locks import language
 from locks.language import Locks, Responses
 from locks.values import fixed_policy, of_values
 
-from megatron_dapo.algorithms.gae import monte_carlo_returns
+from megatron_dapo.algorithms.gae import estimate_values
 from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -41,7 +41,7 @@ MODEL = {
 
 def train_samples(responses: Responses) -> list[TrainSample]:
     """A prompt is one token. Returns are Monte-Carlo."""
-    returns = monte_carlo_returns(responses.inputs(torch.zeros(len(responses.tokens))), 1.0)
+    returns = estimate_values(responses.inputs(torch.zeros(len(responses.tokens))), 1.0, 1.0).returns
     lengths = responses.lengths.tolist()
     parts = zip(responses.prompts, responses.tokens.split(lengths), returns.split(lengths), strict=True)
     return [

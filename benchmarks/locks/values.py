@@ -12,7 +12,7 @@ from locks.networks import ValueNetwork, update_critic
 from torch import nn
 
 from megatron_dapo.algorithms.explained_variance import explained_variance, explained_variance_sums
-from megatron_dapo.algorithms.gae import estimate_values, monte_carlo_returns
+from megatron_dapo.algorithms.gae import estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LambdaRule, LengthAdaptiveLambda
 
 
@@ -31,7 +31,7 @@ def value_errors(values: torch.Tensor, locks: Locks, policy: torch.Tensor) -> di
 
 def of_values(responses: Responses, values: torch.Tensor) -> dict[str, float]:
     """Return the explained variance of `values` [M] for each part of the response."""
-    returns = monte_carlo_returns(responses.inputs(values), 1.0)
+    returns = estimate_values(responses.inputs(values), 1.0, 1.0).returns
     mask = torch.ones_like(values)
     return explained_variance(explained_variance_sums(values, returns, mask, responses.lengths))
 
@@ -130,7 +130,7 @@ def learn_values(locks: Locks, policy: torch.Tensor, loss_name: str, seed: int, 
         responses = sample_many(locks, policy, BATCH, generator)
         with torch.no_grad():
             values = critic.of(responses)
-        returns = monte_carlo_returns(responses.inputs(values), 1.0)
+        returns = estimate_values(responses.inputs(values), 1.0, 1.0).returns
         update_critic(critic, optimizer, responses, returns, values, loss_name)
         schedule.step()
         if step in (num_steps // 5, num_steps):

@@ -84,36 +84,8 @@ def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Te
 
     ValueError where gamma or a lambda lies outside [0, 1] or an input of a trained token is not finite.
     """
-    tokens, stream, checked = _prepared(inputs, gamma, [lambdas])
-    returns = stream.lambda_returns(checked[0])
-    return ValueEstimates(tokens.put(returns - stream.values), tokens.put(returns))
-
-
-def decoupled_estimates(
-    inputs: ValueInputs, gamma: float, policy_lambdas: float | torch.Tensor, critic_lambdas: float | torch.Tensor
-) -> ValueEstimates:
-    """Advantages with one lambda, returns (the critic's targets) with another (VC-PPO, arXiv 2503.01491; VAPO).
-
-    Any baseline leaves the policy gradient unbiased, so the critic may learn from lambda = 1, without the decay of the
-    reward over the response, while the policy keeps the smaller variance of a lambda below 1.
-    """
-    tokens, stream, (policy, critic) = _prepared(inputs, gamma, [policy_lambdas, critic_lambdas])
-    advantages = stream.lambda_returns(policy).sub_(stream.values)
-    return ValueEstimates(tokens.put(advantages), tokens.put(stream.lambda_returns(critic)))
-
-
-def monte_carlo_returns(inputs: ValueInputs, gamma: float) -> torch.Tensor:
-    """Discounted reward to go [P], of cut responses with the discounted bootstrap; the values do not enter."""
-    return estimate_values(inputs, gamma, 1.0).returns
-
-
-def _prepared(
-    inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Tensor]
-) -> tuple[TrainedTokens, _Stream, list[torch.Tensor]]:
-    """The trained tokens as one stream, and each of `lambdas` as one per sequence of it; ValueError for bad ones."""
     _check_range("gamma", gamma)
-    for each in lambdas:
-        _check_range("lambda", each)
+    _check_range("lambda", lambdas)
     tokens = trained_tokens(inputs.loss_mask, inputs.lengths)
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     values = tokens.take(inputs.values.detach()).to(dtype)
@@ -121,7 +93,8 @@ def _prepared(
     bootstrap = inputs.bootstrap.detach().to(dtype)[tokens.present]
     _check_finite({"value": values, "reward": rewards, "bootstrap value": bootstrap})
     stream = _Stream(values, rewards, bootstrap, tokens.last[tokens.present], gamma)
-    return tokens, stream, [_of_present(each, tokens, values) for each in lambdas]
+    returns = stream.lambda_returns(_of_present(lambdas, tokens, values))
+    return ValueEstimates(tokens.put(returns - stream.values), tokens.put(returns))
 
 
 def _of_present(lambdas: float | torch.Tensor, tokens: TrainedTokens, like: torch.Tensor) -> torch.Tensor:

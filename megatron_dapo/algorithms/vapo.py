@@ -4,8 +4,8 @@
 
 T: the correct responses of the optimizer mini-batch, |o|: their trained tokens, the end token included. The weight
 carries mu and the count over the WHOLE mini-batch, so that losses are added over micro-batches and ranks and the result
-does not move with their cut. The other parts of VAPO are settings of other modules: `gae.decoupled_estimates`,
-`length_adaptive_lambda`, `policy_loss.ppo_clip`, "token_mean" in `aggregation`. It samples groups for contrast only:
+does not move with their cut. The other parts of VAPO are settings of other modules: the lambdas of the
+actor and the critic, `length_adaptive_lambda`, `policy_loss.ppo_clip`, "token_mean" in `aggregation`. It samples groups for contrast only:
 the advantage is the critic's.
 """
 

@@ -24,6 +24,7 @@ from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 from megatron_dapo.reshard.slices import Coordinates, Slice
+from megatron_dapo.rounding import round_up
 
 DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of it in shared memory
 _FORMAT_VERSION = 3  # part of the digest: ranks of two releases must not agree by chance
@@ -387,7 +388,8 @@ def _interleaved(units: Sequence[list[Write]], specs: Specs) -> list[list[Write]
 
 
 def _aligned_bytes(unit: Sequence[Write], specs: Specs) -> int:
-    return sum(_aligned(write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize) for write in unit)
+    sizes = (write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize for write in unit)
+    return sum(round_up(size, CHUNK_ALIGNMENT) for size in sizes)
 
 
 def _with_offsets(writes: Sequence[Write], specs: Specs) -> tuple[int, tuple[Write, ...]]:
@@ -397,7 +399,7 @@ def _with_offsets(writes: Sequence[Write], specs: Specs) -> tuple[int, tuple[Wri
     for write in sorted(writes, key=lambda write: write.source):
         placed.append(write._replace(chunk=write.chunk._replace(byte_offset=position)))
         end = position + write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize
-        position = _aligned(end)
+        position = round_up(end, CHUNK_ALIGNMENT)
     return end, tuple(placed)
 
 
@@ -408,7 +410,3 @@ def _bucket(engine_rank: int, index: int, num_bytes: int, writes: tuple[Write, .
     stops = [*list(starts.values())[1:], num_bytes]
     segments = {source: (start, stop) for (source, start), stop in zip(starts.items(), stops)}
     return Bucket(index, num_bytes, tuple(write.chunk for write in writes), segments, engine_rank)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT

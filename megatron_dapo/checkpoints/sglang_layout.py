@@ -24,6 +24,7 @@ from megatron_dapo.checkpoints.computed_layout import (
 from megatron_dapo.config.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
 from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.rounding import round_up
 
 CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to a multiple of this times its size
 
@@ -39,10 +40,6 @@ class EngineSizes:
     vocabulary: int
 
 
-def _multiple(size: int, of: int) -> int:
-    return -(-size // of) * of
-
-
 def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
     """Return the intermediate sizes of a dense layer and of an expert, 0 if the model has none."""
     experts = architecture.experts
@@ -52,7 +49,7 @@ def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
 def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
     """Return the sizes on an accelerator: only the vocabulary is padded, and key-value heads may be replicated."""
     dense, expert = _mlp_sizes(architecture)
-    heads, vocabulary = architecture.num_key_value_heads, _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
+    heads, vocabulary = architecture.num_key_value_heads, round_up(architecture.vocab_size, VOCABULARY_MULTIPLE)
     if heads % tensor_parallel and tensor_parallel % heads:
         raise ValueError(
             f"engine tensor parallel size {tensor_parallel} is neither a multiple nor a divisor of "
@@ -70,15 +67,15 @@ def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_par
     dense, expert = _mlp_sizes(architecture)
     heads = architecture.num_key_value_heads
     if architecture.num_attention_heads % tensor_parallel or heads % tensor_parallel:
-        heads = _multiple(heads, tensor_parallel)
-    vocabulary = _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
+        heads = round_up(heads, tensor_parallel)
+    vocabulary = round_up(architecture.vocab_size, VOCABULARY_MULTIPLE)
     if vocabulary % tensor_parallel:
-        vocabulary = _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
+        vocabulary = round_up(architecture.vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
     return EngineSizes(
         query_heads=heads * architecture.query_groups_ratio,
         key_value_heads=heads,
-        intermediate=_multiple(dense, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
-        expert_intermediate=_multiple(expert, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
+        intermediate=round_up(dense, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
+        expert_intermediate=round_up(expert, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
         vocabulary=vocabulary,
     )
 

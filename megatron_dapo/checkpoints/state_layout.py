@@ -23,6 +23,7 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.assignment import Candidate, worst_fit
 from megatron_dapo.reshard.layout import Shard, local_slice
 from megatron_dapo.reshard.slices import Coordinates, flat_range_slices, intersect
+from megatron_dapo.rounding import round_up
 
 EXPERTS = ".mlp.experts."
 MAX_PIECE = 1 << 22  # elements: pieces of a tensor are at most as large, so that ranks can share the reading of one
@@ -298,7 +299,7 @@ def _share(sizes: Mapping[str, int], is_alone: Callable[[str], bool], ranges: li
 
     def close(at: int) -> int:
         nonlocal bucket, bucket_start
-        bucket_end = _padded(at, multiple)
+        bucket_end = round_up(at, multiple)
         share = (bucket_end - bucket_start) // count
         for local, first, last in bucket:
             for index in range((first - bucket_start) // share, -(-(last - bucket_start) // share)):
@@ -309,7 +310,7 @@ def _share(sizes: Mapping[str, int], is_alone: Callable[[str], bool], ranges: li
         return bucket_end
 
     for local in reversed(sizes):
-        start, alone = _padded(end, _PARAMETER_ALIGNMENT), is_alone(local)
+        start, alone = round_up(end, _PARAMETER_ALIGNMENT), is_alone(local)
         if alone and bucket:
             start = close(start)
         end = start + sizes[local]
@@ -318,7 +319,3 @@ def _share(sizes: Mapping[str, int], is_alone: Callable[[str], bool], ranges: li
             end = close(end)
     if bucket:
         close(end)
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

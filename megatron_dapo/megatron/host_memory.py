@@ -20,6 +20,8 @@ from itertools import accumulate
 
 import torch
 
+from megatron_dapo.rounding import round_up
+
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes of a copy's start: of any type's width, and of a whole transfer of the device
@@ -51,8 +53,8 @@ class _Block:
 
     def __init__(self, sizes: Mapping[int, int], is_locked: bool) -> None:
         """`sizes`: bytes of each storage, by its key."""
-        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
-        num_bytes = -(-ends[-1] // mmap.PAGESIZE) * mmap.PAGESIZE
+        ends = list(accumulate(round_up(size, _ALIGNMENT) for size in sizes.values()))
+        num_bytes = round_up(ends[-1], mmap.PAGESIZE)
         # Not torch's pinned memory, which rounds every allocation up to a power of two: on average a third more.
         memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
         start = -memory.data_ptr() % mmap.PAGESIZE  # whole pages: no other block locks part of them

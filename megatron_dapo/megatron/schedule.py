@@ -23,7 +23,8 @@ from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.parallel_state import Groups
 from megatron_dapo.megatron.precision import keeping_scales
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import padded_length, to_device
+from megatron_dapo.parallel.packing import to_device
+from megatron_dapo.rounding import round_up
 from megatron_dapo.types import MicroBatch
 
 Output = TypeVar("Output")
@@ -129,7 +130,7 @@ def _with_padding(
     cu_seqlens: torch.Tensor, length: int, layout: ParallelLayout, context_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bounds of the sequences with padding up to `length`, and this rank's positions of the padding alone."""
-    end, size = int(cu_seqlens[-1]), padded_length(_PADDING_SEQUENCE, layout.sequence_alignment)
+    end, size = int(cu_seqlens[-1]), round_up(_PADDING_SEQUENCE, layout.sequence_alignment)
     if length <= end:
         return cu_seqlens, torch.empty(0, dtype=torch.int64)
     more = torch.tensor([*range(end + size, length, size), length], dtype=cu_seqlens.dtype)

@@ -11,7 +11,7 @@ from math import lcm
 
 from megatron_dapo.megatron.model_config import GPTConfig, uses_transformer_engine
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import padded_length
+from megatron_dapo.rounding import round_up
 
 ROWS = 64  # a rank's share of the tokens is cut into up to 8 pieces, each of whole rows of a product's tiles
 
@@ -20,7 +20,7 @@ _shapes: set[tuple[int, int, int]] = set()  # of this process's buffers: one at 
 
 def overlapped_tokens(num_tokens: int, layout: ParallelLayout) -> int:
     """Return the length of every micro-batch of at most `num_tokens`."""
-    return padded_length(num_tokens, lcm(layout.micro_batch_alignment, ROWS * layout.tensor * layout.context))
+    return round_up(num_tokens, lcm(layout.micro_batch_alignment, ROWS * layout.tensor * layout.context))
 
 
 def initialize_overlap(config: GPTConfig, layout: ParallelLayout, num_tokens: int) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.rounding import round_up
+
 # The log-prob head, the weight sync and the emulated layers share this rule: scales that are powers of two change no bit of
 # a value but its exponent, so quantizing a quantized value changes nothing.
 BLOCK = 128  # values along a row, and rows of a weight, that share a scale
@@ -82,7 +84,7 @@ def blockwise_linear_padded(hidden: torch.Tensor, weight: torch.Tensor) -> torch
     """Run `blockwise_linear` on any number of tokens, 0 included."""
     num_tokens = hidden.size(0)
     # Rows of zeros are in no block's largest magnitude and in no sum: the result does not depend on how many there are.
-    padding = max(1, -(-num_tokens // BLOCK)) * BLOCK - num_tokens
+    padding = round_up(max(num_tokens, 1), BLOCK) - num_tokens
     return blockwise_linear(torch.nn.functional.pad(hidden, (0, 0, 0, padding)), weight)[:num_tokens]
 
 

@@ -13,6 +13,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.rounding import round_up
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -89,7 +91,7 @@ def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]
     """Byte ranges of the tensors in the common buffer, and its size."""
     places, end = [], 0
     for _, dtype, shape in header:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = round_up(end, ALIGNMENT_BYTES)
         end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
         places.append(slice(start, end))
     return places, end

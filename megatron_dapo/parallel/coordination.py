@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.rounding import round_up
+
 GROUP_SIZE = 8  # of level 0
 FAN_OUT = 4  # groups of one level under a group of the next
 _ALLOWANCE_S = 2.0  # a level of a barrier waits this much longer than the one below, whose verdict it passes on
@@ -213,7 +215,7 @@ class Coordination:
         frames = self._gather_bytes(level, _framed(payload, _SHORT_BYTES), waiting_for, end)
         longest = max(_length(frame) for frame in frames)
         if longest > _SHORT_BYTES - _LENGTH_BYTES:
-            num_bytes = _whole_frames(_LENGTH_BYTES + longest)
+            num_bytes = round_up(_LENGTH_BYTES + longest, _SHORT_BYTES)
             frames = self._gather_bytes(level, _framed(payload, num_bytes), waiting_for, end)
         return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
 
@@ -233,7 +235,7 @@ class Coordination:
         num_first, num_bytes = _SHORT_BYTES - _LENGTH_BYTES, _length(frame)
         if num_bytes <= num_first:
             return json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes])
-        rest = bytearray(payload[num_first:].ljust(_whole_frames(num_bytes - num_first), b"\0"))
+        rest = bytearray(payload[num_first:].ljust(round_up(num_bytes - num_first, _SHORT_BYTES), b"\0"))
         tensor = torch.frombuffer(rest, dtype=torch.uint8)
         self._finish(partial(level.group.broadcast, tensor, root), waiting_for, end)
         return json.loads((frame[_LENGTH_BYTES:] + rest)[:num_bytes])
@@ -276,11 +278,6 @@ def _framed(payload: bytes, num_bytes: int) -> bytearray:
     """Return the length of a payload and as much of it as fits, in exactly `num_bytes`."""
     framed = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: num_bytes - _LENGTH_BYTES]
     return bytearray(framed.ljust(num_bytes, b"\0"))
-
-
-def _whole_frames(num_bytes: int) -> int:
-    """Return the bytes of as many short frames as hold `num_bytes`: what travels does not depend on digits of a number."""
-    return -(-num_bytes // _SHORT_BYTES) * _SHORT_BYTES
 
 
 def _length(framed: bytes | bytearray) -> int:

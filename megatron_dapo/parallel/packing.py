@@ -22,6 +22,7 @@ import torch
 
 from megatron_dapo.parallel.balance import Parts, balanced_partition, fewest_parts, spread
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.rounding import round_up
 from megatron_dapo.types import MicroBatch, TrainSample
 
 PADDING_ID = ""  # sample id of the masked sequence that fills a micro-batch up
@@ -56,11 +57,6 @@ class MicroBatchLimits:
             )
 
 
-def padded_length(length: int, alignment: int) -> int:
-    """`length` rounded up to a multiple of `alignment`."""
-    return -(-length // alignment) * alignment
-
-
 def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> MicroBatchPlan:
     """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by cost.
 
@@ -70,11 +66,11 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
     """
     assert lengths, "a mini-batch has a sequence"
     num_ranks = layout.data
-    sizes = [padded_length(length, layout.sequence_alignment) for length in lengths]
+    sizes = [round_up(length, layout.sequence_alignment) for length in lengths]
     capacity = _capacity(lengths, sizes, layout, limits)
     max_items = limits.max_sequences or None
     fewest = fewest_parts(sizes, capacity, max_items)
-    per_rank = padded_length(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
+    per_rank = round_up(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
     num_parts = min(per_rank * num_ranks, len(sizes))
     costs = [limits.cost(size) for size in sizes]
     # Balanced sums ignore the capacity; parts of equal tokens come closest to it, even where equal costs exceed it.
@@ -94,7 +90,7 @@ def _capacity(lengths: Sequence[int], sizes: Sequence[int], layout: ParallelLayo
     capacity = limits.max_tokens // alignment * alignment
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[largest] > capacity:
-        needed = padded_length(sizes[largest], alignment)
+        needed = round_up(sizes[largest], alignment)
         raise ValueError(
             f"sequence {largest} has {lengths[largest]} tokens, {needed} with padding, but a micro-batch holds at most "
             f"{limits.max_tokens}; raise the micro-batch token limit to at least {needed} or shorten prompts and "
@@ -134,10 +130,10 @@ def pack(
     """
     if len(samples) != len(loss_weights):
         raise ValueError(f"pack: {len(samples)} samples but {len(loss_weights)} loss weights")
-    padded = [padded_length(max(sample.num_tokens, sequence_length), layout.sequence_alignment) for sample in samples]
+    padded = [round_up(max(sample.num_tokens, sequence_length), layout.sequence_alignment) for sample in samples]
     true_lengths = [sample.num_tokens for sample in samples]
     sample_ids = [sample.sample_id for sample in samples]
-    tail = padded_length(max(sum(padded), 1), layout.micro_batch_alignment) - sum(padded)
+    tail = round_up(max(sum(padded), 1), layout.micro_batch_alignment) - sum(padded)
     if tail:
         padded.append(tail)
         true_lengths.append(0)

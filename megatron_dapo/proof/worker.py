@@ -30,7 +30,6 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
-from megatron_dapo.parallel.packing import padded_length
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.cases import (
     CUTS,
@@ -44,6 +43,7 @@ from megatron_dapo.proof.cases import (
 )
 from megatron_dapo.proof.report import LossCheckRow
 from megatron_dapo.reshard.layout import local_holes, shard_view, slice_view
+from megatron_dapo.rounding import round_up
 from megatron_dapo.trainer.updater import loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -137,7 +137,7 @@ def check_cut(
 ) -> LossCheckRow:
     """Compare the gradients of one cut, with samples weighted by `weights`, to the answer of `aggregation`."""
     layout, rank = actor.layout, actor.rank
-    longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
+    longest = round_up(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
     limits = cut.limits(longest)
     micro_batches = build_micro_batches(
         problem.samples, weights, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]

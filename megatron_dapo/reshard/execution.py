@@ -17,6 +17,7 @@ from megatron_dapo.reshard.layout import Shard, shard_view
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Traffic, Transfer
 from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.rounding import round_up
 
 Buffers = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str], torch.dtype]
@@ -140,7 +141,7 @@ def _num_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
 
 def _wire_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
     """Bytes of a transfer within a bucket, its alignment included."""
-    return -(-_num_bytes(dtype_of, transfer) // _ALIGNMENT) * _ALIGNMENT
+    return round_up(_num_bytes(dtype_of, transfer), _ALIGNMENT)
 
 
 def _buckets(dtype_of: DtypeOf, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:

@@ -3,7 +3,7 @@
 The source is first cut into regions: disjoint slices, each with the set of ranks that hold it. A destination shard meets
 the regions it overlaps; each such overlap comes from exactly one holder: the destination itself if it holds it, else a
 rank of the same node, else any. What all destinations want from one set of interchangeable holders is laid end to end
-and cut evenly among them (`LoadBalancer`), which bounds what a rank sends (`ReshardPlan.sent_bound`). Ranks that hold the
+and cut evenly among them (`LoadBalancer`), which bounds what a rank sends. Ranks that hold the
 same are planned once, so a plan for 16,384 ranks costs little more than one for a replica.
 """
 
@@ -183,17 +183,6 @@ class ReshardPlan:
     def num_bytes(self, transfer: Transfer) -> int:
         return transfer.bounds.volume * self._itemsize[transfer.tensor]
 
-    def sent_bound(self, rank: int) -> int:
-        """Bytes that `rank` cannot exceed in sending: its even share of every set of holders it is in, and one overlap each.
-
-        The sum over the sets of (bytes requested from the set / ranks in it + the largest overlap requested from it).
-        """
-        bound = 0
-        for key in self._keys_of(rank):
-            balancer = self.balancer(key)
-            bound += -(-balancer.num_bytes // len(balancer.members)) + self._largest(key)
-        return bound
-
     def overlaps(self, group: int) -> tuple[Overlap, ...]:
         """The shards of a replica group of the destination, cut at the borders of the source's regions."""
         if group not in self._overlaps:
@@ -302,17 +291,6 @@ class ReshardPlan:
         neighbors = self._node(node, self.destination)
         near = {key: None for other in neighbors for key, _ in self.requests_of(other) if key[0] == node}
         return [*(key for key in near if group in key[1]), *self._far_keys_of_group.get(group, ())]
-
-    def _largest(self, key: Key) -> int:
-        """Bytes of the largest overlap that is requested from a set of holders."""
-        node, groups = key
-        receiver_classes = (
-            self._far_receivers[groups]
-            if node == ANYWHERE
-            else {self.receiver(rank) for rank in self._node(node, self.destination)}
-        )
-        requests = (self.requests(receiver)[node == ANYWHERE].get(groups) for receiver in receiver_classes)
-        return max(max(request.sizes) for request in requests if request is not None)
 
     def _served_by(self, rank: int) -> set[int]:
         """Destinations that `rank` may have to send something to."""

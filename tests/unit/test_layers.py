@@ -14,7 +14,7 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "untrusted", "hooks", "affinity", "config", "device_thread"), 0),
+    **dict.fromkeys(("types", "precision", "rounding", "untrusted", "hooks", "affinity", "config", "device_thread"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data", "nodes", "plan"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
@@ -176,7 +176,7 @@ def test_the_protocol_needs_torch_alone() -> None:
     """bridge/protocol also runs inside the engine's processes: torch, the standard library, and reshard/ like it."""
     own = [path for path in MODULES if module_name(path).startswith("megatron_dapo.bridge.protocol")]
     own += [path for path in MODULES if package_of(module_name(path)) == "reshard"]
-    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard", "megatron_dapo.device_thread")
+    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard", "megatron_dapo.device_thread", "megatron_dapo.rounding")
     for path in own:
         for imported in imports_of(path):
             root = imported.split(".")[0]

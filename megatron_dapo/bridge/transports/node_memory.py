@@ -25,6 +25,7 @@ from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
 from megatron_dapo.bridge.transports.base import ServerControl, SyncRequest, reason_of
 from megatron_dapo.bridge.transports.forwarding import EngineNodes
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.rounding import round_up
 
 
 @dataclass
@@ -174,4 +175,4 @@ class NodeMemory:
         plan = self._nodes.plan
         num_bytes = max((bucket.num_bytes for bucket in plan.buckets(engine_rank)), default=0)
         assert num_bytes <= plan.bucket_bytes, f"{num_bytes} bytes, the limit is {plan.bucket_bytes}"
-        return -(-num_bytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        return round_up(num_bytes, CHUNK_ALIGNMENT)

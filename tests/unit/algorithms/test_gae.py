@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import linear_scan
-from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
+from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from tests.examples import examples
 
 FACTORS = st.sampled_from([0.0, 0.3, 0.95, 0.99, 1.0])
@@ -62,15 +62,6 @@ def test_a_lambda_for_each_sequence(lengths, seed, gamma):
     advantages, returns = by_definition(inputs, gamma, lambdas.tolist())
     assert_close(estimates.advantages, advantages)
     assert_close(estimates.returns, returns)
-
-
-@given(LENGTHS, st.integers(0, 99), FACTORS, FACTORS)
-@settings(max_examples=examples(60), deadline=None)
-def test_decoupled_takes_advantages_of_one_lambda_and_returns_of_the_other(lengths, seed, policy, critic):
-    inputs = batch(lengths, seed)
-    estimates = decoupled_estimates(inputs, 0.99, policy, critic)
-    assert torch.equal(estimates.advantages, estimate_values(inputs, 0.99, policy).advantages)
-    assert torch.equal(estimates.returns, estimate_values(inputs, 0.99, critic).returns)
 
 
 @given(LENGTHS, st.integers(0, 99), FACTORS)
@@ -129,9 +120,9 @@ def test_monte_carlo_returns_are_exact_whatever_the_values(dtype):
     rewards = torch.zeros_like(values)
     rewards[torch.tensor(lengths).cumsum(0) - 1] = outcomes
     inputs = ValueInputs(values, rewards, torch.ones(sum(lengths)), torch.tensor(lengths), torch.zeros(3))
-    assert torch.equal(monte_carlo_returns(inputs, 1.0), outcomes.repeat_interleave(inputs.lengths))
+    assert torch.equal(estimate_values(inputs, 1.0, 1.0).returns, outcomes.repeat_interleave(inputs.lengths))
     without_values = ValueInputs(0 * values, rewards, inputs.loss_mask, inputs.lengths, inputs.bootstrap)
-    assert torch.equal(monte_carlo_returns(inputs, 0.99), monte_carlo_returns(without_values, 0.99))
+    assert torch.equal(estimate_values(inputs, 0.99, 1.0).returns, estimate_values(without_values, 0.99, 1.0).returns)
 
 
 def test_a_batch_of_many_tiles_equals_its_sequences_one_by_one():

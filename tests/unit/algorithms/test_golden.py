@@ -13,7 +13,7 @@ from megatron_dapo.algorithms.advantages import AdvantageInputs, dr_grpo, grpo, 
 from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.algorithms.egae import extended_estimates, without_tail
-from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
+from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS
 from megatron_dapo.algorithms.length_adaptive_lambda import (
     LengthAdaptiveLambda,
@@ -167,7 +167,7 @@ def check_reinforce_pp(section) -> None:
     rewards = outcome_rewards(tensor(section["rewards"]), flat, lengths)
     shaped = kl_shaped_rewards(rewards, divergence, flat, section["beta"])
     zeros = torch.zeros_like(shaped)
-    returns = monte_carlo_returns(ValueInputs(zeros, shaped, flat, lengths, zeros[: len(lengths)]), 1.0)
+    returns = estimate_values(ValueInputs(zeros, shaped, flat, lengths, zeros[: len(lengths)]), 1.0, 1.0).returns
     assert_equal(returns[flat > 0], sum(section["return_to_go"], []))
     found = moments(returns, flat)
     whitened = whiten(returns, flat, found.mean(), found.variance())
@@ -416,10 +416,10 @@ def check_gae(section) -> None:
         assert_equal(estimates.advantages, section[f"lambda_{lam}"]["adv"])
         assert_equal(estimates.returns, section[f"lambda_{lam}"]["returns"])
     decoupled = section["decoupled(policy .95, critic 1.0)"]
-    estimates = decoupled_estimates(inputs, gamma, 0.95, 1.0)
-    assert_equal(estimates.advantages, decoupled["adv"])
-    assert_equal(estimates.returns, decoupled["critic_target"])
-    loss_inputs = ValueLossInputs(inputs.values, inputs.values, estimates.returns, inputs.loss_mask)
+    assert_equal(estimate_values(inputs, gamma, 0.95).advantages, decoupled["adv"])
+    returns = estimate_values(inputs, gamma, 1.0).returns
+    assert_equal(returns, decoupled["critic_target"])
+    loss_inputs = ValueLossInputs(inputs.values, inputs.values, returns, inputs.loss_mask)
     losses, _ = value_loss(CriticConfig(loss="squared"), loss_inputs)
     assert_equal(losses.mean(), decoupled["critic_mse_half_mean"])
     punished = one_response(values, [0.0, 0.0, 0.0, 0.0, -1.0])
@@ -493,7 +493,7 @@ def check_two_windows(section, advantages) -> None:
     assert_equal(advantages(first, [0.0] * 5, False, 1.0, 0.95), section["policy_adv_w0(step k)"])
     assert_equal(advantages(second, [0.0, 0.0, 1.0], True, 1.0, 0.95), section["policy_adv_w1(step k+1)"])
     whole = one_response(first + second, [0.0] * 7 + [1.0])
-    assert_equal(monte_carlo_returns(whole, 1.0), section["critic_target_all_8_tokens(step k+1)"])
+    assert_equal(estimate_values(whole, 1.0, 1.0).returns, section["critic_target_all_8_tokens(step k+1)"])
     assert section["critic_trained_at_step_k"] is False  # tests/unit/algorithms/test_value_advantages.py
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_dapo.algorithms.gae import ValueInputs, monte_carlo_returns
+from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence
 
 
@@ -25,7 +25,7 @@ def test_return_to_go_of_shaped_rewards_by_brute_force_skips_masked_gaps(beta):
     lengths, flat = torch.full((4,), 6), mask.flatten()
     divergence = token_divergence("k1", logprobs.flatten(), ref_logprobs.flatten(), flat)
     rewards = kl_shaped_rewards(outcome_rewards(outcomes, flat, lengths), divergence, flat, beta)
-    returns = monte_carlo_returns(ValueInputs(torch.zeros(24), rewards, flat, lengths, torch.zeros(4)), 1.0)
+    returns = estimate_values(ValueInputs(torch.zeros(24), rewards, flat, lengths, torch.zeros(4)), 1.0, 1.0).returns
     for i, t in itertools.product(range(4), range(6)):
         kept = [k for k in range(t, 6) if mask[i, k]]
         penalty = beta * sum(float(logprobs[i, k] - ref_logprobs[i, k]) for k in kept)

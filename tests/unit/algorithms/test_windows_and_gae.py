@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.egae import extended_estimates, without_tail
-from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
+from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import WindowLambda
 from megatron_dapo.algorithms.token_rewards import outcome_rewards
 
@@ -59,7 +59,7 @@ def test_targets_of_the_critic_do_not_depend_on_the_cut(window: int, gamma: floa
     rewards = outcome_rewards(torch.tensor([0.0, 1.0], dtype=torch.float64), torch.ones(num_tokens), lengths)
     for seed in (0, 1):
         inputs = ValueInputs(random(num_tokens, seed), rewards, mask, lengths, torch.zeros(2, dtype=torch.float64))
-        targets = monte_carlo_returns(inputs, gamma)
+        targets = estimate_values(inputs, gamma, 1.0).returns
         assert not targets[: window + 2].any()
         expected = gamma ** torch.arange(24, -1, -1, dtype=torch.float64)
         torch.testing.assert_close(targets[window + 2 :], expected)
@@ -77,12 +77,9 @@ def test_a_tail_that_leaves_the_loss_keeps_its_advantages() -> None:
     assert not torch.allclose(advantages[:6], without[:6]) and torch.equal(advantages[10:], without[10:])
 
 
-def test_a_window_as_long_as_the_response_is_gae_and_decoupling_leaves_its_advantages() -> None:
+def test_a_window_as_long_as_the_response_is_gae() -> None:
     lengths, finished = torch.tensor([6, 11]), torch.tensor([True, True])
     rewards = outcome_rewards(torch.tensor([1.0, -1.0], dtype=torch.float64), torch.ones(17), lengths)
     inputs = ValueInputs(random(17, 5), rewards, torch.ones(17), lengths, torch.zeros(2, dtype=torch.float64))
     windows = extended_estimates(inputs.values, rewards, inputs.loss_mask, lengths, finished, 1.0, 0.9)
     assert torch.equal(windows.advantages, estimate_values(inputs, 1.0, 0.9).advantages)
-    decoupled = decoupled_estimates(inputs, 1.0, 0.9, 1.0)
-    assert torch.equal(decoupled.advantages, windows.advantages)
-    torch.testing.assert_close(decoupled.returns, torch.tensor([1.0] * 6 + [-1.0] * 11, dtype=torch.float64))

@@ -16,10 +16,10 @@ from megatron_dapo.parallel.packing import (
     MicroBatchLimits,
     pack,
     pad_to_longest,
-    padded_length,
     plan_micro_batches,
     unpack_responses,
 )
+from megatron_dapo.rounding import round_up
 from megatron_dapo.types import TrainSample
 
 LAYOUTS = [
@@ -58,8 +58,8 @@ def check_plan(plan, lengths, layout, limits) -> None:
     for rank in plan:
         assert any(rank) or len(lengths) < layout.data, "a rank without a sequence"
         for part in rank:
-            padded = padded_length(
-                sum(padded_length(lengths[index], layout.sequence_alignment) for index in part),
+            padded = round_up(
+                sum(round_up(lengths[index], layout.sequence_alignment) for index in part),
                 layout.micro_batch_alignment,
             )
             assert not limits.max_tokens or padded <= limits.max_tokens
