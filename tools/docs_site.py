@@ -4,6 +4,7 @@ configuration  every field with type, range, default and docstring
 metrics        every metric with unit and meaning
 commands       every command with its arguments and options
 recipes        every recipe, layout, grid and script with the comment that it begins with
+python         every public name of the package with its signature and docstring
 
 Links out of docs/ become plain text, because the site has no copy of the sources; pages of the navigation that nobody has
 written yet are left out of it.
@@ -11,6 +12,7 @@ written yet are left out of it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file alone
 
+import megatron_dapo  # noqa: E402
 from megatron_dapo.cli.main import app  # noqa: E402
 from megatron_dapo.cli.recipes import shipped_files  # noqa: E402
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names  # noqa: E402
@@ -192,11 +195,42 @@ def recipes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def python_page() -> str:
+    """Return the reference of the Python interface as Markdown: signature and docstring of every public name."""
+    lines = ["# Python API", "", "What `from megatron_dapo import ...` offers; [Python](../python.md) shows it in use."]
+    for name in megatron_dapo.__all__:
+        public = getattr(megatron_dapo, name)
+        if not callable(public):
+            continue
+        lines += ["", f"## {name}", *_signature(name, public), *_docstring(public)]
+        if inspect.isclass(public):
+            for method, member in vars(public).items():
+                if method.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
+                    continue
+                lines += ["", f"### {name}.{method}"]
+                lines += _signature(method, member) if inspect.isfunction(member) else []
+                lines += _docstring(member)
+    return "\n".join(lines) + "\n"
+
+
+def _signature(name: str, public: Any) -> list[str]:
+    if inspect.isclass(public) and issubclass(public, Exception):
+        return []
+    text = str(inspect.signature(public)).replace("megatron_dapo.", "").replace("~", "").replace("'", "")
+    return ["", "```python", f"{name}{text}", "```"]
+
+
+def _docstring(public: Any) -> list[str]:
+    text = inspect.getdoc(public)
+    return ["", text] if text else []
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/configuration.md": configuration_page,
     "reference/metrics.md": metrics_page,
     "reference/commands.md": commands_page,
     "reference/recipes.md": recipes_page,
+    "reference/python.md": python_page,
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import yaml
 
+import megatron_dapo
 from megatron_dapo.cli.recipes import shipped_files
 from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
@@ -34,6 +36,16 @@ def test_metrics_commands_and_recipes_are_all_there() -> None:
     for name in shipped_files():
         section = recipes.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert len(section.split()) > 2, f"{name} says nothing of itself"
+
+
+def test_the_python_reference_has_every_public_name_with_its_docstring() -> None:
+    page = docs_site.python_page()
+    for name in megatron_dapo.__all__:
+        if name == "__version__":
+            continue
+        first_line = inspect.getdoc(getattr(megatron_dapo, name)).splitlines()[0]
+        assert first_line in page.split(f"\n## {name}\n")[1].split("\n## ")[0], name
+    assert "train(recipe" in page
 
 
 def pages_of(entry: object) -> list[str]:
