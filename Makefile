@@ -134,10 +134,10 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
-	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(MEGATRON_TESTS)) -n 2 -m "not long")
+	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(MEGATRON_TESTS)) $(BESIDE) -m "not long")
 
 test-triton: .venv .venv-triton
-	$(call pytest,$@,-n 2 $(TRITON_TESTS),PYTHONPATH=.venv-triton)
+	$(call pytest,$@,$(BESIDE) -m "not long" $(TRITON_TESTS),PYTHONPATH=.venv-triton)
 
 # Its directory precedes the trainer's packages in every process; tests/conftest.py and the ranks check that it is the one in use.
 # It imports Triton.
@@ -198,6 +198,7 @@ test-all: export MEGATRON_DAPO_EXAMPLES := all
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
 test-all: .venv-trl .venv-tasks .venv-demo .venv-trackers .venv-notebook test test-megatron-cpu test-cluster chaos-tiny
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
+	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q $(BESIDE) -m long $(TRITON_TESTS)
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.
 test-gpu:

@@ -94,6 +94,18 @@ def test_fields_and_metrics_that_are_named_exist() -> None:
             assert known, f"{document}: `{quoted}`: no metric {path}"
 
 
+# Files of Megatron-LM that pages quote.
+MEGATRON_FILES = {"dot_product_attention.py", "backends.py", "context_parallel.py", "theoretical_memory_usage.py"}
+
+
+def test_python_files_that_are_named_exist() -> None:
+    parts = ("megatron_dapo", "tests", "benchmarks", "tools", "examples", "checkpoint_converters")
+    files = [ROOT / "setup.py", *(path for part in parts for path in (ROOT / part).rglob("*.py"))]
+    known = {"/".join(path.parts[start:]) for path in files for start in range(1, len(path.parts))}
+    for document, name in lines_in(re.compile(r"`([\w/.]+\.py)(?:`|:)").findall, PAGES):
+        assert name in known | MEGATRON_FILES, f"{document}: `{name}`: there is no such file"
+
+
 def test_links_lead_somewhere() -> None:
     for document, target in lines_in(re.compile(r"\]\(([^)#]+)").findall, PAGES):
         is_there = target.startswith("http") or (ROOT / document.parent / target).exists()

@@ -1,9 +1,14 @@
-"""Compile the head's kernels for sm_80 and sm_90 without a device; one line of key=value a kernel. Started by
-test_fused_compile.py."""
+"""Compile the head's kernels without a device; one line of key=value a kernel. Started by test_fused_compile.py.
+
+    python compile_kernels.py every|each
+
+`every`: all uses, types and blocks for sm_80 and sm_90. `each`: every kernel once, as sm_90 trains in bf16 with the fixed blocks.
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +71,13 @@ def cases() -> Iterator[Case]:
         yield Case(fused_kernels.gradients_of_kept, constants, 4, 3, "bf16", capability)
 
 
+def is_trained(case: Case) -> bool:
+    """Whether a case is a kernel of training in bf16 on Hopper, in the blocks that are not measured first."""
+    use = {"KEEP": True, "HAS_SLOPE": True}
+    is_fixed = case.blocks in ("", describe(fused._BLOCKS[2, True]))
+    return case.capability == 90 and is_fixed and all(use.get(name, value) == value for name, value in case.constants.items())
+
+
 def describe(blocks: Blocks) -> str:
     return (
         f"{blocks.tokens}x{blocks.columns}x{blocks.width},{blocks.num_warps} warps,{blocks.num_stages} stages"
@@ -125,5 +137,5 @@ def assembled(ptx: str, capability: int) -> str:
 
 
 if __name__ == "__main__":
-    for case in cases():
+    for case in filter({"every": None, "each": is_trained}[sys.argv[1]], cases()):
         print("\t".join(f"{key}={value}" for key, value in compile_case(case).items()), flush=True)
