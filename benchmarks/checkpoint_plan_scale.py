@@ -27,9 +27,9 @@ import torch  # noqa: E402
 
 from benchmarks.plan_scale import DENSE  # noqa: E402
 from megatron_dapo.checkpoints.architecture import ModelArchitecture  # noqa: E402
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout  # noqa: E402
-from megatron_dapo.checkpoints.saved_model import rank_file, state_index  # noqa: E402
-from megatron_dapo.checkpoints.state_layout import StateLayout  # noqa: E402
+from megatron_dapo.checkpoints.formats.saved_model import rank_file, state_index  # noqa: E402
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout  # noqa: E402
+from megatron_dapo.checkpoints.layouts.state import StateLayout  # noqa: E402
 from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
 from megatron_dapo.reshard.assignment import balance  # noqa: E402
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dapo.checkpoints.store import CheckpointStore
 from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.serialization import join_state, split_state

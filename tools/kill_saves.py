@@ -32,14 +32,14 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from megatron_dapo.bridge.protocol.arena import is_running  # noqa: E402
-from megatron_dapo.recovery.background_save import BackgroundSaves  # noqa: E402
-from megatron_dapo.recovery.checkpoint_store import (  # noqa: E402
+from megatron_dapo.checkpoints.save import BackgroundSaves  # noqa: E402
+from megatron_dapo.checkpoints.store import (  # noqa: E402
     CheckpointError,
     CheckpointStore,
     CheckpointWriter,
     newest_valid,
 )
-from megatron_dapo.recovery.file_process import FileProcess  # noqa: E402
+from megatron_dapo.files.process import FileProcess  # noqa: E402
 
 NUM_RANKS = 2
 LONGEST_S = 0.2  # from the first checkpoint of a life to its kill

@@ -55,7 +55,7 @@ from program import Benchmark, Missing, Row, Rows, bf16_peak, finish, machine_na
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import OptimizerConfig, PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings

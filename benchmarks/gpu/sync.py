@@ -51,8 +51,8 @@ from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, Sy
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError

@@ -36,14 +36,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly
+from megatron_dapo.checkpoints.save import IN_FLIGHT, BackgroundSaves
+from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, newest_valid
+from megatron_dapo.files.process import FileProcess
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
-from megatron_dapo.recovery.background_save import IN_FLIGHT, BackgroundSaves
-from megatron_dapo.recovery.checkpoint_store import CheckpointStore, CheckpointWriter, newest_valid
-from megatron_dapo.recovery.file_process import FileProcess
 from megatron_dapo.types import MicroBatch, TrainSample
 
 try:

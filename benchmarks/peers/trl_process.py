@@ -15,7 +15,7 @@ from peers.packages import with_packages
 from transformers import AutoTokenizer
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.launch.lifetime import end_with_parent
+from megatron_dapo.files.linux import signal_at_parents_death
 
 PROGRAM = Path(__file__).resolve().with_name("trl_dapo.py")
 
@@ -111,7 +111,7 @@ def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path
             stdout=stream,
             stderr=subprocess.STDOUT,
             check=False,
-            preexec_fn=end_with_parent(signal.SIGTERM),
+            preexec_fn=signal_at_parents_death(signal.SIGTERM),
         ).returncode
     if code:
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]

@@ -23,7 +23,7 @@ import torch
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerGroup, join
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 
 DEADLINE_S = 300.0
 

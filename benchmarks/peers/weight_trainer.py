@@ -27,8 +27,8 @@ from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.versions import api_version_of

@@ -27,7 +27,7 @@ from megatron_dapo.ablation.runs import (
 from megatron_dapo.cli.plan import Machines
 from megatron_dapo.launch.environment import visible_devices
 from megatron_dapo.launch.lifetime import DirectoryLock
-from megatron_dapo.recovery.failure import EXIT_CODE
+from megatron_dapo.watch.failure import EXIT_CODE
 
 
 @dataclass(frozen=True)

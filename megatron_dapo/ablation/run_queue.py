@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.ablation.runs import Run
-from megatron_dapo.launch.lifetime import end_with_parent
+from megatron_dapo.files.linux import signal_at_parents_death
 
 COMMAND = (sys.executable, "-m", "megatron_dapo.cli.main")
 _POLL_S = 0.1
@@ -136,7 +136,7 @@ class RunQueue:
                 stderr=subprocess.STDOUT,
                 env=run_environment(os.environ, slot, self._limits.jobs, run.num_processes, self._devices),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on once, by this process
-                preexec_fn=end_with_parent(signal.SIGTERM),
+                preexec_fn=signal_at_parents_death(signal.SIGTERM),
             )
         self._jobs.append(_Job(run, log, process, slot, pretrains))
         if not pretrains:

@@ -80,10 +80,10 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
     Raises ConfigError with everything that is wrong before a process starts, RuntimeError where another run works in the same
     directory, and TrainingError with the first root cause of a run that fails or is stopped.
     """
+    from megatron_dapo.checkpoints.disk_space import checkpoint_space
     from megatron_dapo.cli.run import machines_of
     from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.launch.whole_run import is_done, run_workers
-    from megatron_dapo.recovery.disk_space import checkpoint_space
     from megatron_dapo.telemetry.summary import read_summary
 
     file = recipe.write()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_dapo.checkpoints.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_slice
+from megatron_dapo.checkpoints.layouts.fp8 import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_slice
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Shard, shard_view

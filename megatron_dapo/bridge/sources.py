@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
-from megatron_dapo.checkpoints.sglang_layout import SglangLayout
+from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
+from megatron_dapo.checkpoints.layouts.sglang import SglangLayout
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, TensorSpec
 

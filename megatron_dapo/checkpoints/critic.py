@@ -28,9 +28,9 @@ from megatron_dapo.checkpoints.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice

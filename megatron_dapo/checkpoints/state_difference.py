@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.checkpoints.saved_model import STEP, SavedModel
+from megatron_dapo.checkpoints.formats.saved_model import STEP, SavedModel
 
 
 @dataclass(frozen=True)

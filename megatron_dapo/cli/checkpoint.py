@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
-from megatron_dapo.checkpoints.saved_model import SavedModel, index_file
+from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file
 from megatron_dapo.checkpoints.state_difference import compare_states
+from megatron_dapo.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, step_of, wrong_files
 from megatron_dapo.config import Config, read_resolved
-from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, step_of, wrong_files
-from megatron_dapo.recovery.disk_space import size
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.checkpointing import CRITIC, POLICY
 

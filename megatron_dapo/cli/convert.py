@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_dapo.checkpoints.store import step_of
 from megatron_dapo.cli.options import refuse
-from megatron_dapo.recovery.checkpoint_store import step_of
 
 convert_app = typer.Typer(
     no_args_is_help=True, help="Convert between Hugging Face directories and Megatron checkpoints, and compare models."
@@ -44,7 +44,7 @@ def hf_to_megatron(
     ] = MegatronFormat.ranks,
 ) -> None:
     """Split a Hugging Face model into one file per Megatron rank, or write it as a torch_dist checkpoint."""
-    from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+    from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
     from megatron_dapo.converters.convert import huggingface_to_megatron
     from megatron_dapo.converters.torch_dist import write_torch_dist_model
 
@@ -82,11 +82,11 @@ def megatron_to_hf(
     ] = None,
 ) -> None:
     """Write a Megatron checkpoint as a Hugging Face directory, with the names, types and side files of the original."""
-    from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
+    from megatron_dapo.checkpoints.formats.huggingface_writer import DEFAULT_SHARD_BYTES
+    from megatron_dapo.checkpoints.store import CheckpointError
     from megatron_dapo.cli.checkpoint import export_checkpoint
     from megatron_dapo.converters.convert import megatron_to_huggingface
     from megatron_dapo.converters.torch_dist import convert_torch_dist, is_torch_dist
-    from megatron_dapo.recovery.checkpoint_store import CheckpointError
 
     limit = shard_bytes or DEFAULT_SHARD_BYTES
     try:

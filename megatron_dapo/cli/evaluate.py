@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
 from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.engines.base import RolloutEngine
@@ -26,7 +26,6 @@ from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
-from megatron_dapo.recovery.heartbeat import watched_alone
 from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
 from megatron_dapo.trainer.build_rollout import (
     evaluation_protocol,
@@ -34,6 +33,7 @@ from megatron_dapo.trainer.build_rollout import (
     open_verifier_pool,
     read_model_inputs,
 )
+from megatron_dapo.watch.heartbeat import watched_alone
 
 logger = logging.getLogger(__name__)
 

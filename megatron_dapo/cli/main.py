@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
+from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.options import (
@@ -35,7 +36,6 @@ from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejecti
 from megatron_dapo.cli.run_plan import RecipeOrCommand, plan_recipe
 from megatron_dapo.config.cluster import NETWORK_GBIT
 from megatron_dapo.config.device import GPUS
-from megatron_dapo.recovery.disk_space import size
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -271,8 +271,8 @@ def _export_checkpoint(
     verifies: bool = True,
     for_megatron: bool = False,
 ) -> None:
+    from megatron_dapo.checkpoints.store import CheckpointError
     from megatron_dapo.cli.checkpoint import export_checkpoint, export_torch_dist
-    from megatron_dapo.recovery.checkpoint_store import CheckpointError
 
     try:
         if for_megatron:
@@ -297,8 +297,8 @@ def inspect_checkpoint(
 
     Exit code: 0 whole, and equal to the other one; 1 damaged or different; 2 nothing that can be read.
     """
+    from megatron_dapo.checkpoints.store import CheckpointError
     from megatron_dapo.cli import checkpoint
-    from megatron_dapo.recovery.checkpoint_store import CheckpointError
 
     try:
         facts = checkpoint.inspect(directory, verify)

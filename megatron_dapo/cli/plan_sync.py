@@ -16,8 +16,8 @@ import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.config.cluster import GPUS_PER_NODE, NETWORK_GBIT, Cluster, server_gpus
 from megatron_dapo.config.device import GPUS, Gpu

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from megatron_dapo.checkpoints.disk_space import checkpoint_space, size
 from megatron_dapo.cli.compare import difference_lines, result_lines
 from megatron_dapo.cli.options import (
     DryRunOption,
@@ -43,7 +44,6 @@ from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor.inputs import SAMPLING
 from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
-from megatron_dapo.recovery.disk_space import checkpoint_space, size
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -276,8 +276,8 @@ def evaluate(
 
 def _exported(checkpoint: Path, target: Path) -> Path:
     """Write the policy of a checkpoint as a Hugging Face directory; its run is not touched."""
+    from megatron_dapo.checkpoints.store import CheckpointError
     from megatron_dapo.cli.checkpoint import export_checkpoint
-    from megatron_dapo.recovery.checkpoint_store import CheckpointError
 
     try:
         export_checkpoint(checkpoint, target)

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from megatron_dapo.checkpoints.disk_space import size
+from megatron_dapo.cli.memory_plan import memory_warnings
 from megatron_dapo.cli.options import (
     HostMemoryOption,
     JsonOption,
@@ -20,7 +22,6 @@ from megatron_dapo.cli.options import (
     SetOption,
     refuse,
 )
-from megatron_dapo.cli.memory_plan import memory_warnings
 from megatron_dapo.cli.plan_picture import to_svg
 from megatron_dapo.config import (
     ArchitectureFacts,
@@ -32,12 +33,11 @@ from megatron_dapo.config import (
     validate,
 )
 from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
+from megatron_dapo.config.device import GPUS, Gpu
 from megatron_dapo.config.memory import num_parameters, recompute_of
 from megatron_dapo.config.rules import Violation
-from megatron_dapo.config.device import GPUS, Gpu
 from megatron_dapo.plan.search import Found, Ranked, search
 from megatron_dapo.plan.step import StepPlan, plan_step
-from megatron_dapo.recovery.disk_space import size
 
 DOES_NOT_FIT = 1
 

@@ -15,15 +15,15 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
-from megatron_dapo.checkpoints.huggingface_writer import (
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
+from megatron_dapo.checkpoints.formats.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
     hf_checkpoint_writer,
 )
+from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import check_complete, zero_padding
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
 from megatron_dapo.converters.megatron_checkpoint import (
     MANIFEST_FILE,
     UNTOUCHED_FILE,

@@ -20,9 +20,9 @@ import torch
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.safetensors_file import StoredModel
-from megatron_dapo.checkpoints.torch_dist_layout import (
+from megatron_dapo.checkpoints.formats.safetensors import StoredModel
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.layouts.torch_dist import (
     VOCABULARY,
     TorchDistPlace,
     places,

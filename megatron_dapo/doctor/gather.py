@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_dapo.bridge.protocol.nccl_settings import agreed_settings, difference, take_defaults_of_sglang
+from megatron_dapo.checkpoints.disk_space import existing_parent
 from megatron_dapo.config.loader import read_toml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.machine import (
@@ -34,7 +35,6 @@ from megatron_dapo.doctor.machine import (
 from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 from megatron_dapo.launch.environment import DRIVER_DEVICE
-from megatron_dapo.recovery.disk_space import existing_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
@@ -270,7 +270,7 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 def model_problem(config: Config) -> tuple[str, str]:
     """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
-    from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+    from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 
     path = config.model.path
     try:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.config.rules import Violation
+from megatron_dapo.checkpoints.disk_space import CheckpointSpace, size
 from megatron_dapo.config.rollout_schema import SglangConfig
+from megatron_dapo.config.rules import Violation
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, conflict_or_ok, ok, warning
 from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range
-from megatron_dapo.recovery.disk_space import CheckpointSpace, size
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
 # by about 1.

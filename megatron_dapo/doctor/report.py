@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.checkpoints.disk_space import checkpoint_space, free_bytes
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.cluster import GIB, Cluster, cluster_for
 from megatron_dapo.config.inputs import check_inputs, read_architecture
@@ -17,7 +18,6 @@ from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
-from megatron_dapo.recovery.disk_space import checkpoint_space, free_bytes
 
 PACKAGE = "package "
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.config.rules import is_loopback
-from megatron_dapo.recovery.heartbeat import Place
+from megatron_dapo.watch.heartbeat import Place
 
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.supervised import Supervision

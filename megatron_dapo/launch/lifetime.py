@@ -1,15 +1,12 @@
-"""One run an output directory, and processes that end with the one that started them."""
+"""One run an output directory."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import logging
 import os
 import stat
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,20 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def end_with_parent(signum: int) -> partial[object]:
-    """Return a function that asks the kernel to send the calling process `signum` when its parent dies, however it dies.
-
-    Only Linux has this; on other systems the function does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return partial(int)
-    # Looked up here, because the function may run between fork and exec.
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return partial(prctl, _PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
 
 
 class DirectoryInUse(RuntimeError):

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.engines.sglang.ports import reserve_port
-from megatron_dapo.launch.lifetime import end_with_parent, require_unused
-from megatron_dapo.recovery.signals import ONE_REQUEST_S
+from megatron_dapo.files.linux import signal_at_parents_death
+from megatron_dapo.launch.lifetime import require_unused
+from megatron_dapo.watch.signals import ONE_REQUEST_S
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def launch_workers(
         torchrun_command(num_processes, module, arguments, port.hand_over(), restarts),
         env=_worker_environment(num_processes),
         start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
-        preexec_fn=end_with_parent(signal.SIGTERM),
+        preexec_fn=signal_at_parents_death(signal.SIGTERM),
     )
     forward = _Forwarder(process, run_directory)
     # Signals reach the main thread alone; a caller in another one is not interrupted by them.

@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron_dapo.config import Config
 from megatron_dapo.launch.environment import batch_job
 from megatron_dapo.launch.local import launch_workers
-from megatron_dapo.recovery.attempts import is_finished, verdict
-from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
+from megatron_dapo.watch.attempts import is_finished, verdict
+from megatron_dapo.watch.failure import clear_failures, first_line, read_failure
 
 WORKER = "megatron_dapo.launch.worker"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.affinity import bind, cpus_near
+from megatron_dapo.files.linux import signal_at_parents_death
 from megatron_dapo.launch.environment import (
     SERVERS_ARE_KEPT,
     ProcessEnvironment,
@@ -32,16 +33,16 @@ from megatron_dapo.launch.environment import (
     supervision,
     use_expandable_segments,
 )
-from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, restrict_files
+from megatron_dapo.launch.lifetime import hold_directory, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
-from megatron_dapo.recovery.heartbeat import Heartbeat
-from megatron_dapo.recovery.verdict import WatchLimits
 from megatron_dapo.untrusted import PrintableFormatter
+from megatron_dapo.watch.heartbeat import Heartbeat
+from megatron_dapo.watch.verdict import WatchLimits
 
 if TYPE_CHECKING:
     from megatron_dapo.config.loader import LoadedConfig
     from megatron_dapo.config.schema import RunConfig
-    from megatron_dapo.recovery.attempts import Verdict
+    from megatron_dapo.watch.attempts import Verdict
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
 
@@ -106,7 +107,7 @@ def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:
     """
     import psutil
 
-    from megatron_dapo.recovery.attempts import verdict
+    from megatron_dapo.watch.attempts import verdict
 
     run = loaded.config.run
     since = max(since, psutil.Process(os.getppid()).create_time())
@@ -114,7 +115,7 @@ def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:
 
 
 def _report_verdict(loaded: LoadedConfig, since: float) -> int:
-    from megatron_dapo.recovery.attempts import excluded_nodes
+    from megatron_dapo.watch.attempts import excluded_nodes
 
     found = judge(loaded, since)
     is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.leaves_processes
@@ -129,8 +130,8 @@ def _report_verdict(loaded: LoadedConfig, since: float) -> int:
 
 def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
     """Supervise this node's servers, and see to its keeper of checkpoints, for all attempts of the batch job."""
+    from megatron_dapo.checkpoints.memory_copies import keeper_settings
     from megatron_dapo.engines.sglang.supervisor import supervise
-    from megatron_dapo.recovery.memory_copies import keeper_settings
 
     place, config = supervision(), loaded.config
     run = config.run
@@ -153,8 +154,8 @@ def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
 
 def _settled(loaded: LoadedConfig) -> int | None:
     """Return the exit code of a run that needs no further attempt; None if it needs one."""
-    from megatron_dapo.recovery.attempts import is_finished
-    from megatron_dapo.recovery.failure import EXIT_CODE
+    from megatron_dapo.watch.attempts import is_finished
+    from megatron_dapo.watch.failure import EXIT_CODE
 
     config = loaded.config
     if is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir):
@@ -170,7 +171,7 @@ def _settled(loaded: LoadedConfig) -> int | None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run this process of a training run and return its exit code."""
-    end_with_parent(signal.SIGTERM)()
+    signal_at_parents_death(signal.SIGTERM)()
     parsed = parse_arguments(arguments)
     process = process_environment()
     prepare_rendezvous(process)
@@ -208,8 +209,8 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.parallel.coordination import collective_timeout
     from megatron_dapo.parallel.store import open_store, restrict_stores
-    from megatron_dapo.recovery.attempts import exit_code_at, record_begin
-    from megatron_dapo.recovery.failure import begin_attempt
+    from megatron_dapo.watch.attempts import exit_code_at, record_begin
+    from megatron_dapo.watch.failure import begin_attempt
 
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.experts import replay_routing, take_replayed
 from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import output_weight, unwrap

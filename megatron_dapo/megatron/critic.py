@@ -24,7 +24,7 @@ from megatron_dapo.checkpoints.critic import (
     load_critic,
 )
 from megatron_dapo.checkpoints.export import ExportReport, export_to_huggingface
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout

@@ -1,6 +1,6 @@
 """A rank's part of a model's saved state: the pieces that it writes, and loading from any layout.
 
-Which rank writes and reads which piece is arithmetic (`checkpoints.state_layout`, `reshard.reading`), computed once a model: a
+Which rank writes and reads which piece is arithmetic (`checkpoints.layouts.state`, `reshard.reading`), computed once a model: a
 second save plans nothing.
 """
 
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_dapo.checkpoints.piece_checksums import DamagedError, PieceChecksums
-from megatron_dapo.checkpoints.saved_model import (
+from megatron_dapo.checkpoints.formats.saved_model import (
     MAIN,
     MOMENTS,
     PARAMETER,
@@ -31,8 +30,9 @@ from megatron_dapo.checkpoints.saved_model import (
     rank_file,
     state_index,
 )
-from megatron_dapo.checkpoints.state_layout import EXPERTS, LAYER_ORDER, Range, StateLayout
+from megatron_dapo.checkpoints.layouts.state import EXPERTS, LAYER_ORDER, Range, StateLayout
 from megatron_dapo.device_thread import device_thread_pool
+from megatron_dapo.files.checksums import DamagedError, PieceChecksums
 from megatron_dapo.megatron.model import named_local_parameters
 from megatron_dapo.megatron.state import owned_shards
 from megatron_dapo.parallel.collectives import broadcast_json, max_over
@@ -160,7 +160,7 @@ class ModelState:
         return dtype
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what this rank saves, by the names of `checkpoints.saved_model`. Tensors are live: write or copy them
+        """Return what this rank saves, by the names of `checkpoints.formats.saved_model`. Tensors are live: write or copy them
         before the next step. Collective on first use."""
         local, _ = self._model.state_shards()
         found = {}

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-from megatron_dapo.checkpoints.torch_dist_layout import TorchDistPlace
+from megatron_dapo.checkpoints.layouts.torch_dist import TorchDistPlace
 from megatron_dapo.megatron.platform import install_cpu_platform
 
 

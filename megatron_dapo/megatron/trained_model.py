@@ -17,7 +17,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory

@@ -1,3 +1,4 @@
-"""Faulty nodes found by their metrics (Minder, arXiv 2411.01791): pure arithmetic on samples, no process and no file."""
+"""Nodes of a run: their metrics, the slowest ranks, and faulty nodes (Minder, arXiv 2411.01791)."""
 
-MIN_NODES = 4  # that are compared, as in the published evaluation: among fewer it is not plain who is unlike the others
+# As in the published evaluation: among fewer nodes it is not plain which one is unlike the others.
+MIN_NODES = 4

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, PpoClipLossConfig
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment

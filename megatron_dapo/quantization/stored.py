@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantize_hidden
 from megatron_dapo.quantization.experts import separate_experts
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.plan.comparison import PLAN
-from megatron_dapo.recovery.attempts import ATTEMPTS
 from megatron_dapo.telemetry.provenance import PROVENANCE
 from megatron_dapo.untrusted import one_line
+from megatron_dapo.watch.attempts import ATTEMPTS
 
 _WHOLE_BYTES = 1 << 25  # of a file of samples that is read whole
 _PIECE_BYTES = 1 << 19

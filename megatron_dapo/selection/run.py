@@ -17,7 +17,6 @@ from megatron_dapo.data.dataset import prompt_id_of
 from megatron_dapo.data.sources import train_files
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.recovery.heartbeat import watched_alone
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of
 from megatron_dapo.selection.embed import Embed, by_ngrams, hidden_states, sentence_encoder
@@ -30,6 +29,7 @@ from megatron_dapo.trainer.build_rollout import (
 )
 from megatron_dapo.types import Prompt
 from megatron_dapo.untrusted import printable
+from megatron_dapo.watch.heartbeat import watched_alone
 
 EXAMPLES, RESPONSES, CARD, REPORT = "examples.jsonl", "responses.jsonl", "README.md", "report.json"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpoints.atomic_directory import put_in_place, remove_tree
-from megatron_dapo.checkpoints.safetensors_file import read_tensors
+from megatron_dapo.checkpoints.formats.safetensors import read_tensors
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import TrainSample
 from megatron_dapo.untrusted import blamed_on, read_json
 
 if TYPE_CHECKING:
-    from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.files.durable import Files
 
 _TENSORS = "batch.safetensors"
 _FACTS = "batch.json"

@@ -16,7 +16,7 @@ from megatron_dapo.types import Group, ScoredSample
 from megatron_dapo.untrusted import printable
 
 if TYPE_CHECKING:
-    from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.files.durable import Files
     from megatron_dapo.telemetry.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron_dapo.telemetry.progress import duration
 
 if TYPE_CHECKING:
-    from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.files.durable import Files
 
 EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.files.durable import Files
 
 _RUNS = "trackers.json"
 _MAX_PARAMETER = 500  # characters of a value that MLflow's file store takes

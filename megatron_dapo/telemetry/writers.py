@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from megatron_dapo.recovery.durable_files import Files
+    from megatron_dapo.files.durable import Files
 
 logger = logging.getLogger(__name__)
 

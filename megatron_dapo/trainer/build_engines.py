@@ -25,8 +25,8 @@ from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
+from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
 from megatron_dapo.config.memory import SPARE_POSITIONS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine

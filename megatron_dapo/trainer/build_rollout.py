@@ -33,9 +33,8 @@ from megatron_dapo.data.sources import eval_sources, train_sources
 from megatron_dapo.data.template import StopTokens, check_special_tokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
+from megatron_dapo.files.durable import Files
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.durable_files import Files
-from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rewards.format import has_form
 from megatron_dapo.rewards.mixture import MixtureComponent, MixturePool
@@ -53,6 +52,7 @@ from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import Phases, RunPaths
 from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import blamed_on, printable
+from megatron_dapo.watch.signals import StopRequest
 
 if TYPE_CHECKING:
     # It imports megatron-core, which takes seconds that a check of inputs does not have.

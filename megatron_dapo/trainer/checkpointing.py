@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything from which it resumes bit for bit as if it had never stopped.
 
 policy_00000.safetensors, ...          the policy's parameters, fp32 main params, moments and steps: each rank's part, no replicas
-policy.json                            where each box of each tensor is (`checkpoints.saved_model`); any layout loads it
+policy.json                            where each box of each tensor is (`checkpoints.formats.saved_model`); any layout loads it
 critic_00000.safetensors, critic.json  the same of the critic, if there is one, numbered by its own ranks
 run.json                               counters, and measurements so far
 collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors
@@ -19,14 +19,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_dapo.checkpoints.piece_checksums import PieceChecksums
-from megatron_dapo.checkpoints.saved_model import OtherModelError, index_file, rank_file
-from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.parallel.coordination import Coordination
-from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.background_save import BackgroundSaves, Saved
-from megatron_dapo.recovery.checkpoint_store import (
+from megatron_dapo.checkpoints.disk_space import keep_policy
+from megatron_dapo.checkpoints.formats.saved_model import OtherModelError, index_file, rank_file
+from megatron_dapo.checkpoints.memory_copies import (
+    NODE,
+    PEER,
+    STORAGE,
+    MemoryCopies,
+    keeper_settings,
+    peers_of,
+)
+from megatron_dapo.checkpoints.save import BackgroundSaves, Saved
+from megatron_dapo.checkpoints.store import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -35,17 +39,13 @@ from megatron_dapo.recovery.checkpoint_store import (
     newest_valid,
     save_checkpoint,
 )
-from megatron_dapo.recovery.disk_space import keep_policy
-from megatron_dapo.recovery.durable_files import HERE, Files
-from megatron_dapo.recovery.file_process import FileProcess
-from megatron_dapo.recovery.memory_copies import (
-    NODE,
-    PEER,
-    STORAGE,
-    MemoryCopies,
-    keeper_settings,
-    peers_of,
-)
+from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.files.checksums import PieceChecksums
+from megatron_dapo.files.durable import HERE, Files
+from megatron_dapo.files.process import FileProcess
+from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rollout.serialization import join_state, split_state
 
 if TYPE_CHECKING:

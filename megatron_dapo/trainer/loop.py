@@ -33,30 +33,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
+from megatron_dapo.checkpoints.save import IN_FLIGHT
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
-from megatron_dapo.recovery.background_save import IN_FLIGHT
-from megatron_dapo.recovery.memory_check import MemoryCheck
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
+from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout, TrainBatch, nothing_trained
+from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 if TYPE_CHECKING:
     from megatron_dapo.hooks import Callbacks
-    from megatron_dapo.recovery.node_watch import NodeWatch
-    from megatron_dapo.recovery.signals import StopRequest
+    from megatron_dapo.nodes.watch import NodeWatch
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.build_engines import Publisher
     from megatron_dapo.trainer.build_rollout import RolloutContext
+    from megatron_dapo.watch.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 

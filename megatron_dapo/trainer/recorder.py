@@ -14,8 +14,8 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
+from megatron_dapo.files.durable import HERE, Files
 from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_json, comparison_line
-from megatron_dapo.recovery.durable_files import HERE, Files
 from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.telemetry.batch_dump import dump_batch
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
@@ -56,7 +56,7 @@ class RunPaths:
 class Phases:
     """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
 
-    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.heartbeat`.
+    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `watch.heartbeat`.
     """
 
     def __init__(

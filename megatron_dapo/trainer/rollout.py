@@ -21,10 +21,10 @@ from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.rank0_commands import CommandFailed
-from megatron_dapo.recovery.signals import Stopped
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample
+from megatron_dapo.watch.signals import Stopped
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.bridge.protocol.nccl_settings import take_defaults_of_sglang
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
+from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.memory_copies import MemoryCopies
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
@@ -25,24 +27,17 @@ from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.engines.sglang.supervised import Supervision
+from megatron_dapo.files.durable import Files
+from megatron_dapo.files.process import FileProcess
 from megatron_dapo.hooks import Callbacks
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import connect_groups, initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
+from megatron_dapo.nodes.sampler import SamplerSettings, start_sampler
+from megatron_dapo.nodes.watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.plan.comparison import PlannedRun
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
-from megatron_dapo.recovery.disk_space import checkpoint_space
-from megatron_dapo.recovery.durable_files import Files
-from megatron_dapo.recovery.file_process import FileProcess
-from megatron_dapo.recovery.heartbeat import Heartbeat
-from megatron_dapo.recovery.memory_check import MemoryCheck
-from megatron_dapo.recovery.memory_copies import MemoryCopies
-from megatron_dapo.recovery.node_metrics import SamplerSettings, start_sampler
-from megatron_dapo.recovery.node_watch import DIRECTORY, NodeWatch, WatchSettings
-from megatron_dapo.recovery.signals import StopRequest
-from megatron_dapo.recovery.verdict import CONNECT
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
@@ -57,10 +52,15 @@ from megatron_dapo.trainer.checkpointing import (
 )
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
+from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.parity import build_parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
 from megatron_dapo.trainer.topology import RunTopology, run_topology
+from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
+from megatron_dapo.watch.heartbeat import Heartbeat
+from megatron_dapo.watch.signals import StopRequest
+from megatron_dapo.watch.verdict import CONNECT
 
 logger = logging.getLogger(__name__)
 

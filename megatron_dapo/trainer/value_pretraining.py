@@ -19,12 +19,12 @@ from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.parallel.collectives import max_over
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
-from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.learner import ActorCriticLearner
 from megatron_dapo.trainer.run import PreparedRun, prepared_run
+from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
+from megatron_dapo.watch.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 

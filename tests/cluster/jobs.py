@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.recovery.attempts import ATTEMPTS
+from megatron_dapo.watch.attempts import ATTEMPTS
 from tools.virtual_cluster import VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]

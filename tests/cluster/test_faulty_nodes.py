@@ -78,7 +78,7 @@ def test_a_throttled_node_and_a_slow_link_are_named_and_healthy_nodes_are_not(
         five_nodes.fault("plug", "node3")
         job.cancel()
     processes = "".join(five_nodes.run(node, "ps", "-eo", "args") for node in five_nodes.nodes)
-    assert "recovery.node_" not in processes
+    assert "megatron_dapo.nodes." not in processes
 
 
 def test_a_node_that_is_to_be_left_out_is_replaced_by_the_spare_one(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import attempts, log_of, recorded_steps, require_completed, submit, trained_steps, write_layout
 
-from megatron_dapo.checkpoints.saved_model import MOMENTS, SavedModel
+from megatron_dapo.checkpoints.formats.saved_model import MOMENTS, SavedModel
 from tools.virtual_cluster import VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

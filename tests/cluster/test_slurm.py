@@ -26,7 +26,7 @@ from jobs import (
 )
 
 from megatron_dapo.launch.local import worker_pid_file
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
+from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 from tools.fault_injection.cluster_run import SERVERS
 from tools.resume_proof.compare_runs import run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster

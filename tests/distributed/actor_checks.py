@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoints.architecture import MixtureOfExperts, ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import schedule
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs

@@ -17,7 +17,7 @@ from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.base import EngineHandles
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import WeightSync
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout

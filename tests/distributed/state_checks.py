@@ -11,23 +11,23 @@ import torch
 import torch.distributed as dist
 from actor_checks import Reference, build_actor, differing, snapshot, train
 
-from megatron_dapo.checkpoints.piece_checksums import DamagedError
-from megatron_dapo.checkpoints.saved_model import SavedModel, index_file, rank_file
-from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.megatron.actor import ActorSettings
-from megatron_dapo.megatron.critic import MegatronCritic
-from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.trained_model import TrainedModel
-from megatron_dapo.parallel.coordination import coordinate
-from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.checkpoint_store import (
+from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file, rank_file
+from megatron_dapo.checkpoints.store import (
     Checkpoint,
     CheckpointStore,
     CheckpointWriter,
     newest_valid,
     save_checkpoint,
 )
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.files.checksums import DamagedError
+from megatron_dapo.files.durable import HERE
+from megatron_dapo.megatron.actor import ActorSettings
+from megatron_dapo.megatron.critic import MegatronCritic
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.coordination import coordinate
+from megatron_dapo.parallel.layout import ParallelLayout
 
 NAME = "policy"
 

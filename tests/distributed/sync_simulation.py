@@ -23,8 +23,8 @@ from megatron_dapo.bridge.sync_plan import plan_sync
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
 from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology

@@ -18,7 +18,7 @@ from megatron_dapo.parallel import rank0_commands
 from megatron_dapo.parallel.coordination import CoordinationError, coordinate
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import partition_ranks
-from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.watch.heartbeat import Heartbeat
 
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "barrier", "monitored_barrier")
 

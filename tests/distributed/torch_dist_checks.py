@@ -16,8 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.config.memory import padded_vocabulary
 from megatron_dapo.megatron.model import build_chunks
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config

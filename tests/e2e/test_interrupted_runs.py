@@ -14,8 +14,8 @@ import pytest
 from interruptions import Finished, finish, kill_and_resume, signaled
 from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of, train
 
-from megatron_dapo.recovery.attempts import ATTEMPTS
-from megatron_dapo.recovery.failure import EXIT_CODE
+from megatron_dapo.watch.attempts import ATTEMPTS
+from megatron_dapo.watch.failure import EXIT_CODE
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.resume_proof.kill_points import RunProcess, after_seconds, kill_at
 

@@ -12,8 +12,8 @@ import pytest
 from interruptions import Finished, signaled
 from whole_runs import lines_of
 
-from megatron_dapo.checkpoints.saved_model import MOMENTS, SavedModel
-from megatron_dapo.recovery.failure import EXIT_CODE
+from megatron_dapo.checkpoints.formats.saved_model import MOMENTS, SavedModel
+from megatron_dapo.watch.failure import EXIT_CODE
 from tools.prove_resume import require_windows_once, write_recipe
 from tools.resume_proof.compare_runs import checkpoint_steps, moved_differences
 from tools.resume_proof.kill_points import ResumeProofSettings, RunProcess

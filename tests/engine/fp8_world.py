@@ -26,7 +26,7 @@ from transformers import (
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.sync_plan import SyncPlan
-from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
+from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, read_parameters
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.reshard.planner import plan
 from tools.prove_resume import QUICKSTART

@@ -19,8 +19,8 @@ from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.fp8_layout import SCALES, expected_parameters, read_parameters
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.fp8 import SCALES, expected_parameters, read_parameters
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.parallel.layout import ParallelLayout

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCau
 from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer

@@ -14,11 +14,13 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "rounding", "untrusted", "hooks", "affinity", "config", "device_thread"), 0),
-    **dict.fromkeys(("algorithms", "rewards", "data", "nodes", "plan"), 1),
-    **dict.fromkeys(("reshard", "parallel", "ops"), 2),
+    **dict.fromkeys(
+        ("types", "precision", "rounding", "untrusted", "hooks", "affinity", "config", "device_thread", "files"), 0
+    ),
+    **dict.fromkeys(("algorithms", "rewards", "data", "watch", "plan"), 1),
+    **dict.fromkeys(("reshard", "parallel", "ops", "nodes"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
-    **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
+    **dict.fromkeys(("rollout", "telemetry", "evaluation"), 4),
     **dict.fromkeys(
         (
             "trainer",

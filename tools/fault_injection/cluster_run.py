@@ -1,7 +1,7 @@
 """A training run on a virtual cluster under the shipped Slurm script, as its user and its operator see it.
 
 The phase of a rank is read from its heartbeat: the page of memory that it shares with its node's watcher
-(`recovery.heartbeat`). Reading changes nothing of the run.
+(`watch.heartbeat`). Reading changes nothing of the run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.recovery.attempts import ATTEMPTS, completed_steps
-from megatron_dapo.recovery.evidence import parent
-from megatron_dapo.recovery.watched_rank import STATUS_BYTES
+from megatron_dapo.watch.attempts import ATTEMPTS, completed_steps
+from megatron_dapo.watch.evidence import parent
+from megatron_dapo.watch.watched_rank import STATUS_BYTES
 from tools.fault_injection.cells import PHASES
 from tools.resume_proof.compare_runs import checkpoint_steps
 from tools.virtual_cluster import CONTROLLER, JobState, VirtualCluster

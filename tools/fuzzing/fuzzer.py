@@ -109,7 +109,7 @@ def _feed(target: Target, directory: Path, number: int, rng: random.Random, repo
 
 def _finding_of(error: Exception, directory: Path, target: Target) -> tuple[str, str] | None:
     """Return what is wrong with a refusal: only errors made for users count as one."""
-    from megatron_dapo.recovery.checkpoint_store import CheckpointError
+    from megatron_dapo.checkpoints.store import CheckpointError
 
     if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
         return "traceback", _last_frames(error)

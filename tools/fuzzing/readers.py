@@ -84,7 +84,7 @@ def _all(readers: Sequence[Callable[[Path], object]], path: Path) -> None:
 def _write_model(directory: Path) -> None:
     import torch
 
-    from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
+    from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter
     from megatron_dapo.reshard.layout import TensorSpec
 
     files = {"model-00001-of-00002.safetensors": "ab", "model-00002-of-00002.safetensors": "cd"}
@@ -102,7 +102,7 @@ def _write_model(directory: Path) -> None:
 
 
 def _read_model(directory: Path) -> None:
-    from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+    from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 
     with HFCheckpoint(directory) as model:
         for name in model.specs:
@@ -112,7 +112,7 @@ def _read_model(directory: Path) -> None:
 def _write_checkpoint(directory: Path) -> None:
     import torch
 
-    from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
+    from megatron_dapo.checkpoints.store import CheckpointStore, save_checkpoint
 
     def write(writer: Any) -> None:
         writer.save_json("trainer.json", {"train_step": 3})
@@ -122,7 +122,7 @@ def _write_checkpoint(directory: Path) -> None:
 
 
 def _read_checkpoint(directory: Path) -> None:
-    from megatron_dapo.recovery.checkpoint_store import CheckpointStore, find_resume
+    from megatron_dapo.checkpoints.store import CheckpointStore, find_resume
 
     checkpoint = find_resume("must", CheckpointStore(directory, keep=1))
     assert checkpoint is not None
@@ -156,7 +156,7 @@ def _read_rows(directory: Path) -> None:
 def _write_batch(directory: Path) -> None:
     import torch
 
-    from megatron_dapo.recovery.durable_files import HERE
+    from megatron_dapo.files.durable import HERE
     from megatron_dapo.telemetry.batch_dump import dump_batch
     from megatron_dapo.types import TrainSample
 

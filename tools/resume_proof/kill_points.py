@@ -197,10 +197,10 @@ def _is_torchrun(process: psutil.Process) -> bool:
 # Phase of a stack: the first row with one of its functions on it, or for no function with any of its file. Innermost work
 # comes first, because every stack has the loop on it.
 PHASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("checkpoint begin", "recovery/background_save.py", ("start",)),
-    ("checkpoint copy", "recovery/background_save.py", ("copy", "wait_for_copy")),
-    ("checkpoint commit", "recovery/background_save.py", ("finish",)),
-    ("collection", "recovery/checkpoint_store.py", ("save_checkpoint",)),
+    ("checkpoint begin", "checkpoints/save.py", ("start",)),
+    ("checkpoint copy", "checkpoints/save.py", ("copy", "wait_for_copy")),
+    ("checkpoint commit", "checkpoints/save.py", ("finish",)),
+    ("collection", "checkpoints/store.py", ("save_checkpoint",)),
     ("export", "trainer/run.py", ("export", "export_critic")),
     ("optimizer step", "megatron/optimizer.py", ("guarded_step",)),
     ("forward and backward", "trainer/updater.py", ("step",)),

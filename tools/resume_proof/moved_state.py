@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dapo.checkpoints.saved_model import SavedModel, index_file
+from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file
 from megatron_dapo.checkpoints.state_difference import compare_states
 from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, make_plan
 from megatron_dapo.engines.sglang.ports import reserve_port

@@ -1,6 +1,6 @@
 """Memory of a run on a device and on a node, as arithmetic over a configuration and the sizes of its model.
 
-    parameters    elements that a trainer rank holds, exactly those of `checkpoints.megatron_layout`
+    parameters    elements that a trainer rank holds, exactly those of `checkpoints.layouts.megatron`
     activations   bytes kept for the backward pass, by kernels and recomputation
     head          buffers of the log-prob head, and the tiles that it computes in
     communication buffers of NCCL's groups

@@ -58,8 +58,8 @@ class EngineWeights:
 def engine_weights(
     architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool
 ) -> EngineWeights:
-    """Return the parameters of a rank, exactly those of `checkpoints.sglang_layout` for a GPU; under FP8 those of
-    `checkpoints.fp8_layout`."""
+    """Return the parameters of a rank, exactly those of `checkpoints.layouts.sglang` for a GPU; under FP8 those of
+    `checkpoints.layouts.fp8`."""
     hidden, head, item = architecture.hidden_size, architecture.head_size, ITEM_SIZES[dtype]
     query, groups = architecture.num_attention_heads * head // tensor, _kv_heads(architecture, tensor) * head
     matrices = [(query + 2 * groups, hidden), (hidden, query)]

@@ -1,4 +1,4 @@
-"""Elements of the parameters on a rank, exactly those of `checkpoints.megatron_layout`, and who shares the optimizer's state."""
+"""Elements of the parameters on a rank, exactly those of `checkpoints.layouts.megatron`, and who shares the optimizer's state."""
 
 from __future__ import annotations
 

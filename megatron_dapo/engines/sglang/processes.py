@@ -4,16 +4,11 @@ for the engine's own processes import it as well.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -21,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 # SGLang's load reports: a killed server cannot remove them.
 _LEFTOVER = re.compile(r"/dev/shm/sglang_loads_\S+")
 _SHARED_MEMORY, _LEFTOVER_FILES = Path("/dev/shm"), "sglang_loads_*"
@@ -58,23 +52,6 @@ def leave_signals_to_starter() -> None:
     ends its engines itself, by SIGKILL.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-
-
-def require_same_user(connection: socket.socket) -> None:
-    """Raise PermissionError if another user's process is at the other end: an abstract socket has no owner of its own."""
-    user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
-    if user != os.geteuid():
-        raise PermissionError(errno.EPERM, f"the other end belongs to user {user}, this process to {os.geteuid()}")
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent, of the same session, dies. Only Linux has this."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have died before the request: then the process that adopts orphans is the parent, in a session of its own.
-    if os.getsid(os.getppid()) != os.getsid(0):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_starter(scratch: Path | None = None) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_parent, end_with_starter, leave_signals_to_starter
+from megatron_dapo.engines.sglang.processes import end_with_starter, leave_signals_to_starter
+from megatron_dapo.files.linux import end_with_parent
 from megatron_dapo.parallel.store import restrict_stores
 
 

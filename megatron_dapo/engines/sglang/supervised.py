@@ -30,11 +30,11 @@ import httpx
 from megatron_dapo.affinity import all_cpus
 from megatron_dapo.engines.sglang.client import EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import require_same_user
 from megatron_dapo.engines.sglang.served import EngineStartError, Expectation, ServerInfo, checked, open_http
 from megatron_dapo.engines.sglang.server import AttachedServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.supervisor import settings_to_json
+from megatron_dapo.files.linux import require_same_user
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.engines.sglang.processes import require_same_user
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.files.linux import require_same_user
 
 _TICK_S = 0.2
 _FIRST_TRAINER_S = 600.0  # until the first trainer connects: it may import from a slow file system

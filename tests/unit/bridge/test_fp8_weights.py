@@ -17,7 +17,7 @@ from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sync_plan import SyncPlan, write_chunks
 from megatron_dapo.checkpoints.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
-from megatron_dapo.checkpoints.fp8_layout import (
+from megatron_dapo.checkpoints.layouts.fp8 import (
     SCALES,
     Fp8EngineLayout,
     Fp8Parameters,
@@ -25,8 +25,8 @@ from megatron_dapo.checkpoints.fp8_layout import (
     expected_parameters,
     read_parameters,
 )
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import TensorSpec, check_layout, shard_view

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.saved_model import (
+from megatron_dapo.checkpoints.formats.saved_model import (
     STEP,
     index_file,
     kinds_of,
@@ -15,8 +15,8 @@ from megatron_dapo.checkpoints.saved_model import (
     rank_file,
     state_index,
 )
+from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, save_checkpoint
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.checkpoint_store import CheckpointStore, CheckpointWriter, save_checkpoint
 from megatron_dapo.reshard.layout import Shard, TensorSpec, slice_view
 
 State = dict[str, dict[str, torch.Tensor]]  # kind -> tensor -> numbers; steps are scalars

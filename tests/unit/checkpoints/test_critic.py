@@ -20,8 +20,8 @@ from megatron_dapo.checkpoints.critic import (
     load_critic,
 )
 from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
-from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.converters.convert import (
     first_difference,
     huggingface_to_megatron,

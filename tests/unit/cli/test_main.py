@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config, pretraining_config
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.launch import whole_run
 from megatron_dapo.launch.whole_run import WORKER
 from megatron_dapo.launch.worker import parse_arguments
-from megatron_dapo.recovery.durable_files import HERE
-from megatron_dapo.recovery.failure import Failure, write_failures
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
+from megatron_dapo.watch.failure import Failure, write_failures
 
 runner = CliRunner()
 SUMMARY = RunSummary("run", "TP2", "finished", 7, 28, 0.1, 0.9, 60.0, 70.0, 5.0, 100.0)

@@ -9,8 +9,8 @@ import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.cli.plan_sync import bytes_between_nodes
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.cluster import Cluster

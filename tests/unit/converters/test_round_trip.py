@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.cli.main import app
 from megatron_dapo.parallel.layout import ParallelLayout
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checkpoints.disk_space import CheckpointSpace
 from megatron_dapo.config import Violation
 from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.doctor import recipe
 from megatron_dapo.doctor.engine_probe import GPU_MODULES, EngineLibraries
 from megatron_dapo.doctor.machine import Device, TorchFacts, conflict, conflict_or_ok, ok
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts, Storage
-from megatron_dapo.recovery.disk_space import CheckpointSpace
 
 PYTHON = Path("/engines/bin/python")
 DIRECTORY = Path("/runs/x")

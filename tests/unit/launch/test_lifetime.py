@@ -107,7 +107,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 import torch.distributed as dist
 from megatron_dapo.launch.lifetime import hold_directory
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 for run, readers in json.loads(sys.argv[1]):
     if os.fork():
         os.wait()
@@ -145,8 +145,8 @@ def test_an_unused_directory_is_left_alone(tmp_path: Path) -> None:
 
 PARENT = """
 import subprocess, sys, signal
-from megatron_dapo.launch.lifetime import end_with_parent
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent(signal.SIGTERM))
+from megatron_dapo.files.linux import signal_at_parents_death
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=signal_at_parents_death(signal.SIGTERM))
 print(child.pid, flush=True)
 child.wait()
 """

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.launch import worker
-from megatron_dapo.recovery.verdict import WatchLimits
+from megatron_dapo.watch.verdict import WatchLimits
 
 RECIPE = """
 [model]

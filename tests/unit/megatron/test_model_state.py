@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpoints import safetensors_file
-from megatron_dapo.checkpoints.saved_model import OtherModelError, SavedModel, index_file, rank_file
+from megatron_dapo.checkpoints.formats import safetensors as safetensors_file
+from megatron_dapo.checkpoints.formats.saved_model import OtherModelError, SavedModel, index_file, rank_file
+from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, newest_valid, save_checkpoint
 from megatron_dapo.megatron import model_state
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.model_state import _check_tensors, transfers_in_place
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.checkpoint_store import CheckpointStore, CheckpointWriter, newest_valid, save_checkpoint
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import Transfer
 from megatron_dapo.reshard.slices import Slice

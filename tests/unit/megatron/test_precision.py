@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import precision as module
 from megatron_dapo.megatron.actor import ActorSettings

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.main import get_command
 
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.cli.main import app
 from megatron_dapo.cli.options import REFUSED
 from megatron_dapo.cli.quantize import OUT_OF_TOLERANCE

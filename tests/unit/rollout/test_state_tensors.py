@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.checkpoints.store import CheckpointStore, save_checkpoint
 from megatron_dapo.engines.base import completion_from_json
-from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
 from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.trainer.checkpointing import collector_state
 from megatron_dapo.types import Completion

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.batch_dump import dump_batch, load_batch
 from megatron_dapo.types import TrainSample
 

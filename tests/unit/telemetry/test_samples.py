@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry import samples as module
 from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
 from megatron_dapo.types import Group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.summary import RunSummary, read_summary, summary_table, write_summary
 
 SUMMARY = RunSummary(

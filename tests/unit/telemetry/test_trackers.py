@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.trackers import open_trackers
 
 # In a process of its own: the packages are in a directory beside the environment, and wandb starts a service.
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.trackers import open_trackers
 run, name, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 (writer,) = open_trackers((name,), run, "made", {"optimizer.learning_rate": 1e-6, "run.name": "made"}, HERE)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_dapo.recovery.durable_files import HERE
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, TensorBoardWriter
 
 

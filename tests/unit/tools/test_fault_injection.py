@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.validator import validate
-from megatron_dapo.recovery.failure import Failure, first_line
+from megatron_dapo.watch.failure import Failure, first_line
 from tools.fault_injection import report
 from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY
 from tools.fault_injection.cluster_run import CONFIGURATIONS, FIRST_FAILURE, QUICKSTART, layout_text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.precision import LinearSizes, misfits

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.checkpoints.saved_model import OtherModelError
+from megatron_dapo.checkpoints.formats.saved_model import OtherModelError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.checkpointing import (
     Checkpoints,

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_dapo.checkpoints.save import FAILED, IDLE, IN_FLIGHT, Saved
+from megatron_dapo.checkpoints.store import CheckpointError
 from megatron_dapo.engines.sglang.servers import ServersFailed
-from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
-from megatron_dapo.recovery.background_save import FAILED, IDLE, IN_FLIGHT, Saved
-from megatron_dapo.recovery.checkpoint_store import CheckpointError
 from megatron_dapo.rollout.batch import CollectionExhausted
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
@@ -20,6 +19,7 @@ from megatron_dapo.trainer import loop as module
 from megatron_dapo.trainer.checkpointing import RunProgress
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.rollout import TrainBatch
+from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 MODELS = SimpleNamespace(
     is_offloading=False, offload_all=lambda: None, log_moved=lambda: None, on_device=lambda *names: nullcontext()

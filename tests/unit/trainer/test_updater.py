@@ -10,9 +10,9 @@ import torch
 
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.coordination import Progress
-from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.trainer.build import mark_micro_batches
 from megatron_dapo.trainer.updater import LearningRateSchedule, MiniBatch, StepCounters, Updater
+from megatron_dapo.watch.heartbeat import Heartbeat
 
 
 def make_schedule(peak: float, warmup_steps: int, total_steps: int, first_train_step: int = 0, **section):

@@ -22,7 +22,7 @@ def stack(*frames: tuple[str, str]) -> str:
 
 def test_the_phase_is_the_innermost_work() -> None:
     loop = (("trainer/loop.py", "_save"), ("trainer/run.py", "run_training"))
-    assert phase_of(stack(("recovery/background_save.py", "finish"), *loop)) == "checkpoint commit"
+    assert phase_of(stack(("checkpoints/save.py", "finish"), *loop)) == "checkpoint commit"
     assert phase_of(stack(("megatron/optimizer.py", "guarded_step"), ("trainer/updater.py", "step"), *loop)) == (
         "optimizer step"
     )

@@ -1,0 +1,233 @@
+"""A model's training state on disk: boxes of Hugging Face tensors in the files of many ranks, and an index of them.
+
+    <name>.json                  the index: tensors, types, the layout that saved them, every box with its file
+    <name>_00000.safetensors     what one rank saved; see docs/checkpoints.md
+
+A tensor of a file is one box: "parameter/model.norm.weight[0:64]", and "master/", "exp_avg/" and "exp_avg_sq/" of the same
+box. "step/model.norm.weight", a scalar, is in the file that has the tensor's first element.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
+from megatron_dapo.files.checksums import PieceChecksums
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.reshard.layout import Shard, TensorSpec, slice_view
+from megatron_dapo.reshard.reading import StoredPiece
+from megatron_dapo.reshard.slices import Coordinates, Slice, intersect, whole
+from megatron_dapo.untrusted import blamed_on, one_line, read_json
+
+FORMAT = "megatron_dapo model state"
+VERSION = 2
+PARAMETER, MAIN, MOMENTS, STEP = "parameter", "master", ("exp_avg", "exp_avg_sq"), "step"
+_PIECE = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<ranges>\d+:\d+(?:, \d+:\d+)*)?\]")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
+
+
+class OtherModelError(ValueError):
+    """A saved state is that of another model; the message names the first tensor that differs."""
+
+
+def kinds_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the type of each kind of tensor of a model whose parameters are of `dtype`: an fp32 parameter is its own
+    main param."""
+    main = {} if dtype == torch.float32 else {MAIN: torch.float32}
+    return {PARAMETER: dtype, **main, **dict.fromkeys(MOMENTS, torch.float32)}
+
+
+def rank_file(name: str, rank: int) -> str:
+    """Return the file that a rank of a model's ranks writes."""
+    return f"{name}_{rank:05d}.safetensors"
+
+
+def index_file(name: str) -> str:
+    """Return the file of a model's index."""
+    return f"{name}.json"
+
+
+def piece_name(tensor: str, bounds: Slice) -> str:
+    """Return the name of a box of a tensor, e.g. "model.norm.weight[0:64]"."""
+    return f"{tensor}{bounds}"
+
+
+def state_index(
+    tensors: Mapping[str, TensorSpec],
+    parallel: ParallelLayout,
+    distributed: bool,
+    pieces: Mapping[str, Iterable[Shard]],
+) -> dict[str, Any]:
+    """Return the index of a model that is saved as `pieces` of each file."""
+    [dtype] = {spec.dtype for spec in tensors.values()}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": asdict(parallel),
+        "distributed_optimizer": distributed,
+        "kinds": {kind: CODE_OF_DTYPE[each] for kind, each in kinds_of(dtype).items()},
+        "tensors": {name: list(spec.shape) for name, spec in tensors.items()},
+        "files": {file: [piece_name(each.tensor, each.bounds) for each in found] for file, found in pieces.items()},
+    }
+
+
+class SavedModel(StoredModel):
+    """A model's state in a checkpoint directory. Errors are ValueErrors that name the file in one line.
+
+    As a `StoredModel` it is the model of its parameters, by their Hugging Face names. Files are opened when they are read.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        name: str = "policy",
+        checksums: Mapping[str, PieceChecksums] | None = None,
+        copies: Mapping[str, Path] | None = None,
+        *,
+        is_read_once: bool = False,
+    ) -> None:
+        """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong.
+        `copies`: of files of tensors, which are read there and not in `directory`. `is_read_once`: see `SafetensorsReader`."""
+        super().__init__()
+        self.path, self.name, self._checksums = Path(directory), name, checksums or {}
+        self._copies = (
+            {} if copies is None else copies
+        )  # whether it is empty is not asked: that would look up every file
+        self._is_read_once = is_read_once
+        path = self.path / index_file(name)
+        document = _read_index(path)
+        with blamed_on(path):
+            self.kinds = {str(kind): DTYPE_OF_CODE[code] for kind, code in document["kinds"].items()}
+            if self.kinds != kinds_of(self.kinds[PARAMETER]):
+                raise ValueError(f"kinds are {one_line(document['kinds'], 200)}")
+            self.specs = {
+                str(tensor): TensorSpec(_shape(shape), self.kinds[PARAMETER])
+                for tensor, shape in document["tensors"].items()
+            }
+            self.layout: Mapping[str, Any] = dict(document["layout"])
+            self.distributed = bool(document["distributed_optimizer"])
+            self.pieces = [
+                _piece(text, str(file), self.specs) for file, texts in document["files"].items() for text in texts
+            ]
+            _check_complete(self.pieces, self.specs)
+
+    def reader(self, file: str) -> SafetensorsReader:
+        """Return the open reader of a file."""
+        if file not in self._readers:
+            copy = self._copies.get(file)  # in memory, where nothing is to be gained past the page cache
+            self._readers[file] = SafetensorsReader(
+                copy or self.path / file,
+                self._checksums.get(file),
+                is_read_once=self._is_read_once and copy is None,
+            )
+        return self._readers[file]
+
+    def read(self, kind: str, piece: StoredPiece, out: torch.Tensor, bounds: Slice | None = None) -> None:
+        """Fill `out` with a piece of one kind, or only with `bounds` (global) of it; any type, device and strides."""
+        reader, key = self.reader(piece.file), f"{kind}/{piece_name(piece.tensor, piece.bounds)}"
+        self._check(reader, key, TensorSpec(piece.bounds.shape, self.kinds[kind]))
+        reader.read(key, out, None if bounds is None else _inside(piece.bounds, bounds))
+
+    def read_step(self, tensor: str, file: str) -> float:
+        """Return the number of optimizer steps of a tensor, from the file that has its first element."""
+        reader, key = self.reader(file), f"{STEP}/{tensor}"
+        self._check(reader, key, TensorSpec((), torch.float32))
+        out = torch.empty(())
+        reader.read(key, out)
+        return float(out)
+
+    def read_local(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return what belongs to a rank alone, no piece of a tensor: random states and scales of FP8 modules."""
+        reader = self.reader(rank_file(self.name, rank))
+        found = {}
+        for key, stored in reader.tensors.items():
+            if key.partition("/")[0] not in (*self.kinds, STEP):
+                found[key] = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+                reader.read(key, found[key])
+        return found
+
+    def read_tensor(self, name: str, kind: str = PARAMETER) -> torch.Tensor:
+        """Return a whole tensor by its Hugging Face name: its parameter, or another kind."""
+        out = torch.empty(self.specs[name].shape, dtype=self.kinds[kind])
+        for piece in self.pieces_of(name):
+            self.read(kind, piece, slice_view(out, piece.bounds))
+        return out
+
+    def pieces_of(self, name: str) -> list[StoredPiece]:
+        """Return the pieces of a tensor."""
+        return [piece for piece in self.pieces if piece.tensor == name]
+
+    def _check(self, reader: SafetensorsReader, key: str, spec: TensorSpec) -> None:
+        stored = reader.tensors.get(key)
+        if stored is None or stored.spec != spec:
+            found = "is missing" if stored is None else f"is {stored.spec.shape} {stored.spec.dtype}"
+            raise ValueError(
+                f"{reader.path}: {key} {found}, {index_file(self.name)} says {tuple(spec.shape)} {spec.dtype}: the two are of "
+                "different checkpoints; copy the whole directory again, or resume from an older one"
+            )
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        document = read_json(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: missing: this checkpoint has no state of that model, or a version before {VERSION} of the format wrote "
+            "it; resume with the release that wrote it, or start a new run from its Hugging Face export"
+        ) from None
+    found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
+    if found != (FORMAT, VERSION):
+        raise ValueError(
+            f"{path}: format {one_line(found[0], 50)!r} version {one_line(found[1], 50)}, this release reads {FORMAT!r} "
+            f"{VERSION}; resume with the release that wrote it"
+        )
+    return document
+
+
+def _shape(sizes: list[int]) -> Coordinates:
+    if any(type(size) is not int or not 0 < size < 2**63 for size in sizes):
+        raise ValueError(f"{one_line(sizes, 100)} is no shape of a tensor")
+    return tuple(sizes)
+
+
+def _piece(text: str, file: str, specs: Mapping[str, TensorSpec]) -> StoredPiece:
+    match = _PIECE.fullmatch(text)
+    if match is None or match["tensor"] not in specs or not _FILE.fullmatch(file):
+        raise ValueError(
+            f"{one_line(text, 100)!r} of {one_line(file, 100)!r} is no box of a tensor in a file beside the index"
+        )
+    ranges = [tuple(map(int, each.split(":"))) for each in (match["ranges"] or "").split(", ") if each]
+    bounds = Slice(tuple(start for start, _ in ranges), tuple(end - start for start, end in ranges))
+    shape: Coordinates = specs[match["tensor"]].shape
+    if len(ranges) != len(shape) or any(not start < end <= size for (start, end), size in zip(ranges, shape)):
+        raise ValueError(f"{one_line(text, 100)!r} is not inside its tensor of shape {shape}")
+    return StoredPiece(match["tensor"], bounds, file)
+
+
+def _check_complete(pieces: Iterable[StoredPiece], specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ValueError unless the pieces have each element of each tensor exactly once."""
+    by_tensor: dict[str, list[Slice]] = {name: [] for name in specs}
+    for piece in pieces:
+        by_tensor[piece.tensor].append(piece.bounds)
+    for name, found in by_tensor.items():
+        volume, expected = sum(bounds.volume for bounds in found), whole(specs[name].shape).volume
+        if volume != expected:
+            raise ValueError(f"boxes of {name} have {volume} elements, the tensor has {expected}")
+        # Sorted by rows, only neighbors can overlap.
+        found.sort()
+        for index, bounds in enumerate(found):
+            for other in found[index + 1 :]:
+                if bounds.shape and other.offset[0] >= bounds.offset[0] + bounds.shape[0]:
+                    break
+                if intersect(bounds, other) is not None:
+                    raise ValueError(f"boxes {bounds} and {other} of {name} overlap")
+
+
+def _inside(outer: Slice, bounds: Slice) -> Slice:
+    return Slice(tuple(start - base for start, base in zip(bounds.offset, outer.offset)), bounds.shape)

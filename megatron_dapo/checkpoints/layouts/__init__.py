@@ -1,0 +1,1 @@
+"""Layouts of a model's tensors in Megatron, SGLang, torch_dist and saved states."""

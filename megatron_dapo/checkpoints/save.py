@@ -1,0 +1,384 @@
+"""Checkpoints that are written while the run continues.
+
+    rank                                   its file process                    rank 0's file process
+    start     begin, agreed on        -->                                      make the directory
+              note tensors, copy JSON
+    (thread)  copy the tensors        -->  write, hash, fsync its files
+    ...       train on                     leave its part of the manifest -->  wait for every part, merge them, rename
+    status    idle, in flight, failed
+    finish    agree on the end                                                 delete old checkpoints
+
+The copy lies in shared memory, one for each rank, which the next save uses again. Tensors must not change from `start` to
+the end of `wait_for_copy`; JSON is taken at once. Rank 0 sees the parts in the directory, which all nodes share, so that a
+checkpoint is in place without a word between ranks; that one of them failed they learn when they next meet.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.checkpoints.memory_copies import CopyTargets, keep_copies
+from megatron_dapo.checkpoints.store import (
+    CheckpointError,
+    CheckpointStore,
+    CheckpointWriter,
+    part_name,
+    require_together,
+    save_checkpoint,
+    written_twice,
+)
+from megatron_dapo.device_thread import device_thread
+from megatron_dapo.files.durable import (
+    HERE,
+    PAGE_BYTES,
+    Work,
+    json_bytes,
+    piece_sizes,
+    safetensors_header,
+    write_direct,
+)
+from megatron_dapo.files.process import BackgroundJob, FileProcess
+
+if TYPE_CHECKING:
+    import torch
+
+IDLE, IN_FLIGHT, FAILED = 0.0, 1.0, 2.0  # status of a save on one rank; that of all ranks is the largest
+_LOOK_S = 0.02  # between two looks for the parts of other ranks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is in place."""
+
+    step: int
+    directory: Path
+    seconds: float  # from the begin of the save to the renamed directory on disk; 0 on other ranks than 0
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Bytes of the shared memory that become one file; `tensors` follow each other behind `head`."""
+
+    name: str
+    start: int
+    end: int
+    head: bytes
+    tensors: Sequence[torch.Tensor] = ()
+    sizes: Sequence[int] = ()  # of the pieces of a safetensors file
+
+
+class CopyingWriter(CheckpointWriter):
+    """Notes what one rank saves; `arrange` gives each file its place in shared memory, and `copy` takes it there."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(directory, rank)
+        self._noted: dict[str, bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]] = {}
+        self._regions: list[_Region] = []
+        self.num_bytes = 0  # of everything, once it is arranged
+
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Note tensors for a safetensors file; they must not change before they are copied."""
+        self._note(name, (tensors, metadata))
+
+    def save_json(self, name: str, document: Any) -> None:
+        """Take a document for a JSON file."""
+        self._note(name, json_bytes(document))
+
+    def _note(self, name: str, content: bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]) -> None:
+        with self._new_path(name):
+            if name in self._noted:
+                raise FileExistsError(name)
+        self._noted[name] = content
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what is to be copied."""
+        for content in self._noted.values():
+            if not isinstance(content, bytes):
+                yield from content[0].values()
+
+    def arrange(self) -> None:
+        """Place the files one after another. ValueError for a type of tensor that the format does not have."""
+        for name, content in self._noted.items():
+            if isinstance(content, bytes):
+                self._place(name, content)
+                continue
+            tensors, metadata = content
+            header, order = safetensors_header(tensors, metadata)
+            ordered = [tensors[each].detach() for each in order]
+            self._place(name, header, ordered, piece_sizes(header, ordered))
+        self._noted.clear()
+
+    def _place(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
+        # A page each: the file process writes them past the page cache.
+        start = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
+        end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._regions.append(_Region(name, start, end, head, tensors, sizes))
+        self.num_bytes = end
+
+    def copy(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """Copy everything to `memory` (uint8, of `num_bytes` at least), from a CUDA device on `stream`."""
+        import torch
+
+        with torch.cuda.stream(stream):  # None changes nothing
+            self._copy(memory)
+        if stream is not None:
+            stream.synchronize()
+
+    def _copy(self, memory: torch.Tensor) -> None:
+        for region in self._regions:
+            memory[region.start : region.start + len(region.head)] = _bytes_tensor(region.head)
+            place = region.start + len(region.head)
+            for tensor in region.tensors:
+                size = tensor.numel() * tensor.element_size()
+                # Offsets are multiples of the type's width: widest types come first, behind a head of whole words.
+                memory[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                place += size
+
+    def places(self) -> list[tuple[str, int, int, Sequence[int]]]:
+        """Return name, begin and end in the shared memory of each file, and the sizes of its pieces if it has any."""
+        return [(each.name, each.start, each.end, each.sizes) for each in self._regions]
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._noted.clear()
+        self._regions.clear()
+
+
+class _CopyMemory:
+    """The shared memory of a rank's file process as a tensor; its pages are locked for CUDA where the rank uses it."""
+
+    def __init__(self, files: FileProcess) -> None:
+        self._files = files
+        self._tensor: torch.Tensor | None = None
+        self._is_locked = False
+
+    def tensor(self, num_bytes: int, is_locked: bool) -> torch.Tensor:
+        """Return at least `num_bytes` of memory as uint8; what it held before is lost where it grows."""
+        import torch
+
+        if self._tensor is None or self._tensor.numel() < num_bytes:
+            self.unlock()
+            self._tensor = torch.frombuffer(self._files.copy_memory(num_bytes), dtype=torch.uint8)
+        if is_locked and not self._is_locked:
+            # Where CUDA refuses, copies are slower and no less right.
+            code = torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.nbytes, 0)
+            self._is_locked = int(code) == 0
+        return self._tensor
+
+    def unlock(self) -> None:
+        """Give the locked pages back to CUDA, before the memory is mapped anew or unmapped."""
+        import torch
+
+        if self._is_locked and self._tensor is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+        self._is_locked = False
+
+
+@dataclass
+class _Save:
+    """A save in flight on this rank."""
+
+    step: int
+    begun: float  # on the monotonic clock, which processes of one machine share
+    is_noted: threading.Event = field(default_factory=threading.Event)  # what is saved; it may be copied
+    problem: Exception | None = None  # of noting, copying or starting to write
+    copying: threading.Thread | None = None
+    part: BackgroundJob | None = None  # this rank's files; None until they are copied
+    commit: BackgroundJob | None = None  # on rank 0
+
+
+class BackgroundSaves:
+    """The saves of one rank, at most one in flight.
+
+    Without a file process (another system than Linux, one process alone) a save is done when `start` returns.
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._save: _Save | None = None
+        self._saved: Saved | None = None  # what `finish` has to tell of a save that was done at once
+        self._memory: _CopyMemory | None = None
+
+    def start(
+        self, step: int, write: Callable[[CheckpointWriter], None], metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin to save what `write` gives its writer. Collective, and no save may be in flight.
+
+        CheckpointError on all ranks if there is no directory to write into; any other failure is told by `status`.
+        """
+        assert not self.is_in_flight, "one save at a time"
+        store, begun = self._store, time.monotonic()
+        if not isinstance(store.files, FileProcess):
+            path = save_checkpoint(store, step, write, metadata=metadata)
+            self._saved = Saved(step, path, time.monotonic() - begun)
+            return
+        self._memory = self._memory or _CopyMemory(store.files)
+        with require_together(store, step):
+            if store.rank == 0:
+                store.ask("begin", step)
+        self._save = save = _Save(step, begun)
+        try:
+            self._copy(save, write, self._memory)
+            if store.rank == 0:
+                save.commit = store.files.start(commit_when_written, *store.identity, step, dict(metadata or {}))
+        except Exception as error:  # the other ranks continue: they learn of it when all meet
+            save.problem = error
+        finally:
+            save.is_noted.set()
+
+    def _copy(self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory) -> None:
+        """Note what is saved, and begin to copy it."""
+        writer = CopyingWriter(self._store.partial_path(save.step), self._store.rank)
+        write(writer)
+        devices = {tensor.device for tensor in writer.tensors()}
+        cuda = next((device for device in devices if device.type == "cuda"), None)
+        stream = _stream_behind_current(cuda) if cuda is not None else None
+
+        def copy() -> None:
+            save.is_noted.wait()  # the run goes on first
+            try:
+                writer.arrange()  # hundreds of names and sizes
+                writer.copy(memory.tensor(writer.num_bytes, is_locked=stream is not None), stream)
+                arguments = self._store.partial_path(save.step), self._store.rank, writer.places()
+                copies = self._store.copies
+                targets = copies.targets.to_json() if copies is not None and copies.targets is not None else None
+                save.part = self._store.files.start(write_part, *arguments, save.step, targets)
+            except Exception as error:
+                save.problem = error
+            writer.forget()  # the tensors are the run's alone again
+
+        save.copying = device_thread(copy, name="checkpoint copy")
+        save.copying.start()
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True from `start` to `finish`, the same on all ranks."""
+        return self._save is not None or self._saved is not None
+
+    @property
+    def is_copying(self) -> bool:
+        """True while tensors that are being saved must not change."""
+        return self._save is not None and self._save.copying is not None and self._save.copying.is_alive()
+
+    def wait_for_copy(self) -> None:
+        """Wait until tensors that are being saved may change."""
+        if self._save is not None and self._save.copying is not None:
+            self._save.copying.join()
+
+    @property
+    def status(self) -> float:
+        """IDLE, IN_FLIGHT or FAILED on this rank: call `finish` once the largest of all ranks is not IN_FLIGHT."""
+        save = self._save
+        if save is None:
+            return IDLE
+        if save.problem is not None:
+            return FAILED
+        if self.is_copying:
+            return IN_FLIGHT
+        for job in (save.part, save.commit):
+            if job is not None and not job.is_done():
+                return IN_FLIGHT
+            if job is not None and job.has_failed():
+                return FAILED
+        return IDLE
+
+    def finish(self) -> Saved:
+        """Wait for the save in flight. Collective.
+
+        If it failed on any rank all raise CheckpointError, its directory is gone, and older checkpoints are as they were.
+        """
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            return saved
+        assert self._save is not None, "a save is in flight"
+        store, save, self._save = self._store, self._save, None
+        give_up = save.commit.cancel if save.commit is not None else None
+        with require_together(store, save.step, give_up):
+            if save.copying is not None:
+                save.copying.join()
+            if save.problem is not None:
+                raise save.problem
+            assert save.part is not None, "what was copied is being written"
+            problem = save.part.result()
+            if self._store.copies is not None:
+                self._store.copies.warn(problem)
+        done = save.begun
+        # Every part is there: only now, or rank 0 would wait for others in a place that counts as its own.
+        with require_together(store, save.step):
+            if save.commit is not None:
+                done = save.commit.result()
+        if store.copies is not None:
+            store.copies.committed(save.step)
+        return Saved(save.step, store.path(save.step), done - save.begun)
+
+
+def _stream_behind_current(device: torch.device) -> Any:
+    """Return a CUDA stream that begins once the work queued so far is done."""
+    import torch
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def _bytes_tensor(content: bytes) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+# In the file process
+
+
+def write_part(
+    work: Work,
+    directory: Path,
+    rank: int,
+    places: Sequence[tuple[str, int, int, Sequence[int]]],
+    step: int = 0,
+    targets: Mapping[str, str] | None = None,
+) -> str:
+    """Write one rank's files from its copy, then its part of the manifest, then give the files of tensors to keepers.
+
+    `targets`: of `CopyTargets`; None without copies in memory. Returns why one was not copied, "" if all were.
+    """
+    keepers = CopyTargets(**targets) if targets else None
+    entries = []
+    for name, start, end, sizes in places:
+        try:
+            entry = write_direct(directory / name, work.memory[start:end], sizes)
+            entries.append(replace(entry, keepers=keepers.keepers if keepers and entry.pieces else ()))
+        except FileExistsError:
+            raise ValueError(written_twice(name)) from None
+    part = directory / part_name(rank)
+    # In one piece: rank 0 takes it for the word that all this rank's files are on disk.
+    unfinished = part.with_suffix(".unfinished")
+    HERE.write_json(unfinished, [entry.to_json() for entry in entries])
+    os.replace(unfinished, part)
+    if keepers is None:
+        return ""
+    # Behind the part, so that the commit does not wait for it.
+    contents = [work.memory[start:end] for _, start, end, _ in places]
+    return keep_copies(keepers, step, [(entry, each) for entry, each in zip(entries, contents) if entry.pieces])
+
+
+def commit_when_written(
+    work: Work, directory: Path, keep: Sequence[Any], num_ranks: int, step: int, metadata: Mapping[str, Any]
+) -> float:
+    """Put a checkpoint in place once the parts of all ranks are there; return when it was, on the monotonic clock."""
+    store = CheckpointStore.opened(directory, keep, num_ranks)
+    while store.missing_parts(step):
+        if work.cancelled.wait(_LOOK_S):
+            raise CheckpointError(f"checkpoint of step {step}: given up")
+    store.put_in_place(step, metadata)
+    done = time.monotonic()
+    store.delete_old(step, metadata)
+    return done

@@ -1,0 +1,579 @@
+"""Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is
+loaded.
+
+    <directory>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
+    <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file, and its own) and renamed
+
+Files of tensors have a checksum of every tensor: a load verifies what it reads, and falls back to the checkpoint before.
+A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
+in place. What is saved comes from a callable.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.checkpoints.memory_copies import CopiedFiles, MemoryCopies
+from megatron_dapo.checkpoints.retention import KeepPolicy, steps_to_delete
+from megatron_dapo.files.checksums import DamagedError, PieceChecksums
+from megatron_dapo.files.durable import (
+    HERE,
+    FileEntry,
+    Files,
+    is_intact,
+    sha256_of_pieces,
+    sync_directory,
+)
+from megatron_dapo.untrusted import one_line, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dapo.parallel.coordination import Coordination
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_OWN_HASH = "sha256"  # field of the manifest
+_STEP = re.compile(r"step_(\d{6,})")
+_PART = re.compile(r"manifest_rank_(\d+)\.json")
+_ADDRESS, _MAX_KEEPERS = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}"), 2  # of keepers of copies
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or none can be loaded; the message says which, why and what is left.
+
+    `is_consequence`: this rank did nothing wrong, another one's message says why. `is_final`: it would repeat.
+    """
+
+    is_consequence = is_final = False
+
+
+def _consequence(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.is_consequence = True
+    return error
+
+
+def _final(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.is_final = True
+    return error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    directory: Path
+    files: Mapping[str, FileEntry]
+    metadata: Mapping[str, Any]
+    copies: Mapping[str, Path] = field(default_factory=dict)  # of files in memory, which are read there
+
+    def load_json(self, name: str) -> Any:
+        return read_json(self._path(name))
+
+    def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of one safetensors file, on the CPU. DamagedError where they are not what was written."""
+        # Here: checkpoints are listed and checked without torch.
+        from megatron_dapo.checkpoints.formats.safetensors import read_tensors
+
+        return read_tensors(self.copies.get(name, self._path(name)), self.checksums.get(name))
+
+    @cached_property
+    def checksums(self) -> Mapping[str, PieceChecksums]:
+        """The checksums of pieces of the files that have them; the others are verified as a whole."""
+        return {name: PieceChecksums(entry.pieces) for name, entry in self.files.items() if entry.pieces}
+
+    def _path(self, name: str) -> Path:
+        if name not in self.files:
+            raise CheckpointError(
+                f"checkpoint {self.directory}: no file {name!r}; it holds {', '.join(sorted(self.files))}"
+            )
+        return self.directory / name
+
+
+class CheckpointWriter:
+    """The files one rank writes into the directory of an unfinished checkpoint."""
+
+    def __init__(self, directory: Path, rank: int, files: Files = HERE) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._files = files
+        self._entries: list[FileEntry] = []
+
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a safetensors file. Names are plain and differ between ranks."""
+        with self._new_path(name) as path:
+            self._entries.append(self._files.write_tensors(path, tensors, metadata, "x"))
+
+    def save_json(self, name: str, document: Any) -> None:
+        """Write a JSON file. Names are plain and differ between ranks."""
+        with self._new_path(name) as path:
+            self._entries.append(self._files.write_json(path, document, "x"))
+
+    def finish(self) -> None:
+        """Declare this rank's files complete."""
+        part = self._directory / part_name(self._rank)
+        self._files.write_json(part, [entry.to_json() for entry in self._entries])
+
+    @contextmanager
+    def _new_path(self, name: str) -> Iterator[Path]:
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or _PART.fullmatch(name):
+            raise ValueError(f"checkpoint file {name!r}: use letters, digits, '_', '-', '.', and not a manifest's name")
+        try:
+            yield self._directory / name
+        except FileExistsError:
+            raise ValueError(written_twice(name)) from None
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's part of the manifest."""
+    return f"manifest_rank_{rank}.json"
+
+
+def written_twice(name: str) -> str:
+    """Return the message of an error: a name that is not one rank's own."""
+    return f"checkpoint file {name!r} is written twice; put the rank into its name"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint directory by its name; None for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+class CheckpointStore:
+    """The checkpoints of one run, as one of its ranks sees them; `coordination` is None in a single process.
+
+    Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`, `remove`), during training by `ask`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int | KeepPolicy,
+        coordination: Coordination | None = None,
+        files: Files = HERE,
+    ) -> None:
+        """`keep`: what stays of older checkpoints; a number: as many of the newest valid ones."""
+        self.directory = Path(directory)
+        self.keep = KeepPolicy(keep) if isinstance(keep, int) else keep
+        self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
+        self._coordination = coordination
+        self.files = files
+        self.copies: MemoryCopies | None = None  # of checkpoints in memory; on all ranks or on none
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
+        return self.files.run(_manage_checkpoints, *self.identity, method, *arguments)
+
+    @property
+    def identity(self) -> tuple[Path, Sequence[Any], int]:
+        """Return the arguments by which `opened` has this store in another process."""
+        return self.directory, astuple(self.keep), self.num_ranks
+
+    @classmethod
+    def opened(cls, directory: Path, keep: Sequence[Any], num_ranks: int) -> CheckpointStore:
+        """Return rank 0's store of that `identity`; for its file process."""
+        store = cls(directory, KeepPolicy(*keep))
+        store.num_ranks = num_ranks
+        return store
+
+    def agree(self, ok: bool) -> bool:
+        """Return True on every rank if every rank passed True. Collective, and a barrier."""
+        return ok if self._coordination is None else self._coordination.all_true(ok)
+
+    def sum(self, rows: list[list[int]]) -> list[list[int]]:
+        """Return the element-wise sum of every rank's rows, on all ranks. Collective."""
+        if self._coordination is None:
+            return rows
+        return self._coordination.merge(rows, _summed, "where checkpoints were read")
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def partial_path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}.tmp"
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoint directories there are, valid or not, newest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
+        return sorted((int(match.group(1)) for match in matches if match), reverse=True)
+
+    def begin(self, step: int) -> None:
+        """Make the empty directory that ranks write into."""
+        self.clean()
+        self.partial_path(step).mkdir(parents=True)
+
+    def writer(self, step: int) -> CheckpointWriter:
+        return CheckpointWriter(self.partial_path(step), self.rank, self.files)
+
+    def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`.
+
+        "evaluations" of `metadata`, train step -> metrics, say which checkpoint is the best one.
+        """
+        self.put_in_place(step, metadata)
+        self.delete_old(step, metadata)
+
+    def missing_parts(self, step: int) -> list[int]:
+        """Return the ranks that have not finished their part of an unfinished checkpoint."""
+        names = os.listdir(self.partial_path(step))
+        parts = {int(match.group(1)) for match in map(_PART.fullmatch, names) if match}
+        return sorted(set(range(self.num_ranks)) - parts)
+
+    def put_in_place(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Merge the ranks' parts and rename the directory."""
+        partial, final = self.partial_path(step), self.path(step)
+        if missing := self.missing_parts(step):
+            raise CheckpointError(
+                f"checkpoint {partial}: ranks {missing} of {self.num_ranks} wrote nothing; is the directory shared by all nodes?"
+            )
+        entries = [
+            FileEntry(**entry)
+            for rank in range(self.num_ranks)
+            for entry in json.loads((partial / part_name(rank)).read_text(encoding="utf-8"))
+        ]
+        document = {
+            "format": FORMAT,
+            "step": step,
+            "files": [entry.to_json() for entry in entries],
+            "metadata": dict(metadata or {}),
+        }
+        HERE.write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
+        for rank in range(self.num_ranks):
+            (partial / part_name(rank)).unlink()
+        sync_directory(partial)
+        if final.exists():
+            # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
+            os.replace(final, self._replaced_path(final))
+        os.replace(partial, final)
+        sync_directory(self.directory)
+        self.open(step)
+
+    def abandon(self, step: int) -> None:
+        """Remove the unfinished checkpoint of `step` so that its space is free again."""
+        shutil.rmtree(self.partial_path(step), ignore_errors=True)
+        self.clean()
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.directory if self.directory.is_dir() else Path.cwd()).free
+
+    def clean(self) -> None:
+        """Undo or finish what a killed process left half done."""
+        if not self.directory.is_dir():
+            return
+        for entry in sorted(self.directory.iterdir()):
+            name, _, suffix = entry.name.rpartition(".")
+            if suffix == "replaced" and _STEP.fullmatch(name) and not (self.directory / name).exists():
+                os.replace(entry, self.directory / name)
+            elif suffix in ("tmp", "replaced", "deleting") and _STEP.fullmatch(name):
+                logger.info("removing %s, left by an interrupted run", entry)
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def open(self, step: int, with_copies: bool = False) -> Checkpoint:
+        """The checkpoint of `step`, its manifest and file sizes checked (not its contents: `wrong_files`).
+
+        `with_copies`: its files are read in memory where copies of them are, and may then be missing in the directory. Raises
+        CheckpointError with the reason where it is not whole.
+        """
+        directory = self.path(step)
+        checkpoint = _read_manifest(directory, step)
+        if with_copies and self.copies is not None:
+            checkpoint = replace(checkpoint, copies=CopiedFiles(self.copies, step, checkpoint.files))
+        for entry in checkpoint.files.values():
+            path = directory / entry.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.size and entry.name not in checkpoint.copies:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CheckpointError(
+                    f"checkpoint {directory}: {entry.name} {found}, the manifest says {entry.size} bytes"
+                )
+        return checkpoint
+
+    def delete_old(self, newest: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Delete what `keep` does not ask for; `metadata` are those of `newest`."""
+        evaluations = (metadata or {}).get("evaluations", {})
+        steps = {step: step == newest or self._is_whole(step) for step in self.steps()}
+        for step in steps_to_delete(self.keep, newest, steps, evaluations):
+            self._delete(step)
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.open(step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a kill in the middle must not leave a directory that looks like a checkpoint.
+        doomed = self.directory / f"{self.path(step).name}.deleting"
+        try:
+            os.replace(self.path(step), doomed)
+        except OSError as error:  # the new checkpoint is in place: not a reason to fail
+            logger.warning("could not delete the old checkpoint %s: %s", self.path(step), error)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    @staticmethod
+    def _replaced_path(final: Path) -> Path:
+        return final.with_name(final.name + ".replaced")
+
+
+def _summed(parts: list[list[list[int]]]) -> list[list[int]]:
+    return [[sum(numbers) for numbers in zip(*rows)] for rows in zip(*parts)]
+
+
+def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, method: str, *arguments: Any) -> Any:
+    """Return what a method of rank 0's store of `num_ranks` ranks does; runs in its file process."""
+    return getattr(CheckpointStore.opened(directory, keep, num_ranks), method)(*arguments)
+
+
+def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Those of `names` whose contents are not what was written (a full read)."""
+    return [name for name in names if not is_intact(checkpoint.directory / name, checkpoint.files[name])]
+
+
+def save_checkpoint(
+    store: CheckpointStore,
+    step: int,
+    write: Callable[[CheckpointWriter], None],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Every rank calls this; `write` saves this rank's files. Returns the directory once the checkpoint is in place.
+
+    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished directory is gone, and
+    earlier checkpoints are as they were.
+    """
+
+    def write_own() -> None:
+        writer = store.writer(step)
+        write(writer)
+        writer.finish()
+
+    is_first, begin = store.rank == 0, partial(store.ask, "begin", step)
+    commit = partial(store.ask, "commit", step, dict(metadata or {}))
+    for is_mine, phase in ((is_first, begin), (True, write_own), (is_first, commit)):
+        with require_together(store, step):
+            if is_mine:
+                phase()
+    return store.path(step)
+
+
+@contextmanager
+def require_together(store: CheckpointStore, step: int, give_up: Callable[[], object] | None = None) -> Iterator[None]:
+    """Make an error inside, on any rank, a CheckpointError of all, and the unfinished checkpoint of `step` go. Collective.
+
+    `give_up` is called before it goes; rank 0 alone has one, if any.
+    """
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        # Agreed on before it is raised, or the other ranks would wait for this one.
+        problem = error
+    if store.agree(problem is None):
+        return
+    if give_up is not None:
+        give_up()
+    if store.rank == 0:
+        store.ask("abandon", step)
+    message = _save_message(store, step, problem)
+    if problem is None:
+        raise _consequence(message)
+    raise CheckpointError(message) from problem
+
+
+def _save_message(store: CheckpointStore, step: int, problem: Exception | None) -> str:
+    what = "another rank failed; its own message says why" if problem is None else str(problem)
+    if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
+        fix = "free space, lower checkpoint.keep, or move checkpoint.output_dir"
+        what = f"the disk is full ({store.ask('free_bytes') / 2**20:.0f} MiB free); {fix}"
+    earlier = [other for other in store.ask("steps") if other != step]
+    left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
+    return f"checkpoint of step {step} was not saved in {store.directory}: {what}; {left}"
+
+
+def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
+    """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
+
+    With `load`, which loads this rank's part of it, files with checksums of their pieces are verified by that alone: its
+    DamagedError or OSError, on any rank, makes all ranks load the checkpoint before instead. None where there is no
+    checkpoint directory at all. A broken newer one is reported and skipped; if all are broken, CheckpointError.
+    """
+    if store.rank == 0:
+        store.clean()
+    # The others list the directory only once rank 0 has put the leftovers of a killed run in order.
+    store.agree(True)
+    reasons = []
+    found_here = False
+    for step in store.steps():
+        problem = _problem(store, step, load is not None)
+        if store.agree(problem is None):
+            if load is None:
+                return store.open(step)
+            # Copies in memory first. Where one of them is wrong storage has the same checkpoint.
+            for with_copies in (True, False) if store.copies is not None else (False,):
+                checkpoint, problem = _loaded(store, step, load, with_copies)
+                if store.agree(problem is None):
+                    return checkpoint
+                if with_copies:
+                    logger.warning(
+                        "copies of step %d in memory: %s; reading storage", step, problem or "broken on another rank"
+                    )
+        reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
+        logger.warning("%s; trying the one before", reason)
+        reasons.append(reason)
+        found_here = found_here or bool(problem)
+    if reasons:
+        message = (
+            f"none of the checkpoints in {store.directory} can be loaded: {'; '.join(reasons)}. "
+            "Restore one, or start anew with another run.output_dir"
+        )
+        raise _final(message) if found_here else _consequence(message)
+    return None
+
+
+def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
+    """Return why a checkpoint is broken, None if it is not, without what is verified by the load where it `is_loaded`."""
+    if store.copies is not None:
+        store.copies.begin_load()
+    try:
+        checkpoint = store.open(step, with_copies=is_loaded)
+        later = checkpoint.checksums if is_loaded else {}
+        names = [name for name in sorted(checkpoint.files) if name not in later]
+        wrong = wrong_files(checkpoint, names[store.rank :: store.num_ranks])
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return (
+        f"checkpoint {checkpoint.directory}: contents of {', '.join(wrong)} changed since they were written"
+        if wrong
+        else None
+    )
+
+
+def _loaded(
+    store: CheckpointStore, step: int, load: Callable[[Checkpoint], None], with_copies: bool
+) -> tuple[Checkpoint | None, str | None]:
+    """Load a checkpoint; return it with None, or with why it cannot be loaded, "" where another rank knows."""
+    if store.copies is not None:
+        store.copies.begin_load(with_copies)
+    checkpoint = None
+    try:
+        checkpoint = store.open(step, with_copies=True)
+    except CheckpointError as error:  # a file that only memory had
+        problem = str(error)
+    else:
+        problem = None
+    if not store.agree(problem is None):
+        return checkpoint, problem or ""
+    assert checkpoint is not None
+    try:
+        load(checkpoint)
+    except (DamagedError, OSError) as error:
+        problem = "" if getattr(error, "is_consequence", False) else str(error)
+    finally:
+        if store.copies is not None:
+            store.copies.release()
+    return checkpoint, problem
+
+
+def find_resume(
+    mode: str, store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint | None:
+    """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
+
+    `load` loads it, see `newest_valid`.
+
+    auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there
+    is one.
+    """
+    if mode not in ("auto", "must", "never"):
+        raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
+    if mode == "never":
+        if store.steps():
+            raise _final(
+                f'checkpoint.resume = "never", but {store.directory} holds checkpoints of steps {store.steps()}; '
+                "choose another run.output_dir, or resume"
+            )
+        return None
+    found = newest_valid(store, load)
+    if found is None and mode == "must":
+        raise _final(
+            f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
+        )
+    return found
+
+
+def _own_hash(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest without the field that holds it, however its JSON is laid out."""
+    fields = {name: value for name, value in manifest.items() if name != _OWN_HASH}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(directory: Path, step: int) -> Checkpoint:
+    path = directory / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        entries = [_file_entry(entry) for entry in document["files"]]
+        form, stated, metadata = document["format"], document["step"], document["metadata"]
+        # Manifests of earlier releases have no hash of their own.
+        if _OWN_HASH in document and document[_OWN_HASH] != _own_hash(document):
+            raise ValueError(f"its own {_OWN_HASH} does not fit: it changed since it was written")
+        if not isinstance(metadata, dict):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not an object")
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {directory}: no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory}: {MANIFEST} is not readable ({one_line(repr(error), 300)})"
+        ) from None
+    if form != FORMAT or stated != step:
+        raise CheckpointError(
+            f"checkpoint {directory}: manifest of format {form!r:.50}, step {stated!r:.50}; "
+            f"expected format {FORMAT}, step {step}"
+        )
+    bad = [entry.name for entry in entries if not _PLAIN_NAME.fullmatch(entry.name)]
+    if bad:
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} names files outside the directory: {bad!r:.300}")
+    files = {entry.name: entry for entry in entries}
+    if len(files) != len(entries):
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} lists {len(entries)} files of {len(files)} names")
+    return Checkpoint(step, directory, files, metadata)
+
+
+def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
+    """Return the entry of a manifest. ValueError, KeyError or TypeError where it is none."""
+    name, size, sha256, pieces = entry["name"], entry["size"], entry["sha256"], entry.get("pieces", "")
+    keepers = entry.get("keepers", ())
+    if len(keepers) > _MAX_KEEPERS or any(not _ADDRESS.fullmatch(each) for each in keepers):
+        raise ValueError(f"the keepers of {name!r:.200} are {keepers!r:.200}, not host:port of at most {_MAX_KEEPERS}")
+    if type(size) is not int or any(not isinstance(each, str) for each in (name, sha256, pieces)):
+        raise ValueError(f"a file is {entry!r:.200}, not a name with its size and sha256")
+    if pieces and (sum(PieceChecksums(pieces).sizes) != size or sha256_of_pieces(pieces) != sha256):
+        raise ValueError(f"the pieces of {name!r:.200} are not those of its size and sha256")
+    return FileEntry(name, size, sha256, pieces, keepers)

@@ -1,0 +1,268 @@
+"""Files that are on disk when the call returns, with the size and hash of what was written.
+
+Everything goes through os.write and os.fsync in this module, so that a full disk or a kill at any write point can be
+tested.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.device_thread import device_thread
+from megatron_dapo.files.checksums import PieceChecksums, PieceSums
+from megatron_dapo.files.safetensors import code_of, encode_header
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE_BYTES = 1 << 12  # what a disk wants memory, offsets and sizes to be multiples of where no cache is between
+_DIRECT_BYTES = 1 << 24  # of one write past the cache
+_READ_BYTES = 1 << 22
+FILE_PROCESS = "file process"  # name of a rank's file process, as `ps -o comm` shows it
+_FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Identity of a file: name within its directory, bytes, SHA-256 in hex.
+
+    A file with `pieces`, see `PieceChecksums`, is verified piece by piece while it is read; `sha256` is that of their text.
+    `keepers`: addresses at which a copy in memory may be, see `memory_copies`.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    pieces: str = ""
+    keepers: Sequence[str] = field(default=(), compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value or name not in ("pieces", "keepers")}
+
+
+class _Sums:
+    """Checksums of a file from its bytes in order: of its pieces where their sizes are given, else of all of it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._digest, self._pieces = hashlib.sha256(), PieceSums(sizes) if sizes else None
+        self._size = 0
+
+    def update(self, chunk: memoryview) -> None:
+        self._size += len(chunk)
+        (self._pieces or self._digest).update(chunk)
+
+    def entry(self, name: str) -> FileEntry:
+        """Return the file's entry under a name, once every byte was taken."""
+        if self._pieces is None:
+            return FileEntry(name, self._size, self._digest.hexdigest())
+        return FileEntry(name, self._size, sha256_of_pieces(self._pieces.text()), self._pieces.text())
+
+
+def sha256_of_pieces(pieces: str) -> str:
+    """Return the SHA-256 by which the entry of a file covers its pieces."""
+    return hashlib.sha256(pieces.encode()).hexdigest()
+
+
+class OpenFile:
+    """A file that is being written; its bytes are counted and hashed on the way."""
+
+    def __init__(self, path: Path, mode: str, sizes: Sequence[int] = ()) -> None:
+        """mode: "w" for a file with these bytes alone, "x" for a new one, "a" to append. `sizes` of its pieces, if any."""
+        self._path, self._is_appended = path, mode == "a"
+        self._sums = _Sums(sizes)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS[mode], 0o644)
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Write a chunk. Raises OSError (ENOSPC where the disk is full)."""
+        view = memoryview(chunk).cast("B")
+        self._sums.update(view)
+        while view:  # os.write may take less than it was given
+            view = view[os.write(self._descriptor, view) :]
+
+    def finish(self) -> FileEntry:
+        """Flush the file to the disk. What was appended is left to the kernel, which loses it only with the machine."""
+        if not self._is_appended:
+            os.fsync(self._descriptor)
+        return self._sums.entry(self._path.name)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Surroundings of a function that a file process runs in a thread: the rank's copy, and a request to end early."""
+
+    memory: memoryview
+    cancelled: threading.Event
+
+
+def write_direct(path: Path, content: memoryview, sizes: Sequence[int] = ()) -> FileEntry:
+    """Write a new file from memory that begins at a page, past the page cache where the file system can.
+
+    The cache would cost a copy of everything, and push out what the run reads. Checksums, of pieces of these `sizes` if
+    there are any, are computed meanwhile by another thread.
+    """
+    sums = _Sums(sizes)
+    hashing = device_thread(sums.update, content, name="checksum")
+    hashing.start()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write_past_cache(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        hashing.join()
+    return sums.entry(path.name)
+
+
+def _write_past_cache(descriptor: int, content: memoryview) -> None:
+    flags, done = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    try:
+        # Set now: some file systems make a file before they refuse to open it so.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        end = len(content) // PAGE_BYTES * PAGE_BYTES
+        while done < end and done % PAGE_BYTES == 0:
+            done += os.write(descriptor, content[done : min(end, done + _DIRECT_BYTES)])
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # What is left is less than a page, or the file system has no way past the cache.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    while done < len(content):
+        done += os.write(descriptor, content[done : done + _DIRECT_BYTES])
+
+
+class Files:
+    """Writes files in this process. `FileProcess` has the same methods and leaves the work to another process."""
+
+    def run(self, function: FunctionType, *arguments: Any) -> Any:
+        """Return function(*arguments), a function of this package that works on files.
+
+        Its module imports the standard library alone; arguments and result are paths and what JSON holds.
+        """
+        return function(*arguments)
+
+    def write(
+        self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
+    ) -> FileEntry:
+        """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC where the disk is full)."""
+        file = OpenFile(path, mode, sizes)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            return file.finish()
+        finally:
+            file.close()
+
+    def write_json(self, path: Path, document: Any, mode: str = "w") -> FileEntry:
+        """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
+        return self.write(path, [json_bytes(document)], mode)
+
+    def write_tensors(
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, str] | None = None,
+        mode: str = "w",
+    ) -> FileEntry:
+        """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
+        tensors too."""
+        header, order = safetensors_header(tensors, metadata)
+        ordered = [tensors[name] for name in order]
+        chunks = chain([header], map(_bytes_of, ordered))
+        return self.write(path, chunks, mode, piece_sizes(header, ordered))
+
+    def append(self, path: Path, text: str) -> None:
+        """Append text to a file."""
+        self.run(_append, path, text)
+
+    def replace(self, path: Path, text: str) -> None:
+        """Give a file this text in one step: its readers see the old text or the new one."""
+        partial = path.with_suffix(".tmp")
+        self.write(partial, [text.encode()])
+        self.run(_rename, partial, path)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory, and those above it, if it is not there."""
+        self.run(_make_directory, path)
+
+    def close(self) -> None:
+        """End the process that does the work, if there is one."""
+
+
+HERE = Files()
+
+
+def json_bytes(document: Any) -> bytes:
+    """Return a document as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
+    return json.dumps(document, allow_nan=False, indent=1).encode()
+
+
+def _append(path: Path, text: str) -> None:
+    HERE.write(path, [text.encode()], "a")
+
+
+def _rename(path: Path, target: Path) -> None:
+    os.replace(path, target)
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def piece_sizes(header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the sizes in bytes of the pieces of a safetensors file, see `files.checksums`."""
+    return [len(header), *(tensor.numel() * tensor.element_size() for tensor in tensors)]
+
+
+def safetensors_header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[str]]:
+    """Return what a safetensors file begins with, and the names of its tensors in the order of their data."""
+    described = {name: (code_of(name, tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    header, entries = encode_header(described, metadata)
+    return header, list(entries)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    # As bytes: numpy has neither bfloat16 nor FP8.
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def is_intact(path: Path, entry: FileEntry) -> bool:
+    """Return True if every byte of a file is what was written (a full read)."""
+    with open(path, "rb") as stream:
+        if not entry.pieces:
+            digest = hashlib.sha256()
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+            return digest.hexdigest() == entry.sha256
+        sums = _Sums(PieceChecksums(entry.pieces).sizes)
+        while block := stream.read(_READ_BYTES):
+            sums.update(memoryview(block))
+    return sums.entry(entry.name) == entry
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries (creations and renames in it) to the disk."""
+    # fsync of a file does not make its name durable: that is in the directory.
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

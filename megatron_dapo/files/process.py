@@ -1,0 +1,409 @@
+"""The file process of a rank: it does the rank's work on files, so that a file system that hangs holds it and not the rank.
+
+    rank: FileProcess                              file process: main
+    run(function, arguments)   --- socket: JSON ->  calls the function by its name
+    write(path, chunks)        --- shared memory -> hashes and writes one part while the rank copies the next
+    start(function, arguments) --- socket: JSON ->  calls the function in a thread, beside all other requests
+    result, or the same error  <-- socket: JSON --
+
+`copy_memory` is a second piece of shared memory, as large as a rank's part of a checkpoint: what is started reads it.
+
+The rank waits on the socket, where a signal or the watcher's word can end it. The kernel kills the file process when its
+rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It starts by its file
+and imports the standard library alone, and isal for checksums.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from megatron_dapo.files.durable import FILE_PROCESS, FileEntry, Files, OpenFile, Work
+from megatron_dapo.files.linux import end_with_parent
+
+_NUM_PARTS = 16  # of the shared memory: one is written while the next are filled
+_MEMORY_BYTES = 1 << 26
+_END_S = 2.0  # to end in good order; one that the kernel holds is left to it
+_RECEIVE_BYTES = 1 << 16
+
+
+class BackgroundJob:
+    """Something that a file process does in a thread of its own, beside other requests."""
+
+    def __init__(self, files: FileProcess, number: int) -> None:
+        self._files, self._number = files, number
+
+    def is_done(self) -> bool:
+        """Return True once `result` would not wait."""
+        return self._files.is_answered(self._number)
+
+    def has_failed(self) -> bool:
+        """Return True if it is done and `result` would raise."""
+        return self.is_done() and self._files.is_error(self._number)
+
+    def result(self) -> Any:
+        """Wait for the end and return what the function returned; its error is raised here. Call it once."""
+        return self._files.answer(self._number)
+
+    def cancel(self) -> None:
+        """Have the function end early, with an error, and wait for that; it may be done already."""
+        self._files.cancel(self._number)
+        with suppress(Exception):  # of the cancelled function
+            self.result()
+
+
+class FileProcess(Files):
+    """Writes files in a process of its own. Threads may share it: requests are done in the order in which they come."""
+
+    IS_POSSIBLE = sys.platform.startswith("linux")
+
+    def __init__(self) -> None:
+        """Start the process; the calling thread has to live as long as this one's process, as the main thread does."""
+        self._socket, theirs = socket.socketpair()
+        self._received = bytearray()
+        memory = os.memfd_create("files")
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # holds for files in memory too
+        size = min(_MEMORY_BYTES, limit) if limit != resource.RLIM_INFINITY else _MEMORY_BYTES
+        os.ftruncate(memory, size)  # pages exist once they are used
+        self._memory, self._part_bytes = mmap.mmap(memory, size), size // _NUM_PARTS
+        self._copy_file, self._copy_bytes = os.memfd_create("checkpoint"), 0
+        descriptors = theirs.fileno(), memory, self._copy_file
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-m", "megatron_dapo.files.process", *map(str, descriptors)],
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            pass_fds=descriptors,
+            # A process that the kernel holds must not hold the log open, whose reader may wait for its end.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        theirs.close()
+        os.close(memory)
+        self._sending, self._writing = threading.Lock(), threading.Lock()
+        self._arrived, self._is_reading = threading.Condition(), False  # one thread reads answers for all that wait
+        self._number = 0
+        self._pending: dict[int, str] = {}  # number of a request -> what it does, the oldest first
+        self._replies: dict[int, dict[str, Any]] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def doing(self) -> str:
+        """Name of the operation under way with its file, "" if there is none."""
+        return next(iter(list(self._pending.values())), "")
+
+    def run(self, function: FunctionType, *arguments: Any) -> Any:
+        """Return function(*arguments) as the file process computes it; its errors are raised here."""
+        target = next((str(each) for each in arguments if isinstance(each, Path)), "")
+        request = {"do": "call", "function": [function.__module__, function.__qualname__], "arguments": arguments}
+        return self.answer(self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+
+    def start(self, function: FunctionType, *arguments: Any) -> BackgroundJob:
+        """Begin function(work, *arguments) in a thread of the file process; `work` is a `Work` with `copy_memory`."""
+        target = next((str(each) for each in arguments if isinstance(each, Path)), "")
+        request = {"do": "start", "function": [function.__module__, function.__qualname__], "arguments": arguments}
+        request["copy_bytes"] = self._copy_bytes
+        return BackgroundJob(self, self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+
+    def copy_memory(self, num_bytes: int) -> mmap.mmap:
+        """Return shared memory of at least `num_bytes`, the same at each call, as large as the largest so far.
+
+        It is gone with both processes, however they end. Raises OSError (EFBIG) beyond a limit on the size of files.
+        """
+        if num_bytes > self._copy_bytes:
+            os.ftruncate(self._copy_file, num_bytes)
+            self._copy_bytes = num_bytes
+        return mmap.mmap(self._copy_file, max(self._copy_bytes, 1))
+
+    def write(
+        self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
+    ) -> FileEntry:
+        """Write chunks to a file, see `OpenFile`. Each is copied once, and hashed and written by the file process."""
+        doing = f"write {path}"
+        with self._writing:
+            sent = deque([self._send({"do": "open", "path": path, "mode": mode, "sizes": sizes}, doing)])
+            is_whole = False
+            try:
+                self._copy(chunks, doing, sent)
+                is_whole = True
+            finally:
+                sent.append(self._send({"do": "close", "is_whole": is_whole}, doing))
+                *_, entry = map(self.answer, sent)
+        return FileEntry(**entry)
+
+    def close(self) -> None:
+        """End the process, once it has answered all requests, or soon."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _copy(self, chunks: Iterable[bytes | memoryview], doing: str, sent: deque[int]) -> None:
+        """Copy chunks into the shared memory, part by part; `sent` are the requests without an answer yet."""
+        part = used = 0
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            while view:
+                if used == self._part_bytes:
+                    self._send_part(part, used, doing, sent)
+                    part, used = (part + 1) % _NUM_PARTS, 0
+                count = min(len(view), self._part_bytes - used)
+                start = part * self._part_bytes + used
+                self._memory[start : start + count] = view[:count]
+                view, used = view[count:], used + count
+        self._send_part(part, used, doing, sent)
+
+    def _send_part(self, part: int, num_bytes: int, doing: str, sent: deque[int]) -> None:
+        start = part * self._part_bytes
+        sent.append(self._send({"do": "part", "start": start, "end": start + num_bytes}, doing))
+        while len(sent) >= _NUM_PARTS:  # the next part is filled once it has been written
+            self.answer(sent.popleft())
+
+    def _send(self, request: Mapping[str, Any], doing: str) -> int:
+        """Send a request and return its number. Raises RuntimeError if the process has ended."""
+        with self._sending:
+            self._number += 1
+            text = json.dumps({"number": self._number, **request}, default=_encoded)
+            self._pending[self._number] = doing
+            try:
+                self._socket.sendall(text.encode() + b"\n")
+            except OSError as error:
+                raise self._lost() from error
+            return self._number
+
+    def answer(self, number: int) -> Any:
+        """Wait for the answer to a request and return its result; its error is raised here."""
+        with self._arrived:
+            while number not in self._replies:
+                if self._is_reading:
+                    self._arrived.wait()
+                else:
+                    self._read()
+            reply = self._replies.pop(number)
+        if "error" in reply:
+            raise _error(reply["error"])
+        return reply["result"]
+
+    def is_answered(self, number: int) -> bool:
+        """Return True if a request has its answer, which `answer` still has to take, or will have none."""
+        with self._arrived:
+            while number not in self._replies and not self._is_reading:
+                if not select.select([self._socket], [], [], 0)[0]:
+                    return False
+                try:
+                    self._read()
+                except RuntimeError:  # the process has ended, as `answer` says
+                    return True
+            return number in self._replies
+
+    def is_error(self, number: int) -> bool:
+        """Return True if the answer to a request, which `is_answered`, is an error."""
+        with self._arrived:
+            return "error" in self._replies.get(number, {"error": "the process has ended"})
+
+    def cancel(self, number: int) -> None:
+        """Ask the function of a started request to end early."""
+        self.answer(self._send({"do": "cancel", "job": number}, "cancel"))
+
+    def _read(self) -> None:
+        """Receive once, and note the replies that are whole; `_arrived` is held, but not while nothing comes."""
+        self._is_reading = True
+        self._arrived.release()
+        try:
+            received = self._socket.recv(_RECEIVE_BYTES)
+        except OSError:  # it died with requests unread, or `close` came first
+            received = b""
+        finally:
+            self._arrived.acquire()
+            self._is_reading = False
+            self._arrived.notify_all()
+        if not received:
+            raise self._lost()
+        self._received += received
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            reply = json.loads(line)
+            self._pending.pop(reply["number"])
+            for name, level, message in reply["log"]:
+                logging.getLogger(name).log(level, "%s", message)
+            self._replies[reply["number"]] = reply
+
+    def _lost(self) -> RuntimeError:
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return RuntimeError(f"the file process {self.pid} of this rank has closed its socket")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return RuntimeError(f"the file process {self.pid} of this rank {how} at {self.doing or 'no work'}")
+
+
+def _import_path() -> list[str]:
+    """Return directories of what the process imports: this package and, if there is one, isal's."""
+    isal = importlib.util.find_spec("isal")
+    found = [] if isal is None or isal.origin is None else [str(Path(isal.origin).parents[1])]
+    return [str(Path(__file__).resolve().parents[2]), *found]
+
+
+# Paths and errors as JSON
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, Path):
+        return {_PATH: str(value.absolute())}  # the file process works in "/"
+    raise TypeError(f"a {type(value).__name__} is no argument for a file process")
+
+
+_PATH = "__path__"
+
+
+def _decoded(document: dict[str, Any]) -> Any:
+    return Path(document[_PATH]) if document.keys() == {_PATH} else document
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    names = [error.filename, None, error.filename2] if isinstance(error, OSError) and error.errno else []
+    arguments = [*(error.args[:2] if names else error.args), *names]
+    return {"type": [type(error).__module__, type(error).__qualname__], "arguments": arguments, "text": repr(error)}
+
+
+def _error(description: Mapping[str, Any]) -> Exception:
+    """Return the error that a description is of."""
+    module, name = description["type"]
+    try:
+        error = getattr(importlib.import_module(module), name)(*description["arguments"])
+    except Exception:  # any type may want other arguments
+        error = None
+    return error if isinstance(error, Exception) else RuntimeError(description["text"])
+
+
+# The file process
+
+
+class _Log(logging.Handler):
+    """Keeps what is logged for the rank, whose handlers print it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append((record.name, record.levelno, record.getMessage()))
+
+    def taken(self) -> list[tuple[str, int, str]]:
+        """Return what was logged since the last call."""
+        with self.lock or nullcontext():
+            taken, self._records = self._records, []
+        return taken
+
+
+class _Server:
+    """Does one request after the other; what is started has a thread of its own."""
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, copy: int) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self._memory, self._copy = memoryview(memory), copy
+        self._log = _Log()
+        self._file: OpenFile | None = None
+        self._problem: Exception | None = None  # of the file that is being written, told when it is closed
+        self._cancelled: dict[int, threading.Event] = {}  # of what is started, by number of the request
+        logging.basicConfig(level=logging.INFO, handlers=[self._log])
+
+    def do(self, request: Mapping[str, Any]) -> None:
+        """Do a request and answer it, or start it."""
+        if request["do"] == "start":
+            self._cancelled[request["number"]] = threading.Event()
+            threading.Thread(target=self._answer, args=(request, self._do_beside), daemon=True).start()
+        else:
+            self._answer(request, self._do)
+
+    def _answer(self, request: Mapping[str, Any], do: Callable[[Mapping[str, Any]], Any]) -> None:
+        try:
+            reply = {"result": do(request)}
+        except Exception as error:  # whatever it is, it is the rank's
+            reply = {"error": _described(error)}
+        with self._sending:
+            reply |= {"number": request["number"], "log": self._log.taken()}
+            self._connection.sendall(json.dumps(reply, default=str).encode() + b"\n")
+
+    def _do_beside(self, request: Mapping[str, Any]) -> Any:
+        number, num_bytes = request["number"], request["copy_bytes"]
+        memory = mmap.mmap(self._copy, num_bytes) if num_bytes else b""
+        try:
+            return _function(request)(Work(memoryview(memory), self._cancelled[number]), *request["arguments"])
+        finally:
+            del self._cancelled[number]
+
+    def _do(self, request: Mapping[str, Any]) -> Any:
+        kind = request["do"]
+        if kind == "call":
+            return _function(request)(*request["arguments"])
+        if kind == "cancel":
+            if request["job"] in self._cancelled:
+                self._cancelled[request["job"]].set()
+            return None
+        try:
+            if kind == "open":
+                self._file = self._problem = None
+                self._file = OpenFile(request["path"], request["mode"], request["sizes"])
+            elif kind == "part" and self._file is not None and self._problem is None:
+                self._file.write(self._memory[request["start"] : request["end"]])
+        except OSError as error:
+            self._problem = error
+        return self._close(request["is_whole"]) if kind == "close" else None
+
+    def _close(self, is_whole: bool) -> dict[str, Any] | None:
+        file, self._file = self._file, None
+        try:
+            if self._problem is not None and is_whole:
+                raise self._problem
+            return file.finish().to_json() if file is not None and is_whole else None
+        finally:
+            if file is not None:
+                file.close()
+
+
+def _function(request: Mapping[str, Any]) -> Callable[..., Any]:
+    module, name = request["function"]
+    return getattr(importlib.import_module(module), name)
+
+
+def main() -> None:
+    """Serve the rank that has started this process, until it closes its socket or dies."""
+    # A launcher that ends its job sends these to every process; the rank has still to save its state.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    rank = os.getppid()
+    end_with_parent()
+    Path("/proc/self/comm").write_text(FILE_PROCESS, encoding="ascii")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    server = _Server(connection, mmap.mmap(int(sys.argv[2]), 0), int(sys.argv[3]))
+    for line in connection.makefile("rb"):
+        if os.getppid() != rank:
+            return
+        server.do(json.loads(line, object_hook=_decoded))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The sampler of a node: a small process that notes the node's metrics once a second, with the phases of its ranks.
+
+    first rank of the node     starts it; the kernel ends it with that rank, however the rank dies
+    every rank of the node     hands it the page of its heartbeat (shared memory): phase, train step, seconds by phase
+    RUN/nodes/node_K.jsonl     lines as `nodes.records` reads them, and every few seconds one with the seconds of its ranks
+
+It imports the standard library alone and runs at low priority. A file system that hangs or is full loses samples and
+holds no rank.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.affinity import all_cpus
+from megatron_dapo.files.linux import end_with_parent
+from megatron_dapo.nodes.counters import NodeCounters
+from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, STATUS_BYTES
+
+SAMPLE_S = 1.0
+MAX_BYTES = 1 << 21  # of a node's newest file; the one before it is kept too: two hours and more of samples
+_NICE = 10
+_CHANGING = "changing"
+_MIN_FLUSH_S, _MAX_FLUSH_S = 1.0, 10.0  # between two writes: a shared file system serves many nodes
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """A node's sampler, as its first rank starts it."""
+
+    directory: str  # RUN/nodes
+    node: int
+    name: str
+    role: str  # nodes are compared with nodes of the same role
+    address: str  # of the abstract socket to which ranks hand their pages
+    period_s: float  # between two looks at the samples: they have to be on disk by then
+
+
+class RankPage:
+    """Another process's page of its heartbeat."""
+
+    def __init__(self, rank: int, descriptor: int) -> None:
+        self.rank = rank
+        self._memory = mmap.mmap(descriptor, STATUS_BYTES, prot=mmap.PROT_READ)
+        os.close(descriptor)
+        self._last: dict[str, Any] = {}
+
+    def read(self) -> Mapping[str, Any]:
+        """Return what the rank says of itself: phase, step, seconds."""
+        length = int.from_bytes(self._memory[:4], "little")
+        with suppress(ValueError):  # it is being written: the last one stands
+            self._last = json.loads(self._memory[4 : 4 + length])
+        return self._last
+
+
+class SampleFile:
+    """The samples of one node on disk, at most two files of `max_bytes`. Lines that cannot be written are lost."""
+
+    def __init__(self, path: Path, header: str, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._header, self._max_bytes = path, header, max_bytes
+        self._has_header = False
+
+    def append(self, lines: str) -> None:
+        """Append whole lines, in a new file where this one has grown too large."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and self._path.stat().st_size + len(lines) > self._max_bytes:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                self._has_header = False
+            with open(self._path, "a", encoding="utf-8") as stream:
+                # Behind a line that a kill has torn, a line of its own.
+                stream.write(lines if self._has_header else f"\n{self._header}{lines}")
+            self._has_header = True
+        except OSError:
+            self._has_header = False
+
+
+class NodeSampler:
+    """Samples one node until the process that started it ends."""
+
+    def __init__(self, settings: SamplerSettings, counters: NodeCounters | None = None) -> None:
+        self._settings = settings
+        self._counters = counters or NodeCounters()
+        metrics = [*NodeCounters.METRICS]
+        header = {"node": settings.node, "name": settings.name, "role": settings.role, "metrics": metrics}
+        self._file = SampleFile(Path(settings.directory) / f"node_{settings.node}.jsonl", json.dumps(header) + "\n")
+        self._pages: dict[int, RankPage] = {}
+        self._lines: list[str] = []
+        self._phase = ""
+        self._flush_s = flush_seconds(settings.period_s)
+        self._flushed = time.monotonic()
+
+    def run(self) -> None:
+        """Sample once a second, at the beginning of each second of the clock as the other nodes do."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind("\0" + self._settings.address)
+        listener.listen(256)
+        starter = os.getppid()
+        due = time.time()
+        while os.getppid() == starter:
+            if select.select([listener], [], [], max(0.0, due - time.time()))[0]:
+                self._admit(listener.accept()[0])
+                continue
+            self.sample(time.time())
+            due = float(int(time.time() / SAMPLE_S + 1) * SAMPLE_S)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Take the page that a rank of this user hands over."""
+        with connection:
+            user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            connection.settimeout(SAMPLE_S)
+            with suppress(OSError, ValueError, KeyError):
+                text, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+                if user == os.getuid() and len(files) == 1:
+                    self.add(RankPage(int(json.loads(text)["rank"]), files[0]))
+
+    def add(self, page: RankPage) -> None:
+        """Sample a rank of this node as well."""
+        self._pages[page.rank] = page
+
+    def sample(self, now: float) -> None:
+        """Note one second. `now`: seconds since 1970."""
+        values = self._counters.look(now)
+        pages = {rank: page.read() for rank, page in sorted(self._pages.items())}
+        # In the second before a sample the phase may have been another one; nodes that go through phases fast are alike in that.
+        phases = {str(page.get("phase", "")) for page in pages.values()}
+        phase = phases.pop() if len(phases) == 1 else ""
+        is_steady, self._phase = phase == self._phase, phase
+        step = max((int(page.get("step", -1)) for page in pages.values()), default=-1)
+        numbers = [float(f"{values[name]:.6g}") if name in values else None for name in NodeCounters.METRICS]
+        entry = {"t": round(now, 3), "phase": phase if is_steady else _CHANGING, "step": step, "v": numbers}
+        self._lines.append(json.dumps(entry))
+        if time.monotonic() - self._flushed >= self._flush_s - SAMPLE_S / 2:
+            seconds = {rank: page.get("seconds", {}) for rank, page in pages.items()}
+            self._lines.append(json.dumps({"t": round(now, 3), "seconds_of_ranks": seconds}))
+            self._file.append("\n".join(self._lines) + "\n")
+            self._lines, self._flushed = [], time.monotonic()
+
+
+def flush_seconds(period_s: float) -> float:
+    """Return the seconds between two writes of samples that are looked at every `period_s`."""
+    return min(max(period_s / 8, _MIN_FLUSH_S), _MAX_FLUSH_S)
+
+
+def start_helper(module: str, argument: str, has_packages: bool, output: int = subprocess.DEVNULL) -> subprocess.Popen:
+    """Start `python -m module argument` as a child that holds neither the log nor the standard input open.
+
+    has_packages: False for one that imports the standard library alone, which starts in a tenth of a second. output: where its
+    standard output goes.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    others = os.environ.get("PYTHONPATH", "") if has_packages else ""
+    with all_cpus():
+        return subprocess.Popen(
+            [sys.executable, *([] if has_packages else ["-S"]), "-m", module, argument],
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, others))), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def become_helper(nice: int) -> None:
+    """Run at low priority, end with the process that started this one, and leave signals of a launcher to that one."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    os.nice(nice)
+
+
+def main() -> None:
+    """Run the sampler that the command line describes."""
+    become_helper(_NICE)
+    NodeSampler(SamplerSettings(**json.loads(sys.argv[1]))).run()
+
+
+def start_sampler(settings: SamplerSettings) -> subprocess.Popen:
+    """Start a node's sampler as a child of this process."""
+    return start_helper("megatron_dapo.nodes.sampler", json.dumps(asdict(settings)), has_packages=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""The watch over all nodes of a run: who is unlike the others, and which rank is slowest in which phase.
+
+    RUN/nodes/node_K.jsonl   every node's sampler writes them (nodes.sampler)
+    main                     a process of its own on the node of rank 0, at the lowest priority: every period it reads what is
+                             new, runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
+    NodeWatch                rank 0 starts it and reads what it says: a line in the log, metrics of the next step, and with
+                             action "exclude" a stop as by SIGTERM: a checkpoint, then exit code 75
+
+Ranks wait for none of it. The kernel ends the process with rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.nodes import MIN_NODES
+from megatron_dapo.nodes.sampler import SAMPLE_S, become_helper, flush_seconds, start_helper
+from megatron_dapo.watch.attempts import record_alert
+
+if TYPE_CHECKING:
+    from megatron_dapo.nodes.samples import NodeAlert, NodeSeries
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "nodes"  # in the run directory
+STRAGGLERS = "stragglers.json"
+_NICE = 19
+_WINDOW_PERIODS = 15 / 8  # the published detector looks every 8 minutes at the last 15
+_MIN_SHARE = 0.01  # of a period: shorter phases are not compared
+_END_S = 2.0
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """The watch over a run's nodes, as rank 0 starts it."""
+
+    directory: str  # of the run
+    attempt: int
+    num_nodes: int
+    period_s: float
+    continuity_s: float
+    noise_chance: float
+    action: str  # "warn" or "exclude"
+    phases: Sequence[str]  # in which ranks are compared
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of samples that the detector looks at."""
+        return max(_WINDOW_PERIODS * self.period_s, 2 * self.continuity_s)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that worked longest in a phase."""
+
+    phase: str
+    rank: int
+    node: str
+    seconds: float  # of work in the period: on a CPU or waiting for one
+    median: float  # of all ranks that worked in it
+
+    @property
+    def over_median(self) -> float:
+        """Return how much longer than the median, as a share of it."""
+        return self.seconds / self.median - 1.0
+
+
+def find_stragglers(
+    worked: Mapping[int, Mapping[str, float]], nodes: Mapping[int, str], phases: Sequence[str], period_s: float
+) -> list[Straggler]:
+    """Return the slowest rank of each of `phases` in which at least two ranks worked long enough to compare them.
+
+    worked: seconds of work in the period by rank and phase. nodes: host name by rank.
+    """
+    found = []
+    for phase in phases:
+        seconds = {rank: each[phase] for rank, each in worked.items() if each.get(phase, 0.0) > 0}
+        if len(seconds) > 1 and median(seconds.values()) >= _MIN_SHARE * period_s:
+            rank = max(seconds, key=lambda each: (seconds[each], -each))
+            found.append(Straggler(phase, rank, nodes[rank], seconds[rank], median(seconds.values())))
+    return found
+
+
+class NodeFile:
+    """The file of one node, read as it grows."""
+
+    def __init__(self, path: Path, since: float) -> None:
+        """since: samples before this are of another attempt, perhaps of another host."""
+        self._path, self._since = path, since
+        self._identity, self._offset, self._torn = 0, 0, b""
+        self._header = ""
+        self.samples: list[Any] = []  # NodeSample, the oldest first
+        self.name, self.role, self.node = "", "", -1
+        self.seconds: dict[int, dict[str, tuple[float, float]]] = {}  # newest, by rank and phase
+
+    def read(self, keep_since: float) -> None:
+        """Take what is new, and drop samples before `keep_since`. A file that cannot be read has nothing new."""
+        from megatron_dapo.nodes.records import parse_lines
+
+        lines = self._new_lines()
+        for index, line in enumerate(lines):
+            if '"metrics"' in line:
+                self._header, self.samples, self.seconds = line, [], {}
+                lines = lines[index:]
+        for line in lines:
+            if '"seconds_of_ranks"' in line:
+                entry = json.loads(line)
+                if entry["t"] >= self._since:
+                    self.seconds = {int(rank): phases for rank, phases in entry["seconds_of_ranks"].items()}
+        if self._header:
+            series = parse_lines([self._header, *lines])
+            self.node, self.name, self.role = series.node, series.name, series.role
+            self.samples += series.samples
+        oldest = max(keep_since, self._since)
+        self.samples = [sample for sample in self.samples if sample.time >= oldest]
+
+    def _new_lines(self) -> list[str]:
+        try:
+            with open(self._path, "rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._identity or status.st_size < self._offset:
+                    # The sampler has begun a new file; what it wrote last into the old one is at most a few seconds.
+                    self._identity, self._offset, self._torn = status.st_ino, 0, b""
+                stream.seek(self._offset)
+                text = stream.read()
+        except OSError:
+            return []
+        self._offset += len(text)
+        *whole, self._torn = (self._torn + text).split(b"\n")
+        return [line.decode(errors="replace") for line in whole if line.startswith(b"{") and line.endswith(b"}")]
+
+    def series(self) -> NodeSeries:
+        """Return its samples as the detector takes them."""
+        from megatron_dapo.nodes.samples import NodeSeries
+
+        return NodeSeries(self.node, self.name, self.role, self.samples)
+
+
+class RunWatch:
+    """The watch itself, in its own process."""
+
+    def __init__(self, settings: WatchSettings, started: float) -> None:
+        """started: seconds since 1970; older samples do not count."""
+        self._settings = settings
+        self._directory = Path(settings.directory) / DIRECTORY
+        self._files = {
+            node: NodeFile(self._directory / f"node_{node}.jsonl", started) for node in range(settings.num_nodes)
+        }
+        self._worked: dict[int, dict[str, float]] = {}  # so far, by rank and phase
+        self._told: dict[tuple[str, str], float] = {}  # node and metric -> when an alert was last seen
+        self._is_stopping = False
+
+    def look(self, now: float) -> dict[str, Any]:
+        """Read what is new and return what there is to tell: "alerts", "stragglers", and "exclude" where a node is to go."""
+        for file in self._files.values():
+            file.read(now - self._settings.window_s)
+        stragglers = self._stragglers()
+        alerts = [alert for alert in self._detect(now) if self._is_news(alert, now)]
+        excluded = ""
+        if alerts and self._settings.action == "exclude" and not self._is_stopping:
+            self._is_stopping, excluded = True, alerts[0].node
+        for alert in alerts:
+            self._record(alert, excluded)
+        return {
+            "alerts": [{**asdict(alert), "text": str(alert)} for alert in alerts],
+            "stragglers": [{**asdict(each), "over_median": each.over_median} for each in stragglers],
+            "exclude": excluded,
+        }
+
+    def _detect(self, now: float) -> list[NodeAlert]:
+        files = [file for file in self._files.values() if file.samples]
+        if len(files) < MIN_NODES:
+            return []
+        # torch, which comes with the detector, is loaded where there are nodes to judge.
+        from megatron_dapo.nodes.denoiser import reference_denoisers
+        from megatron_dapo.nodes.detection import DetectorSettings, detect
+        from megatron_dapo.nodes.samples import METRICS, align
+
+        # Every node has written its samples up to then.
+        end = now - flush_seconds(self._settings.period_s) - 2 * SAMPLE_S
+        num_seconds = int(min(self._settings.window_s, end - min(file.samples[0].time for file in files)))
+        if num_seconds < 1:
+            return []
+        samples = align([file.series() for file in files], METRICS, num_seconds, end)
+        settings = DetectorSettings(round(self._settings.continuity_s), noise_chance=self._settings.noise_chance)
+        alert = detect(samples, settings, reference_denoisers())
+        return [] if alert is None else [alert]
+
+    def _stragglers(self) -> list[Straggler]:
+        total, nodes = {}, {}
+        for file in self._files.values():
+            for rank, phases in file.seconds.items():
+                total[rank] = {phase: worked for phase, (_, worked) in phases.items()}
+                nodes[rank] = file.name
+        before, self._worked = self._worked, total
+        worked = {
+            rank: {phase: seconds - before.get(rank, {}).get(phase, 0.0) for phase, seconds in phases.items()}
+            for rank, phases in total.items()
+        }
+        found = find_stragglers(worked, nodes, self._settings.phases, self._settings.period_s)
+        self._write(STRAGGLERS, json.dumps([{**asdict(each), "over_median": each.over_median} for each in found]))
+        return found
+
+    def _is_news(self, alert: NodeAlert, now: float) -> bool:
+        """Return True for an alert that was not there in the last window."""
+        key = alert.node, alert.metric
+        last, self._told[key] = self._told.get(key, -float("inf")), now
+        return now - last > self._settings.window_s
+
+    def _record(self, alert: NodeAlert, excluded: str) -> None:
+        from megatron_dapo.nodes.records import ALERTS, alert_line
+
+        self._write(ALERTS, alert_line(alert), "a")
+        try:
+            record_alert(Path(self._settings.directory), self._settings.attempt, asdict(alert), excluded)
+        except OSError as error:
+            print_line({"problem": f"{self._settings.directory}: the alert could not be recorded: {error}"})
+
+    def _write(self, name: str, text: str, mode: str = "w") -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with open(self._directory / name, mode, encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            print_line({"problem": f"{self._directory / name} could not be written: {error}"})
+
+
+def print_line(message: Mapping[str, Any]) -> None:
+    """Tell rank 0."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Watch, until rank 0 ends, the run that the command line describes."""
+    starter = os.getppid()
+    become_helper(_NICE)
+    settings = WatchSettings(**json.loads(sys.argv[1]))
+    watch = RunWatch(settings, time.time())
+    due = time.monotonic() + settings.period_s
+    while os.getppid() == starter:
+        time.sleep(max(0.0, due - time.monotonic()))
+        due = max(due + settings.period_s, time.monotonic())
+        start = time.monotonic()
+        try:
+            told = watch.look(time.time())
+        except Exception as error:  # a watch that fails must say so once, and costs the run nothing
+            print_line({"problem": f"the watch over the nodes has ended: {error!r}"})
+            return
+        print_line({**told, "seconds": time.monotonic() - start})
+
+
+class NodeWatch:
+    """Rank 0's side of the watch."""
+
+    def __init__(self, settings: WatchSettings) -> None:
+        """Start the watch. It ends with this process, or by `close`."""
+        self.num_alerts = 0  # so far
+        self.stragglers: Sequence[Mapping[str, Any]] = ()  # of the last look, as JSON
+        argument = json.dumps(asdict(settings))
+        self._process = start_helper(
+            "megatron_dapo.nodes.watch", argument, has_packages=True, output=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        threading.Thread(target=self._listen, args=[self._process.stdout], name="node watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._process.kill()
+        self._process.wait(_END_S)
+
+    def _listen(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self.hear(json.loads(line))
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Log what the watch has found, and stop the run where a node is to be left out."""
+        if "problem" in message:
+            logger.warning("%s", message["problem"])
+            return
+        self.stragglers = message["stragglers"]
+        for alert in message["alerts"]:
+            self.num_alerts += 1
+            logger.warning("faulty node: %s; docs/nodes.md says what to do", alert["text"])
+        if message["exclude"]:
+            logger.warning("%s is to be left out: stopping with a checkpoint (nodes.action)", message["exclude"])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Surviving faults: atomic checkpoints, signals, heartbeats and their watcher, and the culprit on record."""

@@ -1,0 +1,73 @@
+"""Memory of every rank after a run's first step, gathered on rank 0, stored and compared with the plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from megatron_dapo.config.memory import RunMemory
+from megatron_dapo.files.durable import Files
+from megatron_dapo.nodes.nvml import Gpus
+from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.plan.measured_memory import MEASURED_MEMORY, RankMemory, exceeded, memory_document
+
+logger = logging.getLogger(__name__)
+
+
+def measure(rank: int, gpus: Gpus | None = None) -> RankMemory:
+    """Return what this process and its GPU hold now; on a CPU its resident memory."""
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if not torch.cuda.is_available():
+        return RankMemory(rank, resident)
+    free, total = torch.cuda.mem_get_info()
+    processes = dict((gpus or Gpus()).processes(_bus_id()))
+    own = processes.pop(os.getpid(), None)
+    return RankMemory(
+        rank,
+        resident,
+        total,
+        free,
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_reserved(),
+        own,
+        # In a container the driver may name processes that are not ours by other ids, and this one as well.
+        sum(processes.values()) if own is not None else None,
+    )
+
+
+def _bus_id() -> str:
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+class MemoryCheck:
+    """Checks once, after the first step of an attempt. Collective.
+
+    `planned`: None where the plan does not know the device.
+    """
+
+    def __init__(
+        self, rank: int, coordination: Coordination, planned: RunMemory | None, output: Path, files: Files
+    ) -> None:
+        self._rank, self._coordination, self._planned = rank, coordination, planned
+        self._file, self._files = output / MEASURED_MEMORY, files
+        self._is_due = True
+
+    def after_step(self, train_step: int) -> None:
+        """Measure and gather after the first step; rank 0 stores it and warns of what is larger than planned, by name."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        ranks = [RankMemory(*values) for values in self._coordination.gather(list(vars(measure(self._rank)).values()))]
+        if self._rank:
+            return
+        for one in exceeded(self._planned, ranks) if self._planned else ():
+            logger.warning("memory above the plan after train step %d: %s", train_step, one)
+        try:
+            self._files.replace(self._file, json.dumps(memory_document(train_step, self._planned, ranks)) + "\n")
+        except OSError as error:  # no comparison is worth a training run
+            logger.warning("%s was not written: %r", self._file.name, error)

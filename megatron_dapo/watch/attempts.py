@@ -1,0 +1,168 @@
+"""Attempts of a run, in attempts.jsonl of its directory, and whether it is worth another one.
+
+    {"attempt": 2, "began": 1700000000.0, "job": "17", "completed_steps": 7}
+    {"attempt": 2, "alert": {"node": "node3", "metric": "cpu_throttled", ...}, "job": "17", "excluded": "node3"}
+    {"attempt": 2, "ended": 1700003600.0, "reason": "stopped by a signal", "exit_code": 75}
+
+Rank 0 writes first and last line, the watch over the nodes those between; an attempt without the second one failed or was killed. Started again is what did not end by
+itself, as long as attempts make progress: train steps on record beyond those of all attempts before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.watch.failure import EXIT_CODE, first_line, read_failure
+
+ATTEMPTS = "attempts.jsonl"
+STOPPED_BY_SIGNAL = "stopped by a signal"
+_NODE_CAUSES = ("node lost", "link lost", "not started", "file system hung")
+_CLOCK_S = 2.0  # the kernel's start time of a process and the clock may differ by this
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of the last attempt. exit_code: 0 finished, 75 worth starting again, else a failure that would repeat."""
+
+    exit_code: int
+    reason: str
+    cause: str = ""  # of a failure on record, as in failure.json
+
+    @property
+    def leaves_nodes_healthy(self) -> bool:
+        """True if another attempt may start on the same nodes, beside servers that were kept there."""
+        return self.exit_code == EXIT_CODE and not self.was_stopped and self.cause not in _NODE_CAUSES
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if a signal ended the attempt in an orderly way."""
+        return self.reason == STOPPED_BY_SIGNAL
+
+
+def exit_code_at(reason: str) -> int:
+    """Return the exit code of a run whose loop ended for `reason`."""
+    return EXIT_CODE if reason == STOPPED_BY_SIGNAL else 0
+
+
+def record_begin(run_directory: Path, attempt: int, job: str) -> None:
+    """Note that an attempt begins, in the batch job `job` or "". Rank 0 calls it before the records of steps change."""
+    steps = completed_steps(run_directory)
+    _append(run_directory, {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": steps})
+
+
+def record_end(run_directory: Path, reason: str) -> None:
+    """Note that the attempt under way ended for `reason`, in an orderly way. Rank 0 calls it."""
+    attempt = next((record["attempt"] for record in _records(run_directory / ATTEMPTS) if "began" in record), 1)
+    end = {"attempt": attempt, "ended": time.time(), "reason": reason, "exit_code": exit_code_at(reason)}
+    _append(run_directory, end)
+
+
+def record_alert(run_directory: Path, attempt: int, alert: Mapping[str, Any], excluded: str) -> None:
+    """Note an alert of the watch over the nodes; `excluded`: the node that the next attempt of the job is to leave out, or ""."""
+    begun = next((record for record in _records(run_directory / ATTEMPTS) if "began" in record), {})
+    _append(
+        run_directory, {"attempt": attempt, "alert": dict(alert), "job": begun.get("job", ""), "excluded": excluded}
+    )
+
+
+def excluded_nodes(run_directory: Path, job: str) -> list[str]:
+    """Return the host names that attempts of the batch job `job` are to leave out."""
+    records = _records(run_directory / ATTEMPTS)
+    return sorted({record["excluded"] for record in records if record.get("excluded") and record["job"] == job})
+
+
+def completed_steps(run_directory: Path) -> int:
+    """Return the newest train step in the run's metrics, 0 before the first."""
+    newest = next(_records(run_directory / "metrics.jsonl"), {})
+    return newest.get("train_step", 0)
+
+
+def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: Path) -> bool:
+    """Return True if the last attempt finished a run of this configuration and all that it wrote last is still there.
+
+    config: every value as JSON, as in the run's config.json.
+    """
+    newest = next(_records(run_directory / ATTEMPTS), {})
+    is_whole = (run_directory / "summary.json").is_file() and (run_directory / "config.json").is_file()
+    if newest.get("exit_code") != 0 or not is_whole:
+        return False
+    was = json.loads((run_directory / "config.json").read_text(encoding="utf-8"))["config"]
+    return was == config and (checkpoint_dir / f"step_{completed_steps(run_directory):06d}").is_dir()
+
+
+def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) -> None:
+    """Raise FileNotFoundError where records of the run say that it saved checkpoints, of which none is there.
+
+    The one who calls it found none and is about to start from the initial policy. Attempts that ended by themselves or by a
+    signal saved at their end, and others every `interval` train steps (0: never). A run that was killed before its first
+    checkpoint starts anew.
+    """
+    steps, records = completed_steps(run_directory), list(_records(run_directory / ATTEMPTS))
+    # Fewer steps than an attempt found when it began: it started anew, and what ended before it says nothing.
+    is_same_run = steps >= max((record.get("completed_steps", 0) for record in records), default=0)
+    has_ended = is_same_run and any("ended" in record for record in records)
+    # The row of a step comes before its checkpoint, which comes before the next row.
+    if not steps or not (has_ended or 0 < interval < steps):
+        return
+    state = "holds no checkpoint" if checkpoint_dir.is_dir() else "is not there (not mounted?)"
+    raise FileNotFoundError(
+        f'checkpoint.resume = "auto": {run_directory} records {steps} train steps, but {checkpoint_dir} {state}; mount or '
+        'restore it and start again, or set checkpoint.resume = "never" (or another run.output_dir) to start from step 0'
+    )
+
+
+def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> Verdict | None:
+    """Judge the last attempt that began after `since`, in seconds since 1970; None where none did.
+
+    After `max_fruitless` attempts in a row without progress it is a failure, whatever ended them. Attempts of the batch
+    job `job` count; outside one ("") those since `since`.
+    """
+    records = list(_records(run_directory / ATTEMPTS))[::-1]
+    begun = [record for record in records if "began" in record and record["job"] == job]
+    recent = [record for record in begun if record["began"] >= since - _CLOCK_S]
+    if not recent:
+        return None
+    end = _end(run_directory, records, recent[-1]["attempt"])
+    if end.exit_code != EXIT_CODE:
+        return end
+    # Steps on record when each attempt began, then what the last one left: progress is more than ever before.
+    steps = [record["completed_steps"] for record in (begun if job else recent)] + [completed_steps(run_directory)]
+    progress = [index for index in range(1, len(steps)) if steps[index] > max(steps[:index])]
+    fruitless = len(steps) - 1 - max(progress, default=0)
+    if fruitless < max_fruitless:
+        return end
+    return Verdict(
+        1,
+        f"{fruitless} attempts in a row completed no train step beyond step {max(steps)} (run.max_fruitless_attempts is "
+        f"{max_fruitless}); the last one: {end.reason}",
+    )
+
+
+def _end(run_directory: Path, records: list[dict[str, Any]], attempt: int) -> Verdict:
+    """Return the end of an attempt by its own line, else by the failure on record, else as a kill."""
+    ended = [record for record in records if record.get("attempt") == attempt and "ended" in record]
+    if ended:
+        return Verdict(ended[-1]["exit_code"], ended[-1]["reason"])
+    failure = read_failure(run_directory)
+    if failure is not None and failure.attempt == attempt:
+        return Verdict(failure.exit_code, first_line(failure), failure.cause)
+    return Verdict(EXIT_CODE, "killed: no process left a record of its end")
+
+
+def _append(run_directory: Path, record: dict[str, Any]) -> None:
+    run_directory.mkdir(parents=True, exist_ok=True)
+    with open(run_directory / ATTEMPTS, "a", encoding="utf-8") as stream:
+        stream.write("\n" + json.dumps(record) + "\n")  # a line of its own, also behind one that a kill has torn
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a JSONL file, the newest first; one may be torn by a kill."""
+    for line in reversed(path.read_bytes().splitlines() if path.is_file() else ()):
+        with suppress(ValueError):
+            yield json.loads(line)

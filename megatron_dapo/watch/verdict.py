@@ -1,0 +1,261 @@
+"""The verdict on a run: what the watchers have seen goes in, what went wrong comes out. Pure: no clock, no socket, no process.
+
+    rank_failure    one rank, by the watcher of its node: stopped, held by a file system, silent outside any wait
+    hang            all ranks, by the leader: silent in collectives, or on GPUs without a new collective
+    node_failure    one node: lost, or this node's own link
+    decision        when the records are complete enough, and which of them is the culprit
+
+What shows a hang depends on how a rank waits. On a CPU (gloo) it sleeps: silence, i.e. neither CPU time, data nor a
+collective, tells within seconds, and where its main thread is tells whether it waits for others. On a GPU a rank that waits
+for NCCL spins and looks busy, so in phases that run there only counters tell: if no rank of the run has entered a
+collective, begun a micro-batch or changed its phase for `stalled_s`, and the members of a group have entered different
+numbers of collectives, the one that entered fewest holds up the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_dapo.watch.failure import Failure, in_order
+
+COLLECTIVE, BOUNDED = "collective", "bounded"  # kinds of waits, see `heartbeat.WAITS`
+# Phases whose waits are collectives on the device. In all others (generation, weight sync, evaluation, files, start) ranks
+# wait on sockets and sleep, on GPUs too.
+CONNECT = "connect"
+DEVICE_PHASES = frozenset({CONNECT, "values", "logprobs", "advantages", "train", "train_critic", "offload"})
+_STARTING = ("start", "build")
+_FRESH_S = 4.0  # without contact to a node, after which what it said last may no longer hold
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    """Seconds after which something counts as wrong."""
+
+    stopped_s: float = 8.0  # in state T
+    silent_s: float = 13.0  # without CPU time, data or a collective
+    start_silent_s: float = 60.0  # the same in `start` and `build`: imports and weights come in bursts from a slow file system
+    stalled_s: float = 180.0  # on GPUs, without a new collective, micro-batch or phase on any rank
+    files_s: float = 8.0  # until a probe file is written
+    node_s: float = 30.0  # without contact to a node's watcher
+    start_s: float = 600.0  # until every rank has reported for the first time
+    settle_s: float = 1.5  # between the first record and the decision: the cause may be noticed after its consequence
+    cause_s: float = 12.0  # the same while all records are consequences
+    doubt_s: float = 2.5  # more for a lost node, which may say in the run directory that its link is lost
+
+    @property
+    def unheard_s(self) -> float:
+        """Seconds without an answer after which the leader knows that a node's link loses one direction."""
+        return self.node_s - 2.0  # before that node turns to the next leader
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What one rank does, as the watcher of its node sees it."""
+
+    rank: int
+    node: str = ""
+    node_rank: int = 0
+    phase: str = "start"
+    wait: str = ""  # COLLECTIVE, BOUNDED, or "" outside any wait
+    doing: str = ""  # innermost function of its main thread
+    idle_s: float = 0.0  # since it used a CPU, moved data or entered a collective
+    stalled_s: float = 0.0  # since its phase, progress or number of collectives changed
+    is_on_gpu: bool = False
+    groups: Mapping[str, int] = field(default_factory=dict)  # collectives entered, by process group
+    sequence: int = 0  # collectives entered, all groups
+    stopped_s: float = 0.0  # in state T
+    held: tuple[str, ...] = ()  # what the kernel holds its threads in
+    file_operation: str = ""  # under way in its file process
+    is_sampled: bool = True  # its main thread has been looked at
+
+    @property
+    def counts_idleness(self) -> bool:
+        """True if sleep is a sign of a hang: elsewhere a rank may wait for its GPU in ways that look like anything."""
+        return not (self.is_on_gpu and self.phase in DEVICE_PHASES)
+
+    def failure(self, cause: str, message: str, detail: str = "") -> Failure:
+        """Return a record about this rank."""
+        return Failure(self.rank, cause, message, self.node, self.phase, detail, node_rank=self.node_rank)
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """What one node does, as the leader knows it."""
+
+    node_rank: int
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+    is_gone: bool = False  # its ranks ended in good order
+    silent_s: float = 0.0  # since the last datagram or connection of its watcher
+    unanswered_s: float = 0.0  # since that watcher last had an answer, as far as is known
+    idle_s: float = 0.0  # since any of its ranks moved
+    is_bounded: bool = False  # one of its ranks is in a wait with a deadline
+    views: tuple[RankView, ...] = ()  # of its living ranks; empty while they move
+
+    @property
+    def is_in_contact(self) -> bool:
+        """True if its watcher and the leader hear each other: what it said last still holds."""
+        return self.is_gone or max(self.silent_s, self.unanswered_s) < _FRESH_S
+
+
+def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwritten_s: float = 0.0) -> Failure | None:
+    """Return what is wrong with one rank.
+
+    directory: of the run; unwritten_s: for how long a probe file has not been written there while its disk wrote nothing.
+    """
+    if view.stopped_s:
+        message = f"stopped (state T) for {view.stopped_s:.0f} s"
+        return view.failure("stopped", message) if view.stopped_s > limits.stopped_s else None
+    held_by = [*view.held] or [view.file_operation] * bool(view.file_operation)
+    if held_by and unwritten_s > limits.files_s:
+        message = f"file system hung: {directory} does not answer for {unwritten_s:.0f} s; it holds {held_by[0]}"
+        return view.failure("file system hung", message, "\n".join(held_by))
+    limit = limits.start_silent_s if view.phase in _STARTING else limits.silent_s
+    # A file system in user space lets its callers sleep interruptibly: a write that is slow looks like any sleep.
+    is_waiting = bool(view.wait or held_by) or not view.is_sampled
+    if view.idle_s > limit and not is_waiting and view.counts_idleness:
+        return view.failure("hang", f"silent for {view.idle_s:.0f} s in {view.doing}")
+    return None
+
+
+def hang(nodes: Sequence[NodeView], world_size: int, limits: WatchLimits, since_gone_s: float = 1e9) -> Failure | None:
+    """Return the culprit if all ranks of the run wait for each other.
+
+    since_gone_s: since a node ended in good order; those that waited for it need time to end as well.
+    """
+    views = [view for node in nodes for view in node.views]
+    living = [node for node in nodes if not node.is_gone]
+    if not views or sum(len(node.ranks) for node in nodes) < world_size or since_gone_s < limits.silent_s:
+        return None
+    if not all(node.is_in_contact for node in nodes):
+        return None
+    if all(view.is_on_gpu and view.phase in DEVICE_PHASES for view in views):
+        is_complete = len(views) == sum(len(node.ranks) for node in living)
+        is_stalled = is_complete and min(view.stalled_s for view in views) > limits.stalled_s
+        return _stalled(views, limits) if is_stalled else None
+    limit = limits.start_silent_s if any(view.phase in _STARTING for view in views) else limits.silent_s
+    is_silent = all(node.idle_s > limits.silent_s and not node.is_bounded for node in living)
+    if not is_silent or min(view.idle_s for view in views) <= limit or not all(view.counts_idleness for view in views):
+        return None
+    return hang_of(views)
+
+
+def _stalled(views: Sequence[RankView], limits: WatchLimits) -> Failure | None:
+    if latest := _latest(views):
+        view, group = latest
+        most = max(each.groups[group] for each in views if group in each.groups)
+        message = (
+            f"no rank has entered a collective for {min(each.stalled_s for each in views):.0f} s: this one has entered "
+            f"{view.groups[group]} of group {group}, the ranks that wait for it {most}; in {view.doing}"
+        )
+        return view.failure("hang", message)
+    # Equal numbers may be a kernel that runs long; a rank that sleeps outside any wait runs none.
+    asleep = [view for view in views if not view.wait and view.idle_s > limits.silent_s]
+    return _silent_outside(asleep) if asleep and len(asleep) < len(views) else None
+
+
+def _latest(views: Sequence[RankView]) -> tuple[RankView, str] | None:
+    """Return the rank that most others wait for by the collectives that they have entered, and a group in which they do."""
+    waiting: Counter[int] = Counter()  # ranks that wait for a rank, over all groups
+    group_of: dict[int, str] = {}
+    for group in sorted({name for view in views for name in view.groups}):
+        entered = {view.rank: view.groups[group] for view in views if group in view.groups}
+        fewest = min(entered.values())
+        # In a circle of waits every rank is late somewhere.
+        if num_waiting := sum(count > fewest for count in entered.values()):
+            for rank in (rank for rank, count in entered.items() if count == fewest):
+                waiting[rank] += num_waiting
+                group_of.setdefault(rank, group)
+    if not waiting:
+        return None
+    latest = min(waiting, key=lambda rank: (-waiting[rank], rank))
+    return next(view for view in views if view.rank == latest), group_of[latest]
+
+
+def hang_of(views: Sequence[RankView]) -> Failure:
+    """Return which of the ranks that no longer move holds up the others, and why it is thought so."""
+    if outside := [view for view in views if not view.wait and view.counts_idleness]:
+        return _silent_outside(outside)
+    if latest := _latest(views):
+        view, group = latest
+        entered = f"it entered fewer collectives ({view.groups[group]} of group {group}) than the ranks that wait for it"
+        return view.failure("hang", f"silent for {view.idle_s:.0f} s in {view.doing}: {entered}")
+    view = max(views, key=lambda each: (each.idle_s, -each.rank))
+    where = f"{view.idle_s:.0f} s in {view.doing}"
+    if len(views) == 1:
+        return view.failure("hang", f"silent for {where}: no other rank is left")
+    message = f"all {len(views)} ranks wait for each other in collectives, this one longest: {where}"
+    return view.failure("hang", message)
+
+
+def _silent_outside(views: Sequence[RankView]) -> Failure:
+    view = max(views, key=lambda each: (each.idle_s, -each.rank))
+    return view.failure("hang", f"silent for {view.idle_s:.0f} s in {view.doing}, while the others wait for it")
+
+
+def without_contact(nodes: Sequence[NodeView], limits: WatchLimits) -> Iterator[tuple[NodeView, float, str]]:
+    """Yield the nodes that are lost or do not hear the leader, for how long, and which of the two."""
+    for node in nodes:
+        # A node that has no answer turns to the next leader after `node_s`, and is heard until then.
+        if not node.is_gone and node.silent_s > limits.node_s:
+            yield node, node.silent_s, "is silent"
+        elif not node.is_gone and node.silent_s + node.unanswered_s > limits.unheard_s:
+            yield node, node.silent_s + node.unanswered_s, "has had no answer"
+
+
+def node_failure(here: NodeView, node: NodeView, silent_s: float, how: str, fault: str, phase: str) -> Failure | None:
+    """Return the record of a node without contact, or of this node if its own link has a fault.
+
+    fault: of this node's link, "" if none is known. None if the node is heard: only a fault here explains that.
+    """
+    if fault:
+        message = f"link lost: {node.name} {how} for {silent_s:.0f} s, {fault}"
+        return Failure(-1, "link lost", message, here.name, phase, node_rank=here.node_rank)
+    if how != "is silent":
+        return None
+    ranks = f" with rank{'s' * (len(node.ranks) > 1)} {', '.join(map(str, node.ranks))}" if node.ranks else ""
+    message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
+    return Failure(-1, "node lost", message, node.name, phase, node_rank=node.node_rank)
+
+
+def missing_ranks(nodes: Sequence[NodeView], world_size: int, age_s: float, limits: WatchLimits) -> Failure | None:
+    """Return the record of ranks that have never reported, `age_s` after the start."""
+    missing = sorted(set(range(world_size)) - {rank for node in nodes for rank in node.ranks})
+    if not missing or age_s <= limits.start_s:
+        return None
+    message = f"ranks {missing[:8]} of {world_size} never reported within {limits.start_s:g} s"
+    return Failure(missing[0], "not started", message, "its node", "start")
+
+
+def decision(
+    records: Sequence[tuple[float, Failure]],
+    nodes: Sequence[NodeView],
+    world_size: int,
+    now: float,
+    limits: WatchLimits,
+    attempt: int = 1,
+) -> list[Failure] | None:
+    """Return the failures with the culprit first, None while more may be noticed.
+
+    records: what was noticed, and when, by the clock of `now`.
+    """
+    if not records:
+        return None
+    failures = [failure for _, failure in records]
+    has_cause = any(not failure.is_consequence for failure in failures)
+    patience_s = limits.settle_s if has_cause else limits.cause_s
+    if not has_cause and not all(node.is_in_contact for node in nodes):
+        patience_s = limits.node_s + limits.settle_s  # that node may turn out to be the cause
+    if has_cause and len({failure.rank for failure in failures}) == world_size:
+        patience_s = 0.0  # every rank has reported
+    elif any(failure.cause == "node lost" for failure in failures):
+        patience_s += limits.doubt_s
+    if now - min(at for at, _ in records) < patience_s:
+        return None
+    views = [view for node in nodes for view in node.views]
+    if views and all(failure.is_consequence or failure.cause == "deadline" for failure in failures):
+        # Their numbers of collectives tell more than which of them lost its patience first.
+        failures.append(replace(hang_of(views), time=min(failure.time for failure in failures) - 1e-3))
+    return in_order([replace(failure, attempt=attempt) for failure in failures])

@@ -1,0 +1,187 @@
+"""Attempts: their ends, the budget of those without progress, and runs that are finished."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.engines.sglang.servers import ServersFailed
+from megatron_dapo.rollout.batch import CollectionExhausted
+from megatron_dapo.watch.attempts import (
+    ATTEMPTS,
+    STOPPED_BY_SIGNAL,
+    completed_steps,
+    exit_code_at,
+    is_finished,
+    record_begin,
+    record_end,
+    require_new_run,
+    verdict,
+)
+from megatron_dapo.watch.failure import EXIT_CODE, Failure, begin_attempt, failure_of, write_failures
+
+
+def begin(directory: Path, job: str = "17") -> None:
+    record_begin(directory, begin_attempt(directory, started=time.time()), job)
+
+
+def fail(directory: Path, error: Exception, attempt: int) -> None:
+    write_failures(directory, [replace(failure_of(1, error), attempt=attempt)], "node_0")
+
+
+def train_to(directory: Path, step: int) -> None:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps({"train_step": n + 1}) + "\n" for n in range(step)))
+
+
+def judged(directory: Path, job: str = "17", since: float = 0.0, budget: int = 3) -> int | None:
+    found = verdict(directory, job, since, budget)
+    return found and found.exit_code
+
+
+def test_an_attempt_ends_by_its_own_record_by_its_failure_or_as_a_kill(tmp_path: Path) -> None:
+    assert judged(tmp_path) is None
+    begin(tmp_path)
+    assert judged(tmp_path) == EXIT_CODE and "killed" in verdict(tmp_path, "17", 0.0, 3).reason
+    fail(tmp_path, ValueError("a bad value"), 1)
+    assert judged(tmp_path) == 1 and "rank 1" in verdict(tmp_path, "17", 0.0, 3).reason
+    begin(tmp_path)  # forgets it
+    fail(tmp_path, ConnectionError("reset by peer"), 2)
+    assert judged(tmp_path) == EXIT_CODE
+    train_to(tmp_path, 4)
+    begin(tmp_path)
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    assert judged(tmp_path) == EXIT_CODE and verdict(tmp_path, "17", 0.0, 3).was_stopped
+    begin(tmp_path)
+    record_end(tmp_path, "finished")
+    assert judged(tmp_path) == 0 == exit_code_at("finished")
+
+
+@pytest.mark.parametrize(("cause", "in_place"), [("signal", True), ("exception", True), ("node lost", False)])
+def test_kept_servers_are_worth_it_where_no_node_is_at_fault(tmp_path: Path, cause: str, in_place: bool) -> None:
+    begin(tmp_path)
+    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "killed"
+    write_failures(tmp_path, [Failure(1, cause, "it is gone")], "node_0")
+    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy == in_place
+    assert not verdict(tmp_path, "17", 0.0, 1).leaves_nodes_healthy, "the budget is used up"
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    assert not verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "the job comes to its end"
+
+
+def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(tmp_path: Path) -> None:
+    for step, code in (
+        (0, EXIT_CODE),
+        (0, EXIT_CODE),
+        (2, EXIT_CODE),
+        (2, EXIT_CODE),
+        (1, EXIT_CODE),
+        (2, 1),
+    ):
+        begin(tmp_path)
+        train_to(tmp_path, step)  # a resumed run cuts off the rows behind its checkpoint: fewer are no progress
+        assert judged(tmp_path) == code, step
+    reason = verdict(tmp_path, "17", 0.0, 3).reason
+    assert "3 attempts in a row completed no train step beyond step 2" in reason and "killed" in reason
+    assert judged(tmp_path, budget=4) == EXIT_CODE
+
+
+def test_another_job_begins_with_a_new_budget(tmp_path: Path) -> None:
+    for _ in range(3):
+        begin(tmp_path)
+    assert judged(tmp_path) == 1
+    assert judged(tmp_path, job="18") is None, "no worker of this job has started"
+    begin(tmp_path, job="18")
+    assert judged(tmp_path, job="18") == EXIT_CODE
+
+
+def test_only_attempts_of_this_launch_count_outside_a_batch_job(tmp_path: Path) -> None:
+    for _ in range(3):
+        begin(tmp_path, job="")
+    assert judged(tmp_path, job="") == 1
+    later = time.time() + 10.0
+    assert judged(tmp_path, job="", since=later) is None
+    text = (tmp_path / ATTEMPTS).read_text()
+    begun = {"attempt": 4, "began": later + 1.0, "job": "", "completed_steps": 0}
+    (tmp_path / ATTEMPTS).write_text(f'{text}{{"torn": \n{json.dumps(begun)}\n')
+    assert judged(tmp_path, job="", since=later) == EXIT_CODE
+
+
+def test_an_old_failure_is_not_this_attempt_s(tmp_path: Path) -> None:
+    begin(tmp_path)
+    fail(tmp_path, ValueError("old"), 1)
+    assert judged(tmp_path) == 1
+    record_begin(tmp_path, 2, "17")
+    assert judged(tmp_path) == EXIT_CODE
+
+
+def test_a_run_is_finished_while_its_end_is_there_and_its_configuration_the_same(tmp_path: Path) -> None:
+    config, checkpoints = {"run": {"total_steps": 2}}, tmp_path / "checkpoints"
+
+    def finished(values: dict = config) -> bool:
+        return is_finished(tmp_path, values, checkpoints)
+
+    assert not finished()
+    begin(tmp_path)
+    train_to(tmp_path, 2)
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    (tmp_path / "summary.json").write_text("{}")
+    (checkpoints / "step_000002").mkdir(parents=True)
+    assert not finished(), "it has not ended"
+    record_end(tmp_path, "finished")
+    assert finished() and completed_steps(tmp_path) == 2
+    assert not finished({"run": {"total_steps": 3}})
+    (checkpoints / "step_000002").rename(checkpoints / "step_000001")
+    assert not finished()
+    (checkpoints / "step_000001").rename(checkpoints / "step_000002")
+    begin(tmp_path)
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    assert not finished()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("bad"), 1),
+        (FileNotFoundError("gone"), 1),
+        (CollectionExhausted("no prompts"), 1),
+        (ServersFailed("server 0 is lost"), EXIT_CODE),
+        (torch.OutOfMemoryError("no room"), EXIT_CODE),
+        (TimeoutError("late"), EXIT_CODE),
+        (OSError(5, "input/output error"), EXIT_CODE),
+    ],
+)
+def test_errors_that_would_repeat_have_a_code_of_their_own(error: Exception, code: int) -> None:
+    assert failure_of(0, error).exit_code == code
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_from_zero(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    require_new_run(tmp_path, checkpoints, 5)  # nothing is on record
+    begin(tmp_path)
+    train_to(tmp_path, 5)
+    require_new_run(tmp_path, checkpoints, 5)  # killed before or while it saved for the first time
+    train_to(tmp_path, 6)
+    require_new_run(tmp_path, checkpoints, 0)
+    with pytest.raises(
+        FileNotFoundError, match=r"records 6 train steps, but .*checkpoints is not there \(not mounted"
+    ) as gone:
+        require_new_run(tmp_path, checkpoints, 5)
+    assert "\n" not in str(gone.value) and 'checkpoint.resume = "never"' in str(gone.value)
+    checkpoints.mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        require_new_run(tmp_path, checkpoints, 5)
+
+
+def test_an_attempt_that_ended_left_a_checkpoint_and_one_that_started_anew_did_not(tmp_path: Path) -> None:
+    begin(tmp_path)
+    train_to(tmp_path, 4)
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    with pytest.raises(FileNotFoundError, match="records 4 train steps"):
+        require_new_run(tmp_path, tmp_path / "checkpoints", 5)
+    begin(tmp_path)  # with checkpoint.resume = "never", which cuts the metrics off
+    train_to(tmp_path, 3)
+    require_new_run(tmp_path, tmp_path / "checkpoints", 5)
