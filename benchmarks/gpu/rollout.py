@@ -203,7 +203,7 @@ def requests_of(work: Work, number: int, with_routing: bool = False) -> list[Gen
 
 @contextmanager
 def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server knows no stand-in
     if arguments.engine_python is None:
         raise Missing("--engine-python names no interpreter with SGLang")
     with tempfile.TemporaryDirectory(prefix="gpu-rollout-") as temporary:

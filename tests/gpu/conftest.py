@@ -40,12 +40,19 @@ def device() -> str:
 
 
 @pytest.fixture
+def real_gpu() -> None:
+    """Skip a test of what only a GPU and its driver do."""
+    if not torch.cuda.is_available() or torch.empty(0, device="cuda").device.type != "cuda":
+        pytest.skip("needs a GPU; the stand-in has neither its kernels nor its memory")
+
+
+@pytest.fixture
 def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
     """Return the implementation's name, or skip with the reason that it cannot run."""
 
     def check(name: str, dtype: torch.dtype = torch.bfloat16, width: int = 128, rows: int = 128) -> str:
         try:
-            choose(name, HeadSpec(torch.device(device), dtype, width, rows))
+            choose(name, HeadSpec(torch.empty(0, device=device).device, dtype, width, rows))  # the CPU for the stand-in
         except ValueError as error:
             pytest.skip(str(error))
         return name

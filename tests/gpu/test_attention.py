@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, check_flash_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("real_gpu")]
 
 LENGTHS = (1, 7, 128, 129, 300, 64)
 BOUND = 1e-2  # of the norm: products of bf16

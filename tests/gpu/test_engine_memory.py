@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("real_gpu")]
 
 SLACK_BYTES = 64 << 20
 MEMORY_FRACTION = 0.2

@@ -157,6 +157,7 @@ def test_nothing_waits_for_the_device(available, device, name) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.usefixtures("real_gpu")
 @pytest.mark.parametrize("name", ["chunked", "triton", "te_fp8"])
 def test_memory_is_far_from_the_logits(available, device, name) -> None:
     num_tokens, width, vocab_size = 8192, 1024, 131072

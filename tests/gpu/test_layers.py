@@ -158,6 +158,7 @@ def relative(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(128, 128, 128), (384, 256, 640), (1024, 1536, 2048)])
+@pytest.mark.usefixtures("real_gpu")
 def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(recipe, tokens, inputs, outputs) -> None:
     """Forward and both gradients from the same quantized values: only the order of sums and bf16 differ."""
     recipe("fp8_blockwise")
@@ -184,6 +185,7 @@ def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(rec
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 100, 128, 200])
+@pytest.mark.usefixtures("real_gpu")
 def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, num_tokens) -> None:
     """megatron-core pads an expert's tokens with zeros to a multiple of 16, the emulation to one of 128."""
     recipe("fp8_blockwise")

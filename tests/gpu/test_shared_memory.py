@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("real_gpu")]
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = """
