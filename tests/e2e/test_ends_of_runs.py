@@ -81,6 +81,7 @@ def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "huggingface").exists(), "an untouched model is no result"
 
 
+@pytest.mark.long  # unit tests of the collector have the error, test_bad_input.py what the command says of one
 def test_a_shortage_is_an_error_if_so_configured(recipe: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     outcome = exhausted("error", recipe, directory)

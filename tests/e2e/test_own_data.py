@@ -56,8 +56,6 @@ def test_ten_lines_train_on_own_data_with_an_own_reward(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text(RECIPE.format(model=model, reward=tmp_path / "own_reward.py"))
     arguments = ["train", str(recipe), "--output-dir", str(tmp_path / "run")]
-    dry = run_command(*arguments, "--dry-run")
-    assert dry.code == 0, dry.text
     outcome = run_command(*arguments)
     assert outcome.code == 0, outcome.text
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
@@ -146,6 +144,7 @@ def judge_url() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.long  # tests/unit/rewards has the mixture, the judge and the tests; test_python.py a run with own rewards
 def test_a_mixture_of_a_judge_and_unit_tests_trains(
     tmp_path: Path, judge_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,6 +314,7 @@ def test_megatron_fields(repository: Path) -> None:
     assert run_program(repository, ["-m", "tools.megatron_fields"]).endswith("is as in the table\n")
 
 
+@pytest.mark.long  # tests/unit/converters/test_round_trip.py converts the same models
 def test_converters_round_trip(repository: Path, tmp_path: Path) -> None:
     model = repository / "examples/quickstart/base_model"
     cut, whole = tmp_path / "cut", tmp_path / "whole"

@@ -69,35 +69,6 @@ def test_killed_with_windows_unfinished_and_resumed_it_is_the_same_run(tmp_path:
     kill_and_resume(finished, tmp_path / "killed")
 
 
-REFUSALS = {
-    "no such critic": (('critic.path="/no/such/critic"',), ("critic.path", "/no/such/critic")),
-    "gamma out of range": (("advantage_estimation.gamma=1.5",), ("advantage_estimation.gamma", "1.5")),
-    "lambda out of range": (
-        ("advantage_estimation.policy_lambda=-0.1",),
-        ("advantage_estimation.policy_lambda", "-0.1"),
-    ),
-    "window longer than a response": (
-        ('algorithm.name="tppo"', "window.tokens=97", 'advantage_estimation.lambda_rule="window"'),
-        ("window.tokens", "97", "96"),
-    ),
-    "a filter of finished groups": (
-        ('algorithm.name="tppo"', "rollout.filter_groups=true", "window.tokens=32"),
-        ("rollout.filter_groups", "tppo"),
-    ),
-    "a critic's layout that does not fit": (("critic.parallel.tp_size=3",), ("critic.parallel.tp_size", "3")),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_before_anything_starts(case: str, vapo: Path, tmp_path: Path) -> None:
-    overrides, named = REFUSALS[case]
-    outcome = train(vapo, tmp_path / "run", "tp2", *overrides)
-    assert outcome.code == 2, outcome.text
-    for name in named:
-        assert name in outcome.text
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_critic_of_another_model_is_refused(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     config = AutoModelForTokenClassification.from_pretrained(pretrained / "critic").config

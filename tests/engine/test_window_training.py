@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from sglang_runs import finish
 
 from tools.prove_resume import require_windows_once, write_recipe
@@ -13,6 +14,7 @@ from tools.prove_resume import require_windows_once, write_recipe
 WINDOW = 32
 
 
+@pytest.mark.long  # test_generation.py continues windows on a server, test_training.py is a whole run on one
 def test_windows_continue_on_a_stock_server(engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = (
