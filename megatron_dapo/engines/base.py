@@ -172,7 +172,7 @@ def max_new_tokens_of(request: GenerationRequest) -> int:
 def aborted(request: GenerationRequest) -> Completion:
     """The completion of a request that was stopped before it got any token beyond its prefix."""
     if request.prefix is None:
-        return Completion(request.request_id, (), (), "abort", ())
+        return Completion(request.request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", ())
     return replace(request.prefix, finish_reason=finish_reason_of(request.sampling, request.prefix.token_ids))
 
 

@@ -98,8 +98,9 @@ class P2PReceiver:
             message = str(error) if isinstance(error, (ValueError, PeerError)) else f"{type(error).__name__}: {error}"
             self._receiver.fail(command.sync_id, message)
         seconds = time.perf_counter() - start
-        outcome = {"ok": not message, "message": message, "is_lost": is_lost}
-        return replace(begun, op=RECEIVE, num_bytes=num_bytes, seconds=seconds, **outcome)
+        return replace(
+            begun, op=RECEIVE, ok=not message, message=message, is_lost=is_lost, num_bytes=num_bytes, seconds=seconds
+        )
 
     def _close(self) -> None:
         group, self._group = self._group, None

@@ -364,7 +364,7 @@ def _connect(address: Address, timeout_s: float) -> dist.Store:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str, *, lazy: bool = False) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # torch's stub names it Options
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
     return dist.ProcessGroupGloo(store, rank, size, options)

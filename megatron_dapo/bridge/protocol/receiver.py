@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 
@@ -103,6 +104,15 @@ class _Sync:
     failure: str = ""
 
 
+Part = TypeVar("Part")
+
+
+def _required(command: Command, value: Part | None, name: str) -> Part:
+    if value is None:
+        raise ValueError(f"weight sync: the command {command.id!r} has no {name}")
+    return value
+
+
 class Receiver:
     """Writes weight syncs into the parameters of one engine rank, in place.
 
@@ -140,20 +150,18 @@ class Receiver:
 
     def _carry_out(self, command: Command, channel: Channel) -> tuple[int, Mapping[str, int]]:
         """Return the bytes copied, and the checksums of operations that read them."""
-        op, manifest, bucket = command.op, command.manifest, command.bucket
-        if op in ("begin", "adopt") and manifest is None:
-            raise ValueError(f"weight sync: the command {command.id!r} has no manifest")
-        if op == "bucket" and bucket is None:
-            raise ValueError(f"weight sync: the command {command.id!r} has no bucket")
+        op = command.op
         if op == "begin":
+            manifest = _required(command, command.manifest, "manifest")
             channel.begin()
             self.begin(manifest)
         elif op == "bucket":
+            bucket = _required(command, command.bucket, "bucket")
             return self.accept(command.sync_id, bucket, channel.data(bucket)), {}
         elif op == "finish":
             return 0, self.finish(command.sync_id)
         elif op == "adopt":
-            return 0, self.adopt(manifest)
+            return 0, self.adopt(_required(command, command.manifest, "manifest"))
         elif op == "checksums":
             return 0, self.checksums()
         elif op == "randomize":

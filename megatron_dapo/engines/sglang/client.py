@@ -236,12 +236,12 @@ class SglangClient:
     def max_length(self) -> int:
         """Most tokens (prompt + response) of one request: SGLang shortens longer responses silently."""
         info = self.server_info()
-        sizes = [info.get("max_req_input_len"), info.get("max_total_num_tokens")]
-        if not all(isinstance(size, int) for size in sizes):
-            problem = f"max_req_input_len and max_total_num_tokens are {sizes}, not two sizes"
+        longest_input, cache = info.get("max_req_input_len"), info.get("max_total_num_tokens")
+        if not isinstance(longest_input, int) or not isinstance(cache, int):
+            problem = f"max_req_input_len and max_total_num_tokens are {[longest_input, cache]}, not two sizes"
             raise EngineAnswerError(self.name, "GET /server_info", problem)
         # max_req_input_len is 5 below the longest sequence, of which one token stays free; one page stays free as well.
-        return min(sizes[0] + 4, sizes[1] - int(info.get("page_size") or 1) - 2)
+        return min(longest_input + 4, cache - int(info.get("page_size") or 1) - 2)
 
     @property
     def weight_version(self) -> str:

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,19 +96,17 @@ def _keep_in_plain_memory(
 
 def _hash_module() -> types.ModuleType:
     module = types.ModuleType(_HASH_MODULE)
-    module.murmur_hash32 = murmur_hash32
+    vars(module)["murmur_hash32"] = murmur_hash32
     return module
 
 
 def _kernel_package() -> types.ModuleType:
     package = types.ModuleType("sgl_kernel")
-    package.__path__ = []
-    package.__version__ = "0.0.0"
-    package.__getattr__ = _kernel
+    vars(package).update(__path__=[], __version__="0.0.0", __getattr__=_kernel)
     return package
 
 
-def _kernel(name: str) -> types.FunctionType:
+def _kernel(name: str) -> Callable[..., None]:
     """Return a stand-in for a kernel for CPUs, all of whose names end alike. AttributeError for other names.
 
     Which ones SGLang imports differs between versions; all belong to speculative decoding, which is never on, or to

@@ -51,7 +51,7 @@ def _keep_blocks(method: Any, layer: torch.nn.Module) -> None:
     """In place of the repacking: weights and scales are what `block_linear` and `_apply_experts` take."""
 
 
-def _apply_experts(method: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+def _apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

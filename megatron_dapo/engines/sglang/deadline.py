@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ class DeadlineTransport(httpx.HTTPTransport):
         super().__init__(**options)
         self._ends = _Ends()
         # httpx has no argument for it.
-        self._pool._network_backend = _Backend(self._ends)  # type: ignore[union-attr]
+        self._pool._network_backend = _Backend(self._ends)
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:
@@ -49,8 +49,16 @@ class _Backend(httpcore.SyncBackend):
         super().__init__()
         self._ends = ends
 
-    def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
-        stream = super().connect_tcp(host, port, self._ends.within(timeout, httpcore.ConnectTimeout), **options)
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        within = self._ends.within(timeout, httpcore.ConnectTimeout)
+        stream = super().connect_tcp(host, port, within, local_address, socket_options)
         return _Stream(stream, self._ends)
 
 

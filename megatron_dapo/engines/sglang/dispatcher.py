@@ -144,8 +144,11 @@ class HttpDispatcher:
         """Return the answer; EngineTimeout once the server has answered no request at all for generate_s."""
         client, sent_at = attempt.client, self._loop.time()
         limit = client.timeouts.generate_s
-        model = {"vocab_size": self._vocab_size, "routing": self._routing}
-        answer = self._loop.create_task(client.generate(self._http(client), attempt.request, attempt.rid, **model))
+        answer = self._loop.create_task(
+            client.generate(
+                self._http(client), attempt.request, attempt.rid, vocab_size=self._vocab_size, routing=self._routing
+            )
+        )
         try:
             while not answer.done():
                 idle = self._loop.time() - max(sent_at, self._answered_at.get(client, sent_at))

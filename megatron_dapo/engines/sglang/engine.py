@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_dapo.device_thread import device_thread_pool
 from megatron_dapo.engines.base import (
     PrefixReuse,
     aborted,
@@ -477,12 +478,16 @@ class SglangEngine:
     # Aborting
 
     def _send_aborts(self) -> None:
-        for server in self._servers:
-            if server.in_flight:
-                try:
-                    server.client.abort()
-                except EngineError as error:
-                    self._fail(server, error)
+        """Ask all servers at once: one that does not answer costs its deadline, and the others none of it."""
+        busy = [server for server in self._servers if server.in_flight]
+        with device_thread_pool(max(1, len(busy)), "sglang-abort") as threads:
+            calls = [threads.submit(server.client.abort) for server in busy]
+        for server, call in zip(busy, calls):
+            error = call.exception()
+            if isinstance(error, EngineError):
+                self._fail(server, error)
+            elif error is not None:
+                raise error
 
     def _receive_until(self, end: float) -> None:
         while self._expects_news and (left := end - time.monotonic()) > 0:

@@ -139,6 +139,7 @@ def parse_generation(
         raise AnswerError(f"it is no JSON of this form ({error}): {_quoted(body, 0)}") from None
 
 
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 _OUTPUT_IDS = b'"output_ids":['
 _LOGPROBS = b'"output_token_logprobs":['
 _ENTRY_END, _LAST_END = b",null],[", b",null]]"
@@ -179,7 +180,7 @@ def _flatten_entries(text: bytearray) -> int:
     return num_entries
 
 
-def _quoted(text: bytes, start: int) -> str:
+def _quoted(text: bytes | bytearray, start: int) -> str:
     return repr(bytes(text[start : start + 60]))[1:]
 
 
@@ -311,9 +312,9 @@ def _num_cached(value: Any, num_read: int) -> int:
 
 def _finish_reason(value: Any, token_ids: np.ndarray, request: GenerationRequest) -> FinishReason:
     reason = _object(value, "finish_reason")
-    kind = reason.get("type")
-    if kind not in ("stop", "length", "abort"):
-        raise AnswerError(f"unknown finish reason {kind!r}; there are stop, length, abort")
+    kind = next((each for each in _FINISH_REASONS if each == reason.get("type")), None)
+    if kind is None:
+        raise AnswerError(f"unknown finish reason {reason.get('type')!r}; there are {', '.join(_FINISH_REASONS)}")
     num_left = max_new_tokens_of(request)
     if len(token_ids) > num_left:
         raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were requested")

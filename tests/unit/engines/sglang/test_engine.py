@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -399,6 +400,16 @@ def test_an_abort_waits_as_long_as_answers_arrive(num_answers: int, monkeypatch:
         assert len(engine.failed_servers) == (num_answers < 500)
         for problem in engine.failed_servers.values():
             assert re.search(r"1 aborted requests .* for 60 s \(sglang.abort_timeout_seconds\)", problem)
+
+
+def test_all_servers_are_asked_to_abort_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these answers only once the other has been asked, too."""
+    both = threading.Barrier(2)
+    monkeypatch.setattr(SglangClient, "abort", lambda client: both.wait(10))
+    clients = [SglangClient(f"http://127.0.0.1:{port}", None) for port in (1, 2)]
+    with stubbed_engine(SlowAnswers(0.0, 2), clients, max_in_flight=1) as engine:
+        engine.submit(make_requests(1, **LONG)[:2])
+        assert len(engine.abort()) == 2 and not engine.failed_servers
 
 
 def test_an_abort_without_experts_keeps_the_prefix_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
