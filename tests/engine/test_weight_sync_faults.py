@@ -23,7 +23,6 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 2
-NUM_FAULTS = 30  # for each server
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 LONGEST_S = 100.0  # limit of an update with a fault, which need not wait for any deadline
 TOKENS = [5, 6, 7, 250, 9, 31]
@@ -60,8 +59,12 @@ class FaultyControl:
         (PAYLOAD_FAULTS[kind] if kind else ServerStrike.carry_out)(strike)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny_model_untied: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor_parallel", "num_faults"), [(2, 12), *(pytest.param(ranks, 30, marks=pytest.mark.long) for ranks in (1, 2))]
+)
+def test_faults_on_the_way_to_a_server(
+    tensor_parallel: int, num_faults: int, filled_server, tiny_model_untied: Path
+) -> None:
     server = filled_server(tiny_model_untied, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     architecture = ModelArchitecture.from_directory(tiny_model_untied)
@@ -91,7 +94,7 @@ def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny
         assert client.weight_version == str(version)
 
     failed: Counter[str] = Counter()
-    kinds = [kind for _ in range(NUM_FAULTS) for kind in PAYLOAD_FAULTS][:NUM_FAULTS]
+    kinds = [kind for _ in range(num_faults) for kind in PAYLOAD_FAULTS][:num_faults]
     for number, kind in enumerate(kinds, start=1):
         control.kind = kind
         start = time.monotonic()
@@ -105,5 +108,5 @@ def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny
             check_served(number)
     assert server.is_alive()
     assert all(failed[kind] == kinds.count(kind) for kind in PAYLOAD_FAULTS if kind not in HARMLESS_AT_TIMES), failed
-    assert update(NUM_FAULTS + 1).is_complete
-    check_served(NUM_FAULTS + 1)
+    assert update(num_faults + 1).is_complete
+    check_served(num_faults + 1)
