@@ -146,6 +146,18 @@ def run_distributed(target: str, num_processes: int, arguments: Any = None, time
         return json.loads((directory / "result.json").read_text())
 
 
+def require_parity(
+    worker: str, cases: Sequence[dict[str, Any]], references: str, close: Sequence[str], equal: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the errors of every case on 4 ranks in fp32 against fp64; those named `close` are below 1e-5, those named `equal`
+    zero."""
+    results = run_distributed(worker, 4, {"cases": cases, "references": references})
+    for case, errors in zip(cases, results, strict=True):
+        assert max(errors[name] for name in close) < 1e-5, (case, errors)
+        assert not any(errors[name] for name in equal), (case, errors)
+    return results
+
+
 def _wait(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:

@@ -120,6 +120,8 @@ def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
     from megatron_dapo.config.algorithm_schema import AlgorithmConfig, FunctionLossConfig
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof import worker
+    from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
+    from megatron_dapo.trainer.updater import loss_weights
 
     objective = PolicyObjective(AlgorithmConfig(loss=FunctionLossConfig(function=f"{arguments['file']}:loss")))
 
@@ -132,16 +134,22 @@ def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
         found = {}
         for fields in arguments["layouts"]:
             layout = ParallelLayout(2, **fields)
-            rows = worker.check_layout(problem, layout, "float32")
+            if arguments["is_whole"]:
+                rows = worker.check_layout(problem, layout, "float32")
+            else:
+                weights = loss_weights(problem.samples, "token_mean", MAX_RESPONSE_TOKENS)
+                actor = worker.build_actor(problem, layout, "float32")
+                rows = [worker.check_cut(problem, actor, Cut("2", "packed"), "token_mean", weights)]
             found[layout.describe()] = max(max(row.rel_diff, row.loss_rel_diff) for row in rows)
         return found
     finally:
         worker.dapo_loss = built_in  # these processes serve other tests
 
 
-@pytest.mark.parametrize("layouts", [[{"context": 2}], pytest.param([{}, {"tensor": 2}], marks=pytest.mark.long)])
-def test_a_loss_of_the_users_own_is_exact_under_any_layout(layouts: list[dict[str, int]], tmp_path) -> None:
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one cut", "all cuts"])
+def test_a_loss_of_the_users_own_is_exact_under_any_layout(is_whole: bool, tmp_path) -> None:
+    layouts: list[dict[str, int]] = [{}, {"tensor": 2}, {"context": 2}]
     (tmp_path / "own_loss.py").write_text(OWN_LOSS)
-    arguments = {"file": str(tmp_path / "own_loss.py"), "layouts": layouts}
+    arguments = {"file": str(tmp_path / "own_loss.py"), "layouts": layouts, "is_whole": is_whole}
     found = run_distributed(target_in(__file__, "own_losses"), 2, arguments)
     assert len(found) == len(layouts) and max(found.values()) <= 1e-5, found

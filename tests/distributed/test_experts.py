@@ -32,7 +32,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2, "expert": 2, "expert_tensor": 1},
     {"expert": 2, "pipeline": 2, "virtual_pipeline": 2, "megatron": {**GROUPED, **OVERLAPPED}},
-    {**SEQUENCE, "expert": 2, "megatron": GROUPED},
 ]
 MORE_CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe", "layout": {"expert": 4}},
@@ -47,6 +46,7 @@ MORE_LAYOUTS: list[dict[str, Any]] = [
     {"expert": 4},
     {"expert": 2, "pipeline": 2},
     {**SEQUENCE, "expert": 2},
+    {**SEQUENCE, "expert": 2, "megatron": GROUPED},
 ]
 
 
