@@ -57,7 +57,8 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
-from megatron_dapo.trainer.rollout import describe_samples, header_of, numbers_of, release_freed_memory
+from megatron_dapo.trainer.batch_header import BatchHeader, numbers_of
+from megatron_dapo.trainer.rollout import release_freed_memory
 from megatron_dapo.types import GenerationRequest, Prompt, RoutingShape, SamplingParams, Score, ScoredSample, TrainSample
 
 VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
@@ -238,7 +239,7 @@ def parse_seconds(parse: Callable[[bytes], Any], answers: Sequence[bytes], num_l
 def assemble(batch: RolloutBatch, data_parallel: int) -> list[TrainSample]:
     """Return the train samples of the batch as the first data-parallel rank holds them: the numbers of its share alone."""
     release_freed_memory()
-    samples = [header_of(fact) for fact in describe_samples(batch.groups, batch.training_version)]
+    samples = BatchHeader.of(batch.groups, batch.training_version).samples()
     limits = MicroBatchLimits(max_tokens=2 * samples[0].num_tokens)
     plan = plan_micro_batches([one.num_tokens for one in samples], ParallelLayout(data_parallel), limits)
     kept = {index for part in plan[0] for index in part}

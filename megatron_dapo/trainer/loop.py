@@ -47,7 +47,7 @@ from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_m
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
-from megatron_dapo.trainer.rollout import Rollout, TrainBatch, nothing_trained
+from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, TrainBatch, nothing_trained
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 if TYPE_CHECKING:
@@ -152,15 +152,7 @@ class TrainingLoop:
         while not (reason := self._reason_to_end()):
             step = progress.train_step
             batch = self._generate()
-            error = batch.error
-            if error is None and not batch.is_interrupted and not batch.samples and step == 0:
-                self._record_filtered(batch)
-                error = nothing_trained(batch, RunPaths(self._config.run.output_dir).filtered)
-            if error is not None:
-                self._save_after_failure()
-                with self._phases.phase("generate"):  # where it happened: the record names the phase
-                    raise error
-            if batch.is_interrupted:
+            if batch is None:
                 return STOPPED_BY_SIGNAL
             # An empty batch has no step: AdamW would move the weights without a gradient.
             if batch.should_stop or not batch.samples:
@@ -203,18 +195,31 @@ class TrainingLoop:
             return STOPPED_BY_SIGNAL
         return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
 
-    def _generate(self) -> TrainBatch:
-        """Return the next rollout batch: scored groups as train samples, the same on every rank."""
+    def _generate(self) -> TrainBatch | None:
+        """Return the next rollout batch: scored groups as train samples, the same on every rank. None if a signal came.
+
+        Raises the error of a collection after saving, and NothingTrained if the first batch is empty.
+        """
         models = self._parts.learner.models
         with self._phases.phase("generate"):
             # Engines on the same GPUs have taken back their memory with the weight sync.
             models.offload_all()
             models.log_moved()
             step, learner = self._progress.train_step, self._parts.learner
-            batch = self._parts.rollout.generate(
-                self._config.rollout.prompts_per_step, lambda samples: learner.share(samples, step)
-            )
-        self._progress.generation_step = batch.generation_step
+            batch, error = None, None
+            try:
+                batch = self._parts.rollout.generate(
+                    self._config.rollout.prompts_per_step, lambda samples: learner.share(samples, step)
+                )
+                self._progress.generation_step = batch.generation_step
+            except CollectionEnded as end:
+                self._progress.generation_step, error = end.generation_step, end.error
+            if batch is not None and not batch.samples and step == 0:
+                self._record_filtered(batch)
+                error = nothing_trained(batch, RunPaths(self._config.run.output_dir).filtered)
+            if error is not None:
+                self._save_after_failure()
+                raise error  # inside the phase, whose name the record of the failure has
         return batch
 
     def _update_weights(self) -> None:

@@ -26,7 +26,7 @@ from megatron_dapo.telemetry.samples import TOKENS_PER_STEP, SampleWriter, choos
 from megatron_dapo.telemetry.token_texts import TokenTexts
 from megatron_dapo.telemetry.trackers import open_trackers
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
-from megatron_dapo.trainer.rollout import with_numbers
+from megatron_dapo.trainer.batch_header import with_numbers
 from megatron_dapo.types import Group
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.trainer import rollout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
+from megatron_dapo.trainer.batch_header import BatchHeader
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.rollout import Rollout
@@ -145,7 +146,7 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     unrouted = {one.sample_id for one in whole if one.routing is None}
     # Packing is all that reads tokens and log-probs; a sample of another rank has none.
     with pytest.raises((NotImplementedError, RuntimeError)):
-        packed(learner, [rollout.header_of(fact) for fact in rollout.describe_samples(groups, VERSION)], step)
+        packed(learner, BatchHeader.of(groups, VERSION).samples(), step)
     return {
         "reports": coordination.gather(
             {

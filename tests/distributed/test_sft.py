@@ -26,9 +26,9 @@ from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.example_collector import ExampleCollector
 from megatron_dapo.trainer.actor_learner import PolicyLearner
+from megatron_dapo.trainer.batch_header import BatchHeader, with_numbers
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
-from megatron_dapo.trainer.rollout import build_train_samples
 from megatron_dapo.types import Prompt
 
 MODELS = ("qwen2", "llama3")
@@ -104,7 +104,8 @@ def step(want: Reference, config: Config, layout: ParallelLayout) -> dict[str, f
     stream = PromptStream(tuple(made), seed=1)
     prompts = {name: example.prompt for name, example in made.items()}
     batch = ExampleCollector(CollectorInputs(stream, prompts, None, None), made).collect(len(made))
-    samples = build_train_samples(batch.groups, batch.training_version)
+    header = BatchHeader.of(batch.groups, batch.training_version)
+    samples = with_numbers(header.samples(), batch.groups)
     estimated = estimate_group_advantages(samples, config.algorithm.advantage)
 
     def reduce(sums: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer import loop as module
 from megatron_dapo.trainer.checkpointing import RunProgress
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
-from megatron_dapo.trainer.rollout import TrainBatch
+from megatron_dapo.trainer.rollout import CollectionEnded, TrainBatch
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 MODELS = SimpleNamespace(
@@ -68,11 +68,11 @@ class FakeCheckpoints:
 class World:
     """A loop of four steps whose parts do nothing but note what was called. `generate`: by train step, else a batch."""
 
-    def __init__(self, generate: dict[int, TrainBatch], interval: int = 0, fail_publish_at: int = -1) -> None:
+    def __init__(self, generate: dict[int, TrainBatch | CollectionEnded], interval: int = 0, fail_publish_at: int = -1) -> None:
         self.calls: list[str] = []
         self.progress = RunProgress()
         self.stop = SimpleNamespace(requested=False, seconds_left=float("inf"))
-        self._fail_publish_at = fail_publish_at
+        self._fail_publish_at, self._batches = fail_publish_at, generate
         config = SimpleNamespace(
             run=SimpleNamespace(total_steps=4, max_generation_steps=0, max_train_seconds=0.0),
             mismatch=SimpleNamespace(trend_factor=2.0, trend_floor=1.0, alarm=1.0),
@@ -88,7 +88,7 @@ class World:
         )
         self.checkpoints = FakeCheckpoints(self.progress, self.calls)
         parts = Parts(
-            rollout=SimpleNamespace(generate=lambda num, share: generate.get(self.progress.train_step, batch())),
+            rollout=SimpleNamespace(generate=self._generate),
             learner=learner,
             publisher=SimpleNamespace(publish=self._publish),
             parity=None,
@@ -100,6 +100,12 @@ class World:
         )
         phases = SimpleNamespace(phase=lambda name: nullcontext(), timer=PhaseTimer(list(PHASES)))
         self.loop = TrainingLoop(config, parts, self.progress, phases, self.stop)
+
+    def _generate(self, num_groups: int, share: Any) -> TrainBatch:
+        found = self._batches.get(self.progress.train_step, batch())
+        if isinstance(found, CollectionEnded):
+            raise found
+        return found
 
     def _publish(self, version: int) -> None:
         if version == self._fail_publish_at:
@@ -150,18 +156,18 @@ def test_what_moves_between_device_and_host_is_copied_at_once(monkeypatch: pytes
 
 
 def test_an_error_of_the_collection_is_raised_after_a_checkpoint() -> None:
-    world = World({2: batch(error=CollectionExhausted("no prompts"))})
+    world = World({2: CollectionEnded(1, CollectionExhausted("no prompts"))})
     with pytest.raises(CollectionExhausted):
         world.loop.run()
     assert world.calls == ["save 2", "saved 2"]
 
 
 def test_what_was_collected_behind_a_checkpoint_is_kept_beside_it() -> None:
-    world = World({2: batch(error=CollectionExhausted("no prompts"))}, interval=2)
+    world = World({2: CollectionEnded(1, CollectionExhausted("no prompts"))}, interval=2)
     with pytest.raises(CollectionExhausted):
         world.loop.run()
     assert world.calls == ["save 2", "saved 2", "keep 2"]
-    world = World({2: batch(is_interrupted=True)}, interval=2)
+    world = World({2: CollectionEnded(1, None)}, interval=2)
     assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == ["save 2", "saved 2", "keep 2"]
 
 
@@ -177,7 +183,7 @@ def test_servers_lost_for_good_leave_a_checkpoint_of_the_step_just_trained() -> 
 
 
 def test_a_failing_save_does_not_hide_the_first_error() -> None:
-    world = World({1: batch(error=CollectionExhausted("no prompts"))})
+    world = World({1: CollectionEnded(1, CollectionExhausted("no prompts"))})
 
     def fail() -> None:
         raise OSError("the disk is full")
@@ -189,7 +195,7 @@ def test_a_failing_save_does_not_hide_the_first_error() -> None:
 
 @pytest.mark.parametrize(("seconds_left", "is_saved"), [(100.0, True), (10.0, False)])
 def test_a_stop_saves_if_there_is_time_for_what_the_last_checkpoint_took(seconds_left: float, is_saved: bool) -> None:
-    world = World({3: batch(is_interrupted=True)}, interval=2)
+    world = World({3: CollectionEnded(1, None)}, interval=2)
     world.checkpoints.seconds = 20.0
     world.stop.seconds_left = seconds_left
     assert world.loop.run() == STOPPED_BY_SIGNAL

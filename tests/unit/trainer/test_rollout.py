@@ -1,6 +1,6 @@
 """Train samples from scored groups, and the advantages of groups."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +13,10 @@ from megatron_dapo.engines.sglang.client import EngineError
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.rollout import Rollout, build_train_samples
+from megatron_dapo.trainer.batch_header import BatchHeader
+from megatron_dapo.trainer.rollout import CollectionEnded, Rollout
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
+from tests.made_samples import train_samples
 
 GRPO = GrpoAdvantageConfig()
 
@@ -30,7 +32,7 @@ def _group(name, samples):
 
 
 def estimated(groups, advantage=GRPO, filter_overlong=False):
-    samples = build_train_samples(groups, 0, filter_overlong=filter_overlong)
+    samples = train_samples(groups, 0, filter_overlong=filter_overlong)
     return estimate_group_advantages(samples, advantage)
 
 
@@ -65,23 +67,38 @@ def test_groups_are_told_apart():
 
 
 def test_samples_of_an_older_dump_keep_their_advantages():
-    samples = build_train_samples([_group("g", [_sample("g/0", 2, 1.0)])], 0)
+    samples = train_samples([_group("g", [_sample("g/0", 2, 1.0)])], 0)
     older = [replace(one, critic_context=None, advantages=one.advantages + 0.25) for one in samples]
     batch = estimate_group_advantages(older, GRPO)
     assert batch.policy_samples[0].advantages.tolist() == [0.25, 0.25] and batch.shown_advantages == {"g/0": 0.25}
+
+
+def test_a_header_arrives_as_it_was_sent():
+    mixed = replace(_sample("g/1", 4, -1.0), window=Window(1, False))
+    versions = (VersionRange(0, 2, 3), VersionRange(2, 4, 5))
+    mixed = replace(mixed, completion=replace(mixed.completion, versions=versions))
+    header = BatchHeader.of([_group("g", [_sample("g/0", 3, 0.1), mixed, _sample("g/2", 0, 0.0)])], 5)
+    assert header.runs.tolist() == [[0, 3, 1, 5], [1, 1, 0, 2], [1, 1, 1, 2], [1, 2, 1, 0]]
+    for sent in (header, BatchHeader.of([], 5)):
+        received = BatchHeader.from_tensors(sent.tensors())
+        assert received.sample_ids == sent.sample_ids and len(received.samples()) == len(sent.sample_ids)
+        for entry in fields(BatchHeader)[1:]:
+            own, other = getattr(sent, entry.name), getattr(received, entry.name)
+            assert own.dtype == other.dtype and (own == other).all(), entry.name
+    assert [one.num_response_tokens for one in header.samples()] == [3, 4, 0]
 
 
 def test_every_token_has_its_age():
     sample = _sample("g/0", 4, 1.0)
     versions = (VersionRange(0, 1, 3), VersionRange(1, 3, 4), VersionRange(3, 4, 5))
     mixed = replace(sample, completion=replace(sample.completion, versions=versions))
-    samples = build_train_samples([_group("g", [mixed, _sample("g/1", 2, -1.0)])], training_version=5)
+    samples = train_samples([_group("g", [mixed, _sample("g/1", 2, -1.0)])], training_version=5)
     assert [one.staleness.tolist() for one in samples] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]
 
 
 def test_the_loss_is_over_the_tokens_of_a_window() -> None:
     group = _group_of_windows()
-    samples = build_train_samples([group], 0, filter_overlong=True)
+    samples = train_samples([group], 0, filter_overlong=True)
     assert [sample.loss_mask.tolist() for sample in samples] == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     assert [sample.critic_context.window.is_finished for sample in samples] == [False, True, True]
     assert [(sample.critic_context.reward, sample.critic_context.is_correct) for sample in samples] == [
@@ -89,7 +106,7 @@ def test_the_loss_is_over_the_tokens_of_a_window() -> None:
         (1.0, True),
         (-1.0, False),
     ]
-    assert build_train_samples([group], 0)[2].loss_mask.sum() == 3
+    assert train_samples([group], 0)[2].loss_mask.sum() == 3
 
 
 def _group_of_windows() -> Group:
@@ -140,5 +157,6 @@ def test_an_error_of_the_collection_reaches_all_ranks_where_they_can_save(error:
         with pytest.raises(type(error)):
             rollout.generate(4, lambda samples: ((), ()))
         return
-    batch = rollout.generate(4, lambda samples: ((), ()))
-    assert batch.error is error and not batch.samples and batch.generation_step == 7
+    with pytest.raises(CollectionEnded) as ended:
+        rollout.generate(4, lambda samples: ((), ()))
+    assert ended.value.error is error and ended.value.generation_step == 7

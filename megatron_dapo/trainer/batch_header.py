@@ -1,0 +1,151 @@
+"""The header of a rollout batch: what every rank knows of all its samples, in arrays that are broadcast as bytes.
+
+Counts, advantages and packing plans are made of it. A sample's numbers (tokens, log-probs, routing) are only on the ranks
+that pack it, see `trainer.rollout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample, Window
+
+_ARRAYS = ("group_index", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "runs", "routing")
+
+
+@dataclass(frozen=True, eq=False)
+class BatchHeader:
+    """The samples of a batch without their numbers, S of them in the order of their groups.
+
+    A response is a sequence of runs: tokens that are alike in whether the loss has them and in their age.
+    """
+
+    sample_ids: tuple[str, ...]  # S
+    group_index: np.ndarray  # [S] int32
+    prompt_length: np.ndarray  # [S] int32
+    reward: np.ndarray  # [S] float64
+    is_correct: np.ndarray  # [S] bool
+    window_start: np.ndarray  # [S] int32
+    is_finished: np.ndarray  # [S] bool, of the window
+    runs: np.ndarray  # [U, 4] int32: sample, number of tokens, 1 if the loss has them else 0, age in policy versions
+    routing: np.ndarray  # [S, 4] int32: rows, layers, experts a token, bytes a number; zeros: not replayed
+
+    @staticmethod
+    def of(groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False) -> BatchHeader:
+        """Return the header of complete groups.
+
+        The loss has the tokens of a response's window. With `filter_overlong` truncated responses keep their reward, for
+        their group's statistics, and lose their loss mask, so their tokens leave every denominator. `training_version`: the
+        policy version that is trained, for the age of each token.
+        """
+        pairs = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
+        samples = [sample for _, _, sample in pairs]
+        runs = [
+            (number, *run)
+            for number, sample in enumerate(samples)
+            for run in _runs_of(sample, training_version, filter_overlong)
+        ]
+        return BatchHeader(
+            sample_ids=tuple(sample.sample_id for sample in samples),
+            group_index=np.array([index for index, _, _ in pairs], np.int32),
+            prompt_length=np.array([len(group.prompt.token_ids) for _, group, _ in pairs], np.int32),
+            reward=np.array([sample.reward for sample in samples], np.float64),
+            is_correct=np.array([sample.score.accuracy > 0 for sample in samples], bool),
+            window_start=np.array([sample.window.start for sample in samples], np.int32),
+            is_finished=np.array([sample.window.is_finished for sample in samples], bool),
+            runs=np.array(runs, np.int32).reshape(-1, 4),
+            routing=np.array([_routing_of(sample.completion.routing) for sample in samples], np.int32).reshape(-1, 4),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the arrays for `broadcast_tensors`, the ids as UTF-8."""
+        ids = np.frombuffer("\n".join(self.sample_ids).encode(), np.uint8)
+        return {"sample_ids": torch.from_numpy(ids.copy())} | {
+            name: torch.from_numpy(getattr(self, name)) for name in _ARRAYS
+        }
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> BatchHeader:
+        """Invert `tensors`."""
+        arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+        ids = arrays.pop("sample_ids").tobytes().decode()
+        return BatchHeader(tuple(ids.split("\n")) if ids else (), **arrays)
+
+    def samples(self) -> list[TrainSample]:
+        """Return the samples as every rank knows them: tokens, log-probs and routing have a shape and no memory.
+
+        They lie on the meta device, so that using them is an error.
+        """
+        bounds = np.searchsorted(self.runs[:, 0], np.arange(len(self.sample_ids) + 1))
+        return [self._sample(index, self.runs[start:end, 1:]) for index, (start, end) in enumerate(zip(bounds, bounds[1:]))]
+
+    def _sample(self, index: int, runs: np.ndarray) -> TrainSample:
+        lengths, is_trained, ages = runs.T
+        num_response, prompt_length = int(lengths.sum()), int(self.prompt_length[index])
+        window = Window(int(self.window_start[index]), bool(self.is_finished[index]))
+        *shape, num_bytes = self.routing[index].tolist()
+        dtype = torch.uint8 if num_bytes == 1 else torch.int16
+        return TrainSample(
+            sample_id=self.sample_ids[index],
+            group_index=int(self.group_index[index]),
+            tokens=torch.empty(prompt_length + num_response, dtype=torch.int32, device="meta"),
+            prompt_length=prompt_length,
+            loss_mask=_per_token(lengths, is_trained),
+            advantages=torch.zeros(1).expand(num_response),  # estimated by every rank
+            rollout_logprobs=torch.empty(num_response, device="meta"),
+            staleness=_per_token(lengths, ages) if ages.any() else None,
+            critic_context=CriticContext(float(self.reward[index]), bool(self.is_correct[index]), window),
+            routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
+        )
+
+
+def _runs_of(sample: ScoredSample, training_version: int, filter_overlong: bool) -> list[tuple[int, int, int]]:
+    """Return (number of tokens, is trained, age) of each run of a response."""
+    completion, first = sample.completion, sample.window.start  # earlier windows were trained in their own steps
+    if filter_overlong and sample.window.is_finished and completion.is_truncated:
+        first = completion.num_tokens
+    parts = [
+        (start, end, is_trained, training_version - run.version)
+        for run in completion.versions
+        for start, end, is_trained in (
+            (run.start, min(run.end, first), 0),
+            (max(run.start, first), run.end, 1),
+        )
+    ]
+    return [(end - start, is_trained, age) for start, end, is_trained, age in parts if end > start]
+
+
+def _routing_of(routing: np.ndarray | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if routing is None else (*routing.shape, routing.itemsize)
+
+
+def _per_token(lengths: np.ndarray, values: np.ndarray) -> torch.Tensor:
+    """Return [R] float32 with the value of each token's run; one number in memory if all are equal."""
+    total = int(lengths.sum())
+    if len(values) and (values == values[0]).all():
+        return torch.full((1,), float(values[0])).expand(total)
+    return torch.from_numpy(np.repeat(values.astype(np.float32), lengths))
+
+
+def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> list[TrainSample]:
+    """Return the samples of `groups`, in their order, with tokens and log-probs, whichever of them had theirs."""
+    pairs = [(group, sample) for group in groups for sample in group.samples]
+    return [replace(sample, **numbers_of(*pair)) for sample, pair in zip(samples, pairs, strict=True)]
+
+
+def numbers_of(group: Group, sample: ScoredSample) -> dict[str, torch.Tensor]:
+    """Return tokens, prompt and response, the response's log-probs, and the routing if it is replayed; the latter two share
+    the completion's memory."""
+    prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion
+    assert completion.num_tokens == len(completion.logprobs), (
+        f"sample {sample.sample_id}: {completion.num_tokens} response tokens but {len(completion.logprobs)} log-probs"
+    )
+    return {
+        "tokens": torch.from_numpy(np.concatenate((prompt, completion.token_ids))),
+        "rollout_logprobs": torch.from_numpy(completion.logprobs),
+        **({} if completion.routing is None else {"routing": torch.from_numpy(completion.routing)}),
+    }

@@ -1,0 +1,13 @@
+"""Train samples of scored groups, with their numbers, as the rank that packs all of them holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_dapo.trainer.batch_header import BatchHeader, with_numbers
+from megatron_dapo.types import Group, TrainSample
+
+
+def train_samples(groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False) -> list[TrainSample]:
+    header = BatchHeader.of(groups, training_version, filter_overlong=filter_overlong)
+    return with_numbers(header.samples(), groups)
