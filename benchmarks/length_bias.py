@@ -144,7 +144,7 @@ class LastTokenVerifier:
 
     def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
         return {
-            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, _, _ in items
+            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items
         }
 
 

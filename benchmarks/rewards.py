@@ -30,9 +30,9 @@ from typing import Any
 
 import hostile
 
-from megatron_dapo.rewards import sandbox_kernel as kernel
-from megatron_dapo.rewards.pool import VerifierPool
-from megatron_dapo.rewards.supervisor import descendants
+from megatron_dapo.rewards.pool.pool import VerifierPool
+from megatron_dapo.rewards.pool.supervisor import descendants
+from megatron_dapo.rewards.sandbox import kernel
 
 GRACE_S = 3.0  # a busy machine kills late
 DEADLINE_S = 5.0  # of a response: its program has two seconds by the clock
@@ -174,7 +174,7 @@ def _survivors() -> list[int]:
         if words[-2:-1] == [hostile.SLEEP]:
             found.append(int(entry))
         # Of each worker only the process that waits for the next job is left.
-        elif len(words) > 3 and words[2].endswith("sandbox_runner.py") and words[3] in own:
+        elif len(words) > 3 and words[2].endswith("sandbox/runner.py") and words[3] in own:
             runners.append(int(entry))
     return found + runners[1:]
 

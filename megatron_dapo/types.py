@@ -161,7 +161,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Signs of a response that repeats itself, from its token ids, see `rewards.repetition`."""
+    """Signs of a response that repeats itself, from its token ids, see `rewards.pool.repetition`."""
 
     ngram: float = 0.0  # share of its 20-grams that are copies
     loop_period: int = 0  # it ends in `loop_repeats` copies of its last `loop_period` tokens; 0, 0: it does not loop

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dapo.rewards import dapo
+from megatron_dapo.rewards.verifiers import dapo
 
 
 def read_problems(path: Path) -> list[tuple[list[dict[str, str]], str]]:

@@ -28,8 +28,8 @@ from trl.rewards import get_soft_overlong_punishment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_dapo.rewards.dapo import score  # needs nothing but Python itself
-from megatron_dapo.rewards.repetition import ngram_repetition
+from megatron_dapo.rewards.pool.repetition import ngram_repetition
+from megatron_dapo.rewards.verifiers.dapo import score  # needs nothing but Python itself
 
 Specification = Mapping[str, Any]
 EVALUATION_ROWS = 256  # responses generated at a time in held-out evaluations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_dapo.config.rules import Rule
 
-# Those of rewards.verifier, which this layer may not import.
+# Those of rewards.verifiers.verifier, which this layer may not import.
 VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
 GOLD_PRESETS = ("dapo", "lenient")  # that compare an answer with a gold answer
 BUILT_IN_PARTS = (

@@ -1,7 +1,7 @@
 """Problems made by reasoning-gym, as a source of prompts: `path = "reasoning_gym:chain_sum"` in [[data.sources]].
 
 The package is optional and imports many others: problems are made by a process of its own, whose output this one reads.
-Its own verifier scores them: reward.verifier = "megatron_dapo.rewards.reasoning_gym:reward".
+Its own verifier scores them: reward.verifier = "megatron_dapo.rewards.verifiers.reasoning_gym:reward".
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.data.template import PromptTemplate, resolve_stop_token_ids
-from megatron_dapo.rewards.verifier import Verifier, load_verifier
+from megatron_dapo.rewards.verifiers.verifier import Verifier, load_verifier
 
 
 class ChatModel:

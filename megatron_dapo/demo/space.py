@@ -23,10 +23,11 @@ MODULES = (
     "data/__init__.py",
     "data/template.py",
     "rewards/__init__.py",
-    "rewards/dapo.py",
-    "rewards/lenient.py",
+    "rewards/verifiers/dapo.py",
+    "rewards/verifiers/lenient.py",
     "rewards/result.py",
-    "rewards/verifier.py",
+    "rewards/verifiers/__init__.py",
+    "rewards/verifiers/verifier.py",
 )
 _REQUIREMENTS = ("torch", "transformers>=5.0", "safetensors", "numpy", "math-verify[antlr4_13_2]>=0.9")
 

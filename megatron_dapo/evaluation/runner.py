@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
-from megatron_dapo.rewards.pool import Scorer, score_item
+from megatron_dapo.rewards.pool.pool import Scorer, score_request
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample, num_distinct
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens left out
@@ -198,7 +198,7 @@ def _score(
     names = [[request_name(number, sample) for sample in range(num_samples)] for number in range(len(problems))]
     scores = scorer.score_many(
         [
-            score_item(name, problem.prompt, completions[name], texts[name], scorer)
+            score_request(name, problem.prompt, completions[name], texts[name], scorer)
             for problem, row in zip(problems, names)
             for name in row
         ]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dapo.rewards.disagreement import ShadowedPool
-from megatron_dapo.rewards.pool import Scorer, VerifierPool, score_item
-from megatron_dapo.rewards.repetition import repetition_numbers
+from megatron_dapo.rewards.pool.disagreement import ShadowedPool
+from megatron_dapo.rewards.pool.pool import Scorer, VerifierPool, score_request
+from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
 
@@ -51,7 +51,7 @@ class SampleScorer:
         """
         texts = {sample.sample_id: self.decode(sample.completion.token_ids) for sample in samples}
         scores = self.scorer.score_many(
-            [score_item(s.sample_id, s.prompt, s.completion, texts[s.sample_id], self.scorer) for s in samples]
+            [score_request(s.sample_id, s.prompt, s.completion, texts[s.sample_id], self.scorer) for s in samples]
         )
         missing = [sample.sample_id for sample in samples if sample.sample_id not in scores]
         if missing:

@@ -35,12 +35,12 @@ from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.files.durable import Files
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
-from megatron_dapo.rewards.format import has_form
-from megatron_dapo.rewards.mixture import MixtureComponent, MixturePool
-from megatron_dapo.rewards.pool import VerifierPool, score_item
-from megatron_dapo.rewards.self_test import check_contract
-from megatron_dapo.rewards.verifier import SET_PRESETS
+from megatron_dapo.rewards.pool.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rewards.pool.mixture import MixtureComponent, MixturePool
+from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
+from megatron_dapo.rewards.verifiers.format import has_form
+from megatron_dapo.rewards.verifiers.self_test import check_contract
+from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
@@ -348,7 +348,7 @@ def self_test(config: Config, inputs: ModelInputs, pool: Any, prompts: Sequence[
         return
     if pool.takes_sample:
         completion = Completion("trial", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", ())
-        score = pool.score_many([score_item("trial/0", prompts[0], completion, TRIAL_RESPONSE, pool)])["trial/0"]
+        score = pool.score_many([score_request("trial/0", prompts[0], completion, TRIAL_RESPONSE, pool)])["trial/0"]
         if score.outcome in ("error", "timeout"):
             raise ValueError(
                 f"self-test: verifier {pool.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}: "

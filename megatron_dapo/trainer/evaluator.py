@@ -14,7 +14,7 @@ from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import evaluate
 from megatron_dapo.files.durable import Files
-from megatron_dapo.rewards.pool import Scorer
+from megatron_dapo.rewards.pool.pool import Scorer
 from megatron_dapo.trainer.metrics import evaluation_metrics
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.watch.signals import Stopped

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import read_resolved, write_resolved
-from megatron_dapo.rewards.dapo import score
-from megatron_dapo.rewards.verifier import load_verifier
+from megatron_dapo.rewards.verifiers.dapo import score
+from megatron_dapo.rewards.verifiers.verifier import load_verifier
 
 
 @pytest.fixture

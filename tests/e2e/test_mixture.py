@@ -83,7 +83,7 @@ size = 3
 weight = 2.0
 settings = { min_terms = 2, max_terms = 3 }
 [reward]
-verifier = "megatron_dapo.rewards.reasoning_gym:reward"
+verifier = "megatron_dapo.rewards.verifiers.reasoning_gym:reward"
 """
 TWO_FILES = """
 [[data.sources]]

@@ -14,7 +14,7 @@ import pytest
 from megatron_dapo.engines.sglang import server as server_module
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from tests.reward_samples import FIELDS
 
 pytestmark = pytest.mark.long

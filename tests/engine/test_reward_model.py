@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from tests.reward_samples import FIELDS
 
 pytestmark = pytest.mark.long  # a server is started for it

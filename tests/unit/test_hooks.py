@@ -21,7 +21,7 @@ from megatron_dapo.config.inputs import FAMILIES, read_architecture
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
 from megatron_dapo.rewards.result import RewardSample
-from megatron_dapo.rewards.verifier import load_verifier
+from megatron_dapo.rewards.verifiers.verifier import load_verifier
 from megatron_dapo.types import Prompt
 from megatron_dapo.watch.failure import failure_of
 

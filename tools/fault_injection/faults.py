@@ -64,7 +64,7 @@ class Injector:
                 self._repairs.append(lambda: _signal(pid, signal.SIGCONT))
             return lambda: _signal(pid, number)
         if fault == "verifiers":
-            return lambda: [_signal(pid, signal.SIGKILL) for pid in run.processes("megatron_dapo.rewards.worker")]
+            return lambda: [_signal(pid, signal.SIGKILL) for pid in run.processes("megatron_dapo.rewards.pool.worker")]
         if fault == "server":
             servers = [pid for pid in run.processes("sglang", node) if run.is_session_leader(pid)]
             return lambda: [_signal(pid, signal.SIGKILL) for pid in servers]

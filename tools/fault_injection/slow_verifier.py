@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_dapo.rewards.dapo import score as score_by_rule
+from megatron_dapo.rewards.verifiers.dapo import score as score_by_rule
 
 SECONDS = 0.08
 

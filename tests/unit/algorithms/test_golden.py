@@ -47,7 +47,7 @@ from megatron_dapo.config.algorithm_schema import (
     ReinforceBaselineAdvantageConfig,
     RlooAdvantageConfig,
 )
-from megatron_dapo.rewards.repetition import ngram_repetition, tail_loop
+from megatron_dapo.rewards.pool.repetition import ngram_repetition, tail_loop
 
 # A chapter whose every leaf another file reads.
 ELSEWHERE = {"kl": "tests/unit/ops/test_divergence.py"}

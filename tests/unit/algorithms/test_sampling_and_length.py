@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.algorithms.sampling_budget import beta_cdf, fit_total
-from megatron_dapo.rewards.repetition import TailLoop, ngram_repetition, repetition_numbers, tail_loop, zlib_ratio
+from megatron_dapo.rewards.pool.repetition import TailLoop, ngram_repetition, repetition_numbers, tail_loop, zlib_ratio
 
 
 def test_penalty_of_a_batch_with_factor():
@@ -83,7 +83,7 @@ def test_ngram_repetition_is_its_definition(token_ids, n):
 
 
 def test_equal_hashes_are_compared_exactly(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rewards.repetition._HASH_FACTOR", np.uint64(0))  # only the last token counts
+    monkeypatch.setattr("megatron_dapo.rewards.pool.repetition._HASH_FACTOR", np.uint64(0))  # only the last token counts
     token_ids = [1, 2, 3, 9, 2, 3, 1, 2, 3]
     assert ngram_repetition(token_ids, 3) == 1.0 - 6 / 7
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.api.source import path_of, source_of
-from megatron_dapo.rewards.verifier import load_verifier
+from megatron_dapo.rewards.verifiers.verifier import load_verifier
 
 CELL = '''
 import math
@@ -145,9 +145,9 @@ def test_a_function_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_function_of_a_module_keeps_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_dapo.rewards import dapo
+    from megatron_dapo.rewards.verifiers import dapo
 
-    assert path_of(dapo.score, tmp_path / "x.py") == "megatron_dapo.rewards.dapo:score"
+    assert path_of(dapo.score, tmp_path / "x.py") == "megatron_dapo.rewards.verifiers.dapo:score"
     assert path_of("a.py:b", tmp_path / "x.py") == "a.py:b"
     (tmp_path / "beside.py").write_text("def reward(sample):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -21,7 +21,7 @@ from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import EVALUATION_METRICS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
-from megatron_dapo.rewards.verifier import PRESETS, SET_PRESETS
+from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 from megatron_dapo.trainer.build_rollout import reward_addends
 from megatron_dapo.trainer.metrics import evaluation_metrics

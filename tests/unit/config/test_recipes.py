@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.config import ArchitectureFacts, load_config, validate
 from megatron_dapo.config.schema import leaf_fields
-from megatron_dapo.rewards.verifier import SET_PRESETS
+from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
 
 ROOT = Path(__file__).resolve().parents[3]
 TOML_FILES = sorted((ROOT / "examples").rglob("*.toml"))

@@ -11,7 +11,7 @@ import pytest
 import megatron_dapo
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import leaf_fields, section_types
-from megatron_dapo.rewards.verifier import SET_PRESETS
+from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
 
 PACKAGE = Path(megatron_dapo.__file__).parent
@@ -77,7 +77,7 @@ def settings_of_presets() -> set[str]:
     found = set()
     for preset in SET_PRESETS:
         files = [preset, "service"] if preset in ("judge", "remote", "reward_model") else [preset]
-        texts = [(PACKAGE / "rewards" / f"{name}.py").read_text(encoding="utf-8") for name in files]
+        texts = [(PACKAGE / "rewards" / "verifiers" / f"{name}.py").read_text(encoding="utf-8") for name in files]
         found |= {f"{preset}.{name}" for text in texts for name in re.findall(r'\bown(?:\.get\(|\[)"(\w+)"', text)}
     return found
 

@@ -10,7 +10,7 @@ from megatron_dapo.data.dataset import load_eval_sources, load_prompts, prompt_i
 from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, read_rows
 from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import PromptTemplate
-from megatron_dapo.rewards.dapo import gold_problem
+from megatron_dapo.rewards.verifiers.dapo import gold_problem
 
 KINDS = ["jsonl", "parquet"]
 

@@ -223,8 +223,8 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("reasoning_gym")
 def test_made_problems_repeat_and_their_verifier_scores_them() -> None:
-    from megatron_dapo.rewards.reasoning_gym import reward
     from megatron_dapo.rewards.result import RewardSample
+    from megatron_dapo.rewards.verifiers.reasoning_gym import reward
 
     data = {"path": "reasoning_gym:chain_sum", "size": 20, "seed": 3, "settings": {"max_terms": 3}}
     [source] = train_sources(config_of(Path("/"), sources=[data]).data)

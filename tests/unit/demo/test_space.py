@@ -53,7 +53,7 @@ def test_settings_are_the_runs(run: Path, tmp_path: Path) -> None:
 def test_the_modules_beside_the_page_are_enough(run: Path, tmp_path: Path) -> None:
     program = write_demo(run, tmp_path / "demo")
     imported = re.findall(r"^from (megatron_dapo\.[\w.]+) import", program.read_text(), re.MULTILINE)
-    code = f"import {', '.join(imported)}, megatron_dapo; from megatron_dapo.rewards.verifier import load_verifier\n"
+    code = f"import {', '.join(imported)}, megatron_dapo; from megatron_dapo.rewards.verifiers.verifier import load_verifier\n"
     code += "print(megatron_dapo.__file__, load_verifier('dapo').score('Answer: 4', '4').outcome, load_verifier('lenient').name)"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -103,7 +103,7 @@ class CredulousScorer:
 
     def score_many(self, items) -> dict[str, Score]:
         right, wrong = (1.0, 1.0, "correct"), (0.0, -1.0, "wrong")
-        return {key: Score(*(right if text == answer else wrong), text) for key, text, answer, _ in items}
+        return {key: Score(*(right if text == answer else wrong), text) for key, text, answer, *_ in items}
 
 
 PROMPTS = [prompt(number) for number in (5, 3, 8, 1, 6)]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_dapo.rewards.code import parse_tests, program_of, same_output
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
+from megatron_dapo.rewards.verifiers.code import parse_tests, program_of, same_output
 
 FIELDS = {
     "messages": [{"role": "user", "content": "Double it."}],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rewards.dapo import TAIL_CHARACTERS, gold_problem, normalize, score
+from megatron_dapo.rewards.verifiers.dapo import TAIL_CHARACTERS, gold_problem, normalize, score
 
 ACCEPTED = [
     ("Answer: 42", "42"),

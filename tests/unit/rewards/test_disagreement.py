@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_dapo.rewards.disagreement import ShadowedPool
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.disagreement import ShadowedPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
 
 ITEMS = [
     ("agree", "Answer: 42", "42", False),

@@ -10,7 +10,7 @@ import pytest
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import leaf_fields, section_types
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|toml)\n(.*?)```", PAGE, re.DOTALL)

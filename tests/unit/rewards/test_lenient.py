@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rewards import dapo
-from megatron_dapo.rewards.lenient import answers_equal, extract, gold_problem, score
+from megatron_dapo.rewards.verifiers import dapo
+from megatron_dapo.rewards.verifiers.lenient import answers_equal, extract, gold_problem, score
 
 # gold, prediction
 EQUAL = [

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_dapo.rewards import dapo
-from megatron_dapo.rewards.pool import VerifierPool, worker_environment
-from megatron_dapo.rewards.repetition import repetition_numbers
+from megatron_dapo.rewards.pool.pool import VerifierPool, worker_environment
+from megatron_dapo.rewards.pool.repetition import repetition_numbers
+from megatron_dapo.rewards.verifiers import dapo
 from megatron_dapo.types import Repetition
 
 TIMEOUT_S = 1.0
@@ -367,7 +367,7 @@ def test_a_stopped_supervisor_is_continued_to_end_everything(adopted):
 def test_the_kernel_limits_the_time_of_work(user_path):
     """A worker without a pool and without its own alarm."""
     code = (
-        "from megatron_dapo.rewards import worker\n"
+        "from megatron_dapo.rewards.pool import worker\n"
         "worker._THREADS, worker.signal.setitimer = 0.1, lambda *_: None\n"
         "worker.main()"
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from megatron_dapo.rewards import reward_model
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.verifiers import reward_model
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.result import RewardSample
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 from tests.reward_samples import FIELDS
 
 ROOT = Path(__file__).resolve().parents[3]

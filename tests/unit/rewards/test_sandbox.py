@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.rewards.sandbox import Sandbox, SandboxLimits
+from megatron_dapo.rewards.sandbox.sandbox import Sandbox, SandboxLimits
 
 LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256, max_processes=8, file_mb=4, workspace_mb=8, output_bytes=65536)
 

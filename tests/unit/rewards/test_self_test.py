@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.rewards import dapo, lenient
-from megatron_dapo.rewards.self_test import check_contract, instructed_formats
+from megatron_dapo.rewards.verifiers import dapo, lenient
+from megatron_dapo.rewards.verifiers.self_test import check_contract, instructed_formats
 from megatron_dapo.types import Score
 
 ANSWER_LINE = 'The last line should be of the form Answer: $Answer.\n\nProblem {}\n\nPut it after "Answer:".'
@@ -18,7 +18,7 @@ class FakePool:
 
     def score_many(self, items):
         scores = {}
-        for key, response, answer, is_truncated in items:
+        for key, response, answer, is_truncated, _ in items:
             outcome = "truncated" if is_truncated else self.score(response, answer).outcome
             scores[key] = Score(float(outcome == "correct"), 0.0, outcome)
         return scores
@@ -74,7 +74,7 @@ def test_verifiers_that_say_the_same_of_everything_are_refused(outcome):
 def test_a_scorer_that_rewards_truncated_responses_is_refused():
     class Blind(FakePool):
         def score_many(self, items):
-            return super().score_many([(key, response, answer, False) for key, response, answer, _ in items])
+            return super().score_many([request._replace(is_truncated=False) for request in items])
 
     with pytest.raises(ValueError, match="truncated"):
         check_contract(prompts(ANSWER_LINE), Blind(dapo.score), "v")

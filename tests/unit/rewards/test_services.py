@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.rewards.judge import DEFAULT_PATTERN, request_of, score_of
-from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.result import RewardSample
+from megatron_dapo.rewards.verifiers.judge import DEFAULT_PATTERN, request_of, score_of
 
 FIELDS = {
     "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}],

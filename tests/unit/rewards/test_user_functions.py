@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dapo.rewards.pool import VerifierPool, score_item
+from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
 from megatron_dapo.types import Completion, Prompt
 
 CODE = """
@@ -226,8 +226,8 @@ def test_token_ids_are_sent_on_request(own: str) -> None:
     completion = Completion("r", np.array([5, 7, 2]), np.zeros(3), "stop", ())
     prompt = Prompt("p", ({"role": "user", "content": "2 + 2?"},), (1,), "4")
     with VerifierPool(f"{own}:tokens", num_workers=1, token_ids=True) as pool:
-        score = pool.score_many([score_item("g/0", prompt, completion, "four", pool)])["g/0"]
+        score = pool.score_many([score_request("g/0", prompt, completion, "four", pool)])["g/0"]
     assert score.detail["tokens"] == [5, 7, 2]
     with VerifierPool(f"{own}:tokens", num_workers=1) as pool:
-        score = pool.score_many([score_item("g/0", prompt, completion, "four", pool)])["g/0"]
+        score = pool.score_many([score_request("g/0", prompt, completion, "four", pool)])["g/0"]
     assert score.outcome == "error" and "set reward.token_ids = true" in score.detail["error"]

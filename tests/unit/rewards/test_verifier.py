@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_dapo.rewards.result import VerifierResult
-from megatron_dapo.rewards.verifier import PRESETS, load_verifier, result_of
+from megatron_dapo.rewards.verifiers.verifier import PRESETS, load_verifier, result_of
 from megatron_dapo.types import Score
 
 
@@ -90,8 +90,8 @@ def test_return_values_that_are_refused(result):
 
 def test_a_worker_loads_neither_torch_nor_sympy_for_dapo():
     program = (
-        "import sys, megatron_dapo.rewards.worker\n"
-        "from megatron_dapo.rewards.verifier import load_verifier\n"
+        "import sys, megatron_dapo.rewards.pool.worker\n"
+        "from megatron_dapo.rewards.verifiers.verifier import load_verifier\n"
         "load_verifier('dapo')\n"
         "heavy = {'torch', 'numpy', 'sympy', 'transformers', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)\n"

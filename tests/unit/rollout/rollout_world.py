@@ -124,7 +124,7 @@ def completion_of(running: Running, reason: str) -> Completion:
 
 class FakeVerifier:
     def score_many(self, items: Iterable[tuple[str, str, str, bool]]) -> dict[str, Score]:
-        return {key: self._score(text, answer, cut) for key, text, answer, cut in items}
+        return {key: self._score(text, answer, cut) for key, text, answer, cut, _ in items}
 
     def _score(self, text: str, answer: str, is_truncated: bool) -> Score:
         if is_truncated:

@@ -21,7 +21,7 @@ class Recorder:
     def score_many(self, items) -> dict:
         self.items = list(items)
         scores = {}
-        for key, text, answer, cut in self.items:
+        for key, text, answer, cut, _ in self.items:
             right = text.endswith(answer) and (self._trusts_truncated or not cut)
             scores[key] = Score(float(right), 2.0 if right else -1.0, "correct" if right else "wrong")
         scores.pop(self._forgets, None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.rewards.dapo import score
+from megatron_dapo.rewards.verifiers.dapo import score
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "examples" / "smollm2"
 FILES = ("sums_train", "sums_heldout", "mixture_train", "mixture_heldout")

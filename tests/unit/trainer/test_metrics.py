@@ -12,7 +12,7 @@ import pytest
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
-from megatron_dapo.rewards.repetition import repetition_numbers, zlib_ratio
+from megatron_dapo.rewards.pool.repetition import repetition_numbers, zlib_ratio
 from megatron_dapo.rollout.statistics import statistics_from_json
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS, checked

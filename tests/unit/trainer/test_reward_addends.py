@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config import config_from_dict, validate
-from megatron_dapo.rewards.format import has_form
+from megatron_dapo.rewards.verifiers.format import has_form
 from megatron_dapo.trainer.build_rollout import reward_addends
 from megatron_dapo.types import Completion, Score, VersionRange
 

@@ -24,7 +24,7 @@ SEED, GROUP_SIZE, WINDOW = 3, 4, 7
 
 class Verifier:
     def score_many(self, items: Iterable[tuple[str, str, str, bool]]) -> dict[str, Score]:
-        return {key: Score(0.0, -1.0, "truncated" if cut else "wrong") for key, _, _, cut in items}
+        return {key: Score(0.0, -1.0, "truncated" if cut else "wrong") for key, _, _, cut, _ in items}
 
 
 def decode(token_ids: Sequence[int]) -> str:

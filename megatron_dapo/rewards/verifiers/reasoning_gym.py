@@ -1,6 +1,6 @@
 """Reward of problems that reasoning-gym made: its own verifier, in the reward's process.
 
-    reward.verifier = "megatron_dapo.rewards.reasoning_gym:reward"
+    reward.verifier = "megatron_dapo.rewards.verifiers.reasoning_gym:reward"
 
 The answer is what follows the last "Answer:" of the response, else what is between the last <answer> tags. Rows of other sources,
 which no task made, are compared with their gold answer as the preset `dapo` does, so that both may be in one mixture.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 
-from megatron_dapo.rewards import dapo
 from megatron_dapo.rewards.result import RewardResult, RewardSample
+from megatron_dapo.rewards.verifiers import dapo
 
 ENTRY = "reasoning_gym"  # the column, see data/made_problems.py
 RIGHT = 0.99  # partial credit below it is a reward, but no right answer

@@ -1,6 +1,6 @@
-"""The sandbox's own processes, started by `rewards.sandbox` as `python -I sandbox_runner.py`. Standard library only.
+"""The sandbox's own processes, started by `rewards.sandbox.sandbox` as `python -I runner.py`. Standard library only.
 
-    worker (rewards.code) -> template: one process, waits with everything imported, never runs a program
+    worker (rewards.verifiers.code) -> template: one process, waits with everything imported, never runs a program
         -> a job, one response: outer, makes the namespaces -> runner, their process 1 -> a process for each test
 
     worker -> template   {"program": text, "tests": [...], limits}                                        a line a job
@@ -36,9 +36,9 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def _beside(name: str) -> Any:
-    """Import a file of this directory by its path: isolated mode has no other way to it."""
-    spec = importlib.util.spec_from_file_location(name, _DIRECTORY / f"{name}.py")
+def _import_file(name: str, path: Path) -> Any:
+    """Import a file by its path: isolated mode has no other way to this package."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -46,8 +46,8 @@ def _beside(name: str) -> Any:
     return module
 
 
-kernel = _beside("sandbox_kernel")
-supervisor = _beside("supervisor")
+kernel = _import_file("kernel", _DIRECTORY / "kernel.py")
+supervisor = _import_file("supervisor", _DIRECTORY.parent / "pool" / "supervisor.py")
 
 
 def readable_paths() -> tuple[str, ...]:

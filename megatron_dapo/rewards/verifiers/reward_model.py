@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.service import Service, ServiceError
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.verifiers.service import Service, ServiceError
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 
 REVISION = "1"
 

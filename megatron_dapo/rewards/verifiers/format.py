@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 
 REVISION = "1"
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.service import Service, ServiceError
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.verifiers.service import Service, ServiceError
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 
 REVISION = "1"
 DEFAULT_TEMPLATE = """Grade a response to a question.

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.rewards.pool import ScoreItem, Scorer
+from megatron_dapo.rewards.pool.pool import ScoreRequest, Scorer
 from megatron_dapo.types import Score
 
 FORMATS: Mapping[str, str] = {
@@ -66,12 +66,12 @@ def check_contract(
     templates = instructed_formats([text for text, _ in sample], answer_format)
     failures: list[str] = []
     for name, template in templates.items():
-        items = _synthetic_items([answer for _, answer in sample], template)
-        scores = scorer.score_many(items)
+        requests = _synthetic_requests([answer for _, answer in sample], template)
+        scores = scorer.score_many(requests.values())
         failures += [
-            _describe(name, item, scores[item[0]])
-            for item in items
-            if scores[item[0]].accuracy != float(item[0][1] == "correct")
+            _describe(name, label, request, scores[request.key])
+            for (_, label), request in requests.items()
+            if scores[request.key].accuracy != float(label == "correct")
         ]
     if failures:
         raise ValueError(_refusal(failures, verifier, tuple(templates), len(sample)))
@@ -114,26 +114,28 @@ def _checked_template(template: str) -> str:
     return template
 
 
-def _synthetic_items(answers: Sequence[str], template: str) -> list[ScoreItem]:
-    items: list[ScoreItem] = []
+def _synthetic_requests(answers: Sequence[str], template: str) -> dict[tuple[int, str], ScoreRequest]:
+    """Return four responses to each answer by (index of the answer, what the response is), which is their key, too."""
+    requests: dict[tuple[int, str], ScoreRequest] = {}
     for index, answer in enumerate(answers):
         # The synthetic wrong answer must not be the gold one by chance.
         wrong = WRONG_ANSWERS[answer == WRONG_ANSWERS[0]]
         right = f"Step by step.\n\n{template.format(answer=answer)}"
-        items += [
-            ((index, "correct"), right, answer, False),
-            ((index, "truncated"), right, answer, True),
-            ((index, "incorrect"), f"Step by step.\n\n{template.format(answer=wrong)}", answer, False),
-            ((index, "no answer"), "Step by step, and no conclusion.", answer, False),
-        ]
-    return items
+        for label, response in (
+            ("correct", right),
+            ("truncated", right),
+            ("incorrect", f"Step by step.\n\n{template.format(answer=wrong)}"),
+            ("no answer", "Step by step, and no conclusion."),
+        ):
+            key = index, label
+            requests[key] = ScoreRequest(key, response, answer, label == "truncated")
+    return requests
 
 
-def _describe(format_name: str, item: ScoreItem, score: Score) -> str:
-    (_, label), response, answer, _ = item
+def _describe(format_name: str, label: str, request: ScoreRequest, score: Score) -> str:
     detail = f" ({score.detail['error']})" if "error" in score.detail else ""
     return (
-        f"[{format_name}, {label}] {response[-80:]!r} with gold {answer!r} is {score.outcome!r}{detail}, "
+        f"[{format_name}, {label}] {request.response[-80:]!r} with gold {request.answer!r} is {score.outcome!r}{detail}, "
         f"extracted {score.extracted!r}"
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.rewards.pool import PoolStatistics, ScoreItem, VerifierPool
+from megatron_dapo.rewards.pool.pool import PoolStatistics, ScoreRequest, VerifierPool
 from megatron_dapo.types import Repetition, Score
 
 FAILED_OUTCOMES = ("timeout", "error")
@@ -45,11 +45,11 @@ class MixturePool:
         self.takes_sample = any(one.pool.takes_sample for one in components)
         self.takes_token_ids = any(one.pool.takes_token_ids for one in components)
 
-    def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+    def score_many(self, items: Iterable[ScoreRequest]) -> dict[Hashable, Score]:
         """Return the scores by key, see `VerifierPool.score_many`."""
         return self.submit(items).result()
 
-    def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+    def submit(self, items: Iterable[ScoreRequest]) -> Future[dict[Hashable, Score]]:
         """Start all components on the items and return the future of the mixed scores."""
         items = list(items)
         futures = {one.name: one.pool.submit(items) for one in self.components}

@@ -1,6 +1,6 @@
 """Isolation by the Linux kernel, through ctypes: namespaces, mounts, Landlock and seccomp. Standard library only.
 
-`sandbox_runner` uses it. Each function raises OSError where the kernel or the site does not allow what it does.
+`runner` uses it. Each function raises OSError where the kernel or the site does not allow what it does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preset `code`: unit tests of the program in the last fenced block of a response, in a sandbox (`rewards.sandbox`).
+"""Preset `code`: unit tests of the program in the last fenced block of a response, in a sandbox (`rewards.sandbox.sandbox`).
 
 A row's tests, as JSON text or nested values, in the gold answer or in the column `reward.code.tests`:
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.sandbox import Sandbox, SandboxLimits
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.sandbox.sandbox import Sandbox, SandboxLimits
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 
 REVISION = "1"
 _FENCE = re.compile(r"( *)(`{3,}|~{3,}) *([\w+.-]*)")

@@ -27,9 +27,9 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
+from megatron_dapo.rewards.pool.supervisor import start_supervised
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.supervisor import start_supervised
-from megatron_dapo.rewards.verifier import Verifier, load_verifier, results_of
+from megatron_dapo.rewards.verifiers.verifier import Verifier, load_verifier, results_of
 
 MAX_MESSAGE_CHARACTERS = 500
 OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
@@ -59,7 +59,7 @@ def main() -> None:
     _send(replies, {"ready": verifier.version, **kinds})
     if is_async:
         # Here, so that a worker of any other verifier starts without asyncio.
-        from megatron_dapo.rewards.async_worker import serve_many
+        from megatron_dapo.rewards.pool.async_worker import serve_many
 
         size = settings["batch_size"] if verifier.is_batched else 0
         serve_many(
@@ -147,7 +147,7 @@ def _validate(verifier: Verifier, answer: str) -> VerifierResult:
 def _measure_repetition(token_ids: str) -> VerifierResult:
     """Measure the repetition of token ids, int32 in base64."""
     # Here, so that a worker that only verifies starts without numpy.
-    from megatron_dapo.rewards.repetition import repetition_numbers
+    from megatron_dapo.rewards.pool.repetition import repetition_numbers
 
     numbers = repetition_numbers(memoryview(base64.b64decode(token_ids)).cast("i"))
     return VerifierResult("correct", detail={"repetition": numbers})

@@ -89,7 +89,7 @@ class VerifierProcess:
         """Start a process that reads `hello` first."""
         with all_cpus():
             process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_dapo.rewards.worker"],
+                [sys.executable, "-m", "megatron_dapo.rewards.pool.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

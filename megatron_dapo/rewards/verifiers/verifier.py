@@ -63,7 +63,7 @@ def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verif
         return _load_preset(name)
     if name in SET_PRESETS:
         # Here, so that a worker of one preset starts without the libraries of another.
-        module = importlib.import_module(f"megatron_dapo.rewards.{name}")
+        module = importlib.import_module(f"megatron_dapo.rewards.verifiers.{name}")
         settings = settings or {}
         return module.load(settings.get("presets", {}).get(name, {}), settings)
     if ":" in name:
@@ -75,7 +75,7 @@ def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verif
 
 
 def _load_preset(name: str) -> Verifier:
-    module = importlib.import_module(f"megatron_dapo.rewards.{name}")
+    module = importlib.import_module(f"megatron_dapo.rewards.verifiers.{name}")
     assert module.TAIL_CHARACTERS == PRESETS[name], f"{name}: reads {module.TAIL_CHARACTERS}, not {PRESETS[name]}"
     return Verifier(name, f"{name}-{module.REVISION}", module.score, module.gold_problem)
 

@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from megatron_dapo.rewards.supervisor import TOO_MANY_PROCESSES
-from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
+from megatron_dapo.rewards.pool.supervisor import TOO_MANY_PROCESSES
+from megatron_dapo.rewards.pool.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
 
 logger = logging.getLogger(__name__)
 

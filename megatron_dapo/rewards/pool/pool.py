@@ -2,7 +2,7 @@
 
     score_many / submit                             any thread
             |  tasks, one queue a call
-       dispatcher thread  -- round robin over calls, JSON lines -->  worker processes (`rewards.worker`)
+       dispatcher thread  -- round robin over calls, JSON lines -->  worker processes (`rewards.pool.worker`)
             |  <-- one JSON line an answer -- kill and replace on deadline, crash, memory
         Future of {key: Score}
 
@@ -24,18 +24,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_dapo.rewards.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
-from megatron_dapo.rewards.repetition import repetition_numbers
-from megatron_dapo.rewards.verifier import PRESETS
-from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
+from megatron_dapo.rewards.pool.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
+from megatron_dapo.rewards.pool.repetition import repetition_numbers
+from megatron_dapo.rewards.pool.verifier_process import Job, Task, worker_environment
+from megatron_dapo.rewards.verifiers.verifier import PRESETS
 from megatron_dapo.types import Completion, Prompt, Repetition, Score
 
-# (key, response text, gold answer, is_truncated), then, where the scorer has `takes_sample`, the other fields of a RewardSample
-ScoreItem = tuple[Hashable, str, str, bool] | tuple[Hashable, str, str, bool, Mapping[str, Any]]
+
+class ScoreRequest(NamedTuple):
+    """One response to be scored."""
+
+    key: Hashable  # of its score
+    response: str
+    answer: str  # gold
+    is_truncated: bool
+    sample: Mapping[str, Any] | None = None  # the other fields of a RewardSample, if the scorer has `takes_sample`
+
 
 # math-verify with sympy needs about 100 MB of address space; importing torch in a user's function needs some 8 GB.
 DEFAULT_MEMORY_LIMIT_MB = 1024
@@ -44,15 +52,15 @@ DEFAULT_MEMORY_LIMIT_MB = 1024
 class Scorer(Protocol):
     """Anything that scores responses, usually a pool of verifier processes."""
 
-    def score_many(self, items: Iterable[ScoreItem]) -> Mapping[Hashable, Score]:
+    def score_many(self, items: Iterable[ScoreRequest]) -> Mapping[Hashable, Score]:
         """Return the scores by key. Blocks until all are there."""
 
 
-def score_item(key: str, prompt: Prompt, completion: Completion, text: str, scorer: Scorer) -> ScoreItem:
+def score_request(key: str, prompt: Prompt, completion: Completion, text: str, scorer: Scorer) -> ScoreRequest:
     """Return a response as the scorer wants it; `key` ends in "/" and the index of the response in its group."""
-    item = key, text, prompt.answer, completion.is_truncated
+    request = ScoreRequest(key, text, prompt.answer, completion.is_truncated)
     if not getattr(scorer, "takes_sample", False):
-        return item
+        return request
     wants_tokens = getattr(scorer, "takes_token_ids", False)
     fields = {
         "token_ids": base64.b64encode(completion.token_ids.tobytes()).decode() if wants_tokens else None,
@@ -62,7 +70,7 @@ def score_item(key: str, prompt: Prompt, completion: Completion, text: str, scor
         "finish_reason": completion.finish_reason,
         "group_index": int(key.rpartition("/")[2]),
     }
-    return *item, fields
+    return request._replace(sample=fields)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class VerifierPool:
     """Scores responses in `num_workers` processes, each answer within `timeout_s` seconds.
 
     Args:
-        verifier: "dapo", "lenient" or "package.module:function" (see `rewards.verifier`).
+        verifier: "dapo", "lenient" or "package.module:function" (see `rewards.verifiers.verifier`).
         timeout_s: seconds one answer may take before its process is killed.
         memory_limit_mb: address space of one process; raise it for a user's function that imports torch.
         file_limit_mb: size of a file that a process may write.
@@ -151,11 +159,11 @@ class VerifierPool:
 
     # ---- scoring
 
-    def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+    def score_many(self, items: Iterable[ScoreRequest]) -> dict[Hashable, Score]:
         """Score every (key, response text, gold answer, is_truncated). Blocks; keys must be unique within a call."""
         return self.submit(items).result()
 
-    def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+    def submit(self, items: Iterable[ScoreRequest]) -> Future[dict[Hashable, Score]]:
         """Start scoring and return at once. The future cannot be cancelled."""
         items = list(items)
         order = dict.fromkeys(key for key, *_ in items)

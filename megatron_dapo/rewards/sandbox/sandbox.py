@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_RUNNER = Path(__file__).with_name("sandbox_runner.py")
+_RUNNER = Path(__file__).with_name("runner.py")
 _START_S = 60.0
 _GRACE_S = 3.0  # for a job to end after its own budget
 _MAX_LINE_BYTES = 64 * 2**20

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.rewards.pool import ScoreItem, VerifierPool
+from megatron_dapo.rewards.pool.pool import ScoreRequest, VerifierPool
 from megatron_dapo.types import Repetition, Score
 
 RESPONSE_TAIL_CHARACTERS = 300
@@ -74,11 +74,11 @@ class ShadowedPool:
         self._changed = threading.Condition()  # guards the counters below
         self._num_waiting = self._num_compared = self._num_disagreements = self._num_skipped = 0
 
-    def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+    def score_many(self, items: Iterable[ScoreRequest]) -> dict[Hashable, Score]:
         """Return the primary's scores, see `VerifierPool.score_many`."""
         return self.submit(items).result()
 
-    def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+    def submit(self, items: Iterable[ScoreRequest]) -> Future[dict[Hashable, Score]]:
         """Start scoring and return the future of the primary's scores."""
         items = list(items)
         scores = self.primary.submit(items)
@@ -124,7 +124,7 @@ class ShadowedPool:
 
     def _compare(
         self,
-        items: Sequence[ScoreItem],
+        items: Sequence[ScoreRequest],
         scores: Future[dict[Hashable, Score]],
         shadow_scores: Future[dict[Hashable, Score]],
     ) -> None:
@@ -143,7 +143,7 @@ class ShadowedPool:
                 self._changed.notify_all()
 
     def _disagreements(
-        self, items: Sequence[ScoreItem], scores: Mapping[Hashable, Score], shadow_scores: Mapping[Hashable, Score]
+        self, items: Sequence[ScoreRequest], scores: Mapping[Hashable, Score], shadow_scores: Mapping[Hashable, Score]
     ) -> list[Disagreement]:
         return [
             Disagreement(

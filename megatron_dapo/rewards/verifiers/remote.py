@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rewards.result import RewardSample
-from megatron_dapo.rewards.service import Service, ServiceError
-from megatron_dapo.rewards.verifier import Verifier
+from megatron_dapo.rewards.verifiers.service import Service, ServiceError
+from megatron_dapo.rewards.verifiers.verifier import Verifier
 
 REVISION = "1"
 
