@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from megatron_dapo.rewards.verifiers import reward_model
 from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.result import RewardSample
+from megatron_dapo.rewards.verifiers import reward_model
 from megatron_dapo.rewards.verifiers.verifier import Verifier
 from tests.reward_samples import FIELDS
 

@@ -43,7 +43,7 @@ def test_rewards_are_the_sum_of_named_parts() -> None:
         verifier, decode, {"overlong": lambda completion, text, score: -0.5 if completion.num_tokens > 2 else 0.0}
     )
     scored = scorer.score([sample("a", (5, 7)), sample("b", (5, 6, 7)), sample("c", (5,))])
-    assert verifier.items == [("a", "57", "7", False), ("b", "567", "7", False), ("c", "5", "7", False)]
+    assert [item[:4] for item in verifier.items] == [("a", "57", "7", False), ("b", "567", "7", False), ("c", "5", "7", False)]
     assert scored["a"].reward_parts == {"verifier": 2.0, "overlong": 0.0}
     assert scored["b"].reward_parts == {"verifier": 2.0, "overlong": -0.5} and scored["b"].reward == 1.5
     assert scored["b"].score.accuracy == 1.0  # shaping never touches it
