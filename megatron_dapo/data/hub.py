@@ -107,7 +107,7 @@ def _snapshot(reference: HubReference, kind: str, patterns: list[str]) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    options = {"repo_id": reference.repository, "repo_type": kind, "allow_patterns": patterns}
+    options: dict[str, Any] = {"repo_id": reference.repository, "repo_type": kind, "allow_patterns": patterns}
     offline: Exception
     try:
         info = HfApi().repo_info(

@@ -28,7 +28,7 @@ def data_files(directory: Path) -> list[Path]:
             f"{directory} is a directory without state.json, so no data set saved by save_to_disk: name a file"
         )
     document = read_json(state)
-    entries = document.get("_data_files") if isinstance(document, dict) else None
+    entries: Any = document.get("_data_files") if isinstance(document, dict) else None
     try:
         names = [str(entry["filename"]) for entry in entries]
     except (TypeError, KeyError):

@@ -185,7 +185,8 @@ def transformer_engine_facts(installed: dict[str, str]) -> TransformerEngineFact
         answer = ask("transformer_engine")
     except ProbeFailure as failure:
         return TransformerEngineFacts(version, error=str(failure))
-    return TransformerEngineFacts(version, **{name: Support(*value) for name, value in answer.items()})
+    support: dict[str, Any] = {name: Support(*value) for name, value in answer.items()}
+    return TransformerEngineFacts(version, **support)
 
 
 def apex_facts(installed: dict[str, str]) -> ApexFacts:

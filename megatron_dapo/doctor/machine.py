@@ -301,7 +301,7 @@ def parse_lock(name: str, text: str) -> Lock | None:
         return None
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     requirements = [Requirement(line) for line in lines if line]
-    pins = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in requirements}
+    pins: dict[str, str] = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in requirements}
     return Lock(name, match[1], (int(match[2]), int(match[3])), pins)
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -229,8 +229,8 @@ def _try_attention(
     # Any exception is the answer: the back-end does not run here.
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    exact = [part.detach().float().requires_grad_() for part in inputs]
-    wanted = written_out_attention(*exact, lengths)
+    query, key, value = exact = [part.detach().float().requires_grad_() for part in inputs]
+    wanted = written_out_attention(query, key, value, lengths)
     wanted_gradients = torch.autograd.grad((wanted * weights).sum(), exact)
     pairs = zip((output, *gradients), (wanted, *wanted_gradients), strict=True)
     errors = [float((got.detach().float() - want.detach()).norm() / want.detach().norm()) for got, want in pairs]
@@ -252,7 +252,7 @@ def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[in
 
 
 # By the names that gather.ask passes on the command line.
-PROBES = {
+PROBES: dict[str, Callable[..., Any]] = {
     "torch": torch_facts,
     "transformer_engine": transformer_engine_facts,
     "implementations": implementation_table,

@@ -28,9 +28,12 @@ Unit = Literal["train_step", "optimizer_step"]
 Interpolation = Literal["linear", "hold"]
 
 _Z95 = 1.959964  # half the width of a normal 95 % interval, in standard errors
-_STEP_COLUMNS = {
+_STEP_COLUMNS: dict[str, Literal["train_step", "optimizer_step"]] = {
     "optimizer_step": "optimizer_step",
-    **dict.fromkeys(("train_step", "step", "global_step", "_step"), "train_step"),
+    "train_step": "train_step",
+    "step": "train_step",
+    "global_step": "train_step",
+    "_step": "train_step",
 }
 # Names that verl's records give to the same quantities.
 _ALIASES = {

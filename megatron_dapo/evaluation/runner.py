@@ -18,7 +18,7 @@ from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResu
 from megatron_dapo.rewards.pool.pool import Scorer, score_request
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample, num_distinct
 
-Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens left out
+Decode = Callable[[Any], str]  # token ids -> text, special tokens left out
 CheckStop = Callable[[], None]  # called between polls; what it raises ends the evaluation
 
 

@@ -53,8 +53,8 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
         found = [name for name in names if name in environment]
         if len(found) == len(names):
             node_rank = int(environment.get(_NODE_RANK[launcher], "0"))
-            ranks = (int(environment[name]) for name in names)
-            return ProcessEnvironment(*ranks, _num_nodes(launcher, environment), node_rank)
+            rank, world_size, local_rank = (int(environment[name]) for name in names)
+            return ProcessEnvironment(rank, world_size, local_rank, _num_nodes(launcher, environment), node_rank)
         if found and launcher == "torchrun":
             missing = sorted(set(names) - set(found))
             raise ValueError(
