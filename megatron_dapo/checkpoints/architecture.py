@@ -279,7 +279,7 @@ class ModelArchitecture:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
-        shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes.update(self.layer_shapes(layer))
         shapes[FINAL_NORM] = (self.hidden_size,)
@@ -289,7 +289,7 @@ class ModelArchitecture:
         """Return the shapes of the tensors after the last norm; empty for a tied model."""
         if self.head == LANGUAGE_MODEL:
             return {} if self.tie_word_embeddings else {LM_HEAD: (self.vocab_size, self.hidden_size)}
-        weight = {VALUE_WEIGHT: (1, self.hidden_size)}
+        weight: dict[str, tuple[int, ...]] = {VALUE_WEIGHT: (1, self.hidden_size)}
         return weight if self.head == SEQUENCE_VALUE else {**weight, VALUE_BIAS: (1,)}
 
     def is_carried(self, name: str) -> bool:

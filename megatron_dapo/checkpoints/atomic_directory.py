@@ -23,8 +23,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
 def plain_file_name(name: object, origin: Path) -> str:
     """Return `name` if it is a file name without a path. Raises ValueError: a name read from `origin` must not lead out
     of its directory."""
-    plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-    if not plain or len(os.fsencode(name)) > _LONGEST_NAME:
+    is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+    if not isinstance(name, str) or not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
         raise ValueError(
             f"{origin}: {name!r:.300} is not a plain file name; nothing outside the directory is read or written"
         )

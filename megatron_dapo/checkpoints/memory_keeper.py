@@ -29,8 +29,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_dapo.files.linux import require_same_user
 
@@ -204,7 +205,7 @@ class RemoteKeeper:
         except OSError as error:  # no route, no name, no listener
             raise ConnectionError(f"{address}: {error}") from None
         self.socket.settimeout(_SILENCE_S)
-        self.stream: BinaryIO = self.socket.makefile("rb")
+        self.stream: BufferedIOBase = self.socket.makefile("rb")
         self._token = token
 
     def __enter__(self) -> RemoteKeeper:
@@ -236,7 +237,7 @@ def _proof(token: str, nonce: bytes) -> str:
     return hmac.new(token.encode(), nonce, "sha256").hexdigest()
 
 
-def receive(stream: BinaryIO, descriptor: int, size: int) -> None:
+def receive(stream: BufferedIOBase, descriptor: int, size: int) -> None:
     """Read `size` bytes of a stream into a file. ConnectionError where it ends early."""
     if not size:
         return
@@ -244,7 +245,7 @@ def receive(stream: BinaryIO, descriptor: int, size: int) -> None:
         done = 0
         while done < size:
             with view[done:] as rest:
-                count = stream.readinto(rest)  # type: ignore[attr-defined]
+                count = stream.readinto(rest)
             if not count:
                 raise ConnectionError(f"{done} of {size} bytes came")
             done += count

@@ -36,7 +36,7 @@ from megatron_dapo.checkpoints.store import (
 from megatron_dapo.device_thread import device_thread
 from megatron_dapo.files.durable import (
     HERE,
-    PAGE_BYTES,
+    DIRECT_BYTES,
     Work,
     json_bytes,
     piece_sizes,
@@ -118,7 +118,7 @@ class CopyingWriter(CheckpointWriter):
 
     def _place(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
         # A page each: the file process writes them past the page cache.
-        start = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
+        start = -(-self.num_bytes // DIRECT_BYTES) * DIRECT_BYTES
         end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self._regions.append(_Region(name, start, end, head, tensors, sizes))
         self.num_bytes = end
@@ -226,7 +226,7 @@ class BackgroundSaves:
                 store.ask("begin", step)
         self._save = save = _Save(step, begun)
         try:
-            self._copy(save, write, self._memory)
+            self._copy(save, write, self._memory, store.files)
             if store.rank == 0:
                 save.commit = store.files.start(commit_when_written, *store.identity, step, dict(metadata or {}))
         except Exception as error:  # the other ranks continue: they learn of it when all meet
@@ -234,7 +234,9 @@ class BackgroundSaves:
         finally:
             save.is_noted.set()
 
-    def _copy(self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory) -> None:
+    def _copy(
+        self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory, files: FileProcess
+    ) -> None:
         """Note what is saved, and begin to copy it."""
         writer = CopyingWriter(self._store.partial_path(save.step), self._store.rank)
         write(writer)
@@ -250,10 +252,10 @@ class BackgroundSaves:
                 arguments = self._store.partial_path(save.step), self._store.rank, writer.places()
                 copies = self._store.copies
                 targets = copies.targets.to_json() if copies is not None and copies.targets is not None else None
-                save.part = self._store.files.start(write_part, *arguments, save.step, targets)
+                save.part = files.start(write_part, *arguments, save.step, targets)
             except Exception as error:
                 save.problem = error
-            writer.forget()  # the tensors are the run's alone again
+            writer.forget()  # the run may change its tensors again
 
         save.copying = device_thread(copy, name="checkpoint copy")
         save.copying.start()

@@ -482,13 +482,12 @@ def _loaded(
     """Load a checkpoint; return it with None, or with why it cannot be loaded, "" where another rank knows."""
     if store.copies is not None:
         store.copies.begin_load(with_copies)
-    checkpoint = None
+    checkpoint: Checkpoint | None = None
+    problem: str | None = None
     try:
         checkpoint = store.open(step, with_copies=True)
     except CheckpointError as error:  # a file that only memory had
         problem = str(error)
-    else:
-        problem = None
     if not store.agree(problem is None):
         return checkpoint, problem or ""
     assert checkpoint is not None
@@ -541,8 +540,7 @@ def _read_manifest(directory: Path, step: int) -> Checkpoint:
         document = json.loads(path.read_text(encoding="utf-8"))
         entries = [_file_entry(entry) for entry in document["files"]]
         form, stated, metadata = document["format"], document["step"], document["metadata"]
-        # Manifests of earlier releases have no hash of their own.
-        if _OWN_HASH in document and document[_OWN_HASH] != _own_hash(document):
+        if document[_OWN_HASH] != _own_hash(document):
             raise ValueError(f"its own {_OWN_HASH} does not fit: it changed since it was written")
         if not isinstance(metadata, dict):
             raise ValueError(f"metadata is a {type(metadata).__name__}, not an object")

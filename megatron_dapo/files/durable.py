@@ -12,11 +12,10 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.device_thread import device_thread
@@ -26,8 +25,9 @@ from megatron_dapo.files.safetensors import code_of, encode_header
 if TYPE_CHECKING:
     import torch
 
-PAGE_BYTES = 1 << 12  # what a disk wants memory, offsets and sizes to be multiples of where no cache is between
-_DIRECT_BYTES = 1 << 24  # of one write past the cache
+# Without the page cache, addresses in memory, offsets in the file and sizes are multiples of it.
+DIRECT_BYTES = 1 << 12
+_WRITE_BYTES = 1 << 24  # at once, past the cache
 _READ_BYTES = 1 << 22
 FILE_PROCESS = "file process"  # name of a rank's file process, as `ps -o comm` shows it
 _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
@@ -132,22 +132,22 @@ def _write_past_cache(descriptor: int, content: memoryview) -> None:
     try:
         # Set now: some file systems make a file before they refuse to open it so.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        end = len(content) // PAGE_BYTES * PAGE_BYTES
-        while done < end and done % PAGE_BYTES == 0:
-            done += os.write(descriptor, content[done : min(end, done + _DIRECT_BYTES)])
+        end = len(content) // DIRECT_BYTES * DIRECT_BYTES
+        while done < end and done % DIRECT_BYTES == 0:
+            done += os.write(descriptor, content[done : min(end, done + _WRITE_BYTES)])
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     # What is left is less than a page, or the file system has no way past the cache.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     while done < len(content):
-        done += os.write(descriptor, content[done : done + _DIRECT_BYTES])
+        done += os.write(descriptor, content[done : done + _WRITE_BYTES])
 
 
 class Files:
     """Writes files in this process. `FileProcess` has the same methods and leaves the work to another process."""
 
-    def run(self, function: FunctionType, *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments), a function of this package that works on files.
 
         Its module imports the standard library alone; arguments and result are paths and what JSON holds.
@@ -181,7 +181,7 @@ class Files:
         tensors too."""
         header, order = safetensors_header(tensors, metadata)
         ordered = [tensors[name] for name in order]
-        chunks = chain([header], map(_bytes_of, ordered))
+        chunks: Iterable[bytes | memoryview] = chain([header], map(_bytes_of, ordered))
         return self.write(path, chunks, mode, piece_sizes(header, ordered))
 
     def append(self, path: Path, text: str) -> None:
@@ -241,7 +241,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
     # As bytes: numpy has neither bfloat16 nor FP8.
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def is_intact(path: Path, entry: FileEntry) -> bool:

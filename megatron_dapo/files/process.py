@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from megatron_dapo.files.durable import FILE_PROCESS, FileEntry, Files, OpenFile, Work
@@ -112,18 +111,20 @@ class FileProcess(Files):
         """Name of the operation under way with its file, "" if there is none."""
         return next(iter(list(self._pending.values())), "")
 
-    def run(self, function: FunctionType, *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments) as the file process computes it; its errors are raised here."""
-        target = next((str(each) for each in arguments if isinstance(each, Path)), "")
-        request = {"do": "call", "function": [function.__module__, function.__qualname__], "arguments": arguments}
-        return self.answer(self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+        return self.answer(self._request("call", function, arguments))
 
-    def start(self, function: FunctionType, *arguments: Any) -> BackgroundJob:
+    def start(self, function: Callable[..., Any], *arguments: Any) -> BackgroundJob:
         """Begin function(work, *arguments) in a thread of the file process; `work` is a `Work` with `copy_memory`."""
+        return BackgroundJob(self, self._request("start", function, arguments, copy_bytes=self._copy_bytes))
+
+    def _request(self, kind: str, function: Callable[..., Any], arguments: tuple[Any, ...], **more: int) -> int:
+        """Send a request to call a function of a module and return the request's number."""
         target = next((str(each) for each in arguments if isinstance(each, Path)), "")
-        request = {"do": "start", "function": [function.__module__, function.__qualname__], "arguments": arguments}
-        request["copy_bytes"] = self._copy_bytes
-        return BackgroundJob(self, self._send(request, f"{function.__name__.lstrip('_')} {target}"))
+        named = [function.__module__, function.__qualname__]
+        request = {"do": kind, "function": named, "arguments": arguments, **more}
+        return self._send(request, f"{function.__name__.lstrip('_')} {target}")
 
     def copy_memory(self, num_bytes: int) -> mmap.mmap:
         """Return shared memory of at least `num_bytes`, the same at each call, as large as the largest so far.

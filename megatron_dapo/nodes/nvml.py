@@ -74,7 +74,7 @@ class Gpus:
                 if not any(link.code for link in links):
                     found.setdefault("nvlink_bytes", []).append(1024 * sum(link.value for link in links))
         sums = {name: sum(values) for name, values in found.items()}
-        means = {name: sums[name] / len(found[name]) for name in ("gpu_duty_cycle", "gpu_power") if name in sums}
+        means: dict[str, float] = {name: sums[name] / len(found[name]) for name in ("gpu_duty_cycle", "gpu_power") if name in sums}
         return {**sums, **means}
 
     def processes(self, bus_id: str) -> Mapping[int, int]:

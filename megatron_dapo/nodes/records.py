@@ -15,8 +15,8 @@ from typing import Any
 from megatron_dapo.nodes.samples import NodeAlert, NodeSample, NodeSeries
 
 ALERTS = "alerts.jsonl"
-_HEADER = {"node": int, "name": str, "role": str, "metrics": list}
-_SAMPLE = {"t": (int, float), "phase": str, "step": int, "v": list}
+_HEADER: dict[str, type] = {"node": int, "name": str, "role": str, "metrics": list}
+_SAMPLE: dict[str, type | tuple[type, ...]] = {"t": (int, float), "phase": str, "step": int, "v": list}
 
 
 def alert_line(alert: NodeAlert) -> str:

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ TEMPERATURE = 0.9
 
 # Small enough for a laptop, with everything that a layout can get wrong: grouped queries, a bias on the fused QKV, a
 # vocabulary that does not divide, norms and biases away from 1 and 0.
-MODEL_FIELDS = {
+MODEL_FIELDS: dict[str, Any] = {
     "vocab_size": 203,
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -41,7 +41,7 @@ MODEL_FIELDS = {
 
 
 # Dense and sparse layers, and more experts than a token uses.
-EXPERT_FIELDS = {
+EXPERT_FIELDS: dict[str, Any] = {
     **MODEL_FIELDS,
     "head_dim": 8,
     "num_experts": 4,
@@ -69,6 +69,7 @@ def make_model(directory: str = "", experts: bool = False, seed: int = 7) -> Pre
 
     if directory:
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model: PreTrainedModel
     if experts:
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERT_FIELDS))
     else:
@@ -104,8 +105,9 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if hasattr(child, "variance_epsilon"):
-                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
-                norm.weight = child.weight
+                theirs: Any = child
+                norm = torch.nn.RMSNorm(theirs.weight.shape, theirs.variance_epsilon, dtype=torch.float64)
+                norm.weight = theirs.weight
                 setattr(module, name, norm)
     return model
 

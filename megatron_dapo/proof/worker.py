@@ -69,7 +69,7 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
     """
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
-        model = oracle.make_model(directory, experts)
+        model: Any = oracle.make_model(directory, experts)
         model = model.to(DTYPES[dtype])  # both sides compute with the rounded weights
         config = model.config.to_dict()
         # Cloned, because solving turns the model's own parameters into fp64. A directory is read by every rank.
@@ -83,7 +83,10 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
     samples = from_tensors(description, {name: tensor.cpu() for name, tensor in broadcast_tensors(tensors).items()})
     weights = broadcast_tensors(weights)
     numbers = broadcast_json(numbers)
-    answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
+    answers = {
+        name: oracle.Answer(loss, loss_scale, broadcast_tensors(gradients.get(name)))
+        for name, (loss, loss_scale) in numbers.items()
+    }
     architecture = (
         ModelArchitecture.from_directory(directory)
         if directory
@@ -112,7 +115,7 @@ def dapo_loss(
     loss = PpoClipLossConfig(
         clip_ratio_low=oracle.CLIP_LOW, clip_ratio_high=oracle.CLIP_HIGH, dual_clip=oracle.DUAL_CLIP
     )
-    objective = PolicyObjective(AlgorithmConfig(loss=loss))
+    objective = PolicyObjective(AlgorithmConfig.model_validate({"loss": loss}))
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
 
 

@@ -101,7 +101,7 @@ def check_device(entry: Format, device: torch.device) -> None:
         )
 
 
-def check_shapes(entry: Format, shapes: Mapping[str, tuple[int, int]]) -> None:
+def check_shapes(entry: Format, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError that names the first matrix [rows, columns] the format cannot hold, and the multiple."""
     for name, sizes in shapes.items():
         multiples = (entry.row_multiple, entry.column_multiple)

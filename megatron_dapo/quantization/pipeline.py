@@ -148,13 +148,13 @@ def _check_source(source: Path, entry: Format) -> int:
 
 
 def _load(source: Path, device: torch.device) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
     return model.to(device).eval()
 
 
 def _samples(model: Any, source: Path, prompts: Prompts) -> tuple[list[Sample], list[Sample]]:
     """Return the samples of calibration and of the check; no prompt is in both."""
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True)
     dataset = load_prompts([prompts.path], tokenizer, prompts.max_prompt_tokens, prompts.template)
     needed = prompts.num_calibration + prompts.num_check
     if min(prompts.num_calibration, prompts.num_check) < 1 or len(dataset) < needed:

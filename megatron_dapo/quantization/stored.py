@@ -91,7 +91,7 @@ def _fill(model: nn.Module, name: str, tensors: Tensors, values: torch.Tensor | 
                 target.copy_(source)
 
 
-def _check_complete(model: nn.Module, stored: set[str], directory: Path) -> None:
+def _check_complete(model: Any, stored: set[str], directory: Path) -> None:
     tied = model.config.tie_word_embeddings
     missing = [
         name for name, _ in model.named_parameters() if name not in stored and not (tied and name == "lm_head.weight")

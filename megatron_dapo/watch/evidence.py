@@ -104,7 +104,7 @@ def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
 
 def tcp_queues() -> dict[str, str]:
     """Return what this machine's TCP connections hold that is not yet acknowledged or not yet read, by the socket's inode."""
-    found = {}
+    found: dict[str, str] = {}
     for name in ("tcp", "tcp6"):
         for line in read_text(f"/proc/net/{name}").splitlines()[1:]:
             if " 00000000:00000000 " not in line:
@@ -131,7 +131,7 @@ def parent(pid: int) -> int | None:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    found: list[int] = []
     for task in _listed(f"/proc/{pid}/task"):
         found += map(int, read_text(f"/proc/{pid}/task/{task}/children").split())
     return found

@@ -107,7 +107,7 @@ class SafetensorsReader:
     def _read_slice(self, stored: StoredTensor, bounds: Slice, out: torch.Tensor) -> None:
         """Read exactly the bytes of the slice, one read for each contiguous run, and verify them."""
         bits = out.detach().reshape(-1).view(torch.uint8)
-        target = memoryview(bits.numpy())
+        target = bits.numpy().data
         position = checksum = 0
         for start, size in _runs(stored.spec, bounds):
             end = position + size
@@ -143,7 +143,7 @@ class SafetensorsReader:
     def _read_direct(self, descriptor: int, offset: int, out: torch.Tensor, checksum: int) -> int:
         """Read into `out`, bytes, by way of this thread's memory of whole pages; return the checksum with these bytes."""
         pages = _pages()
-        content, done = memoryview(pages.numpy()), 0
+        content, done = pages.numpy().data, 0
         while done < len(out):
             skipped = (offset + done) % mmap.PAGESIZE
             wanted = min(len(content), -(-(skipped + len(out) - done) // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -204,7 +204,7 @@ def _open_direct(path: Path) -> int | None:
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        os.preadv(descriptor, [memoryview(_pages().numpy())[: mmap.PAGESIZE]], 0)  # some refuse only this
+        os.preadv(descriptor, [_pages().numpy().data[: mmap.PAGESIZE]], 0)  # some refuse only this
     except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
@@ -303,7 +303,7 @@ class SafetensorsWriter:
                 f"{self.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {spec.shape} {spec.dtype}"
             )
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._write_at(self._stored[name].start, memoryview(data.numpy()))
+        self._write_at(self._stored[name].start, data.numpy().data)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         while data:

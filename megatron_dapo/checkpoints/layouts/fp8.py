@@ -183,8 +183,8 @@ class Fp8EngineLayout(ComputedLayout):
                     f"{BLOCK}: choose a smaller sglang.tp_size, or serve this model without quantization"
                 )
         blocks = block_slice(shard.global_offset, shard.shape)
-        place = (*stack, row // BLOCK, column // BLOCK)
-        return Shard(shard.tensor + SCALES, blocks.offset, blocks.shape, shard.local + SCALES, place)
+        local_offset = (*stack, row // BLOCK, column // BLOCK)
+        return Shard(shard.tensor + SCALES, blocks.offset, blocks.shape, shard.local + SCALES, local_offset)
 
 
 class Fp8SourceLayout:

@@ -287,7 +287,7 @@ class StateLayout:
                     yield Shard(shard.tensor, offset, common.shape, local, (position,))
 
 
-def _share(sizes: Mapping[str, int], is_alone: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
+def _share(sizes: dict[str, int], is_alone: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
     """Add the ranges of the parameters of one model chunk, as megatron-core cuts its buffer among the ranks.
 
     From the last parameter to the first; each starts at a multiple of 64 elements, each bucket is padded to be cut evenly.
