@@ -178,8 +178,8 @@ def _read_index(path: Path) -> dict[str, Any]:
         document = read_json(path)
     except FileNotFoundError:
         raise ValueError(
-            f"{path}: missing: this checkpoint has no state of that model, or a version before {VERSION} of the format wrote "
-            "it; resume with the release that wrote it, or start a new run from its Hugging Face export"
+            f"{path}: missing: this checkpoint has no state of that model; resume another run, or start one from its "
+            "Hugging Face export"
         ) from None
     found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
     if found != (FORMAT, VERSION):
