@@ -174,10 +174,10 @@ class SyncPlan:
         if engine_rank not in self._packed:
             specs = self.engines.local_specs(engine_rank)
             packed = _pack(list(self._writes(engine_rank)), specs, self.bucket_bytes)
-            buckets = (
-                _bucket(engine_rank, index, num_bytes, writes) for index, (num_bytes, writes) in enumerate(packed)
+            self._packed[engine_rank] = _Packed(
+                tuple(_bucket(engine_rank, index, *sized) for index, sized in enumerate(packed)),
+                tuple(writes for _, writes in packed),
             )
-            self._packed[engine_rank] = _Packed(tuple(buckets), tuple(writes for _, writes in packed))
         return self._packed[engine_rank]
 
     def _writes(self, engine_rank: int) -> Iterator[Write]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from megatron_dapo.bridge.sources import WeightSource
@@ -127,7 +128,7 @@ class WeightSync:
     def __init__(
         self,
         plan: SyncPlan,
-        handles: EngineHandles,
+        handles: EngineHandles[EngineControl],
         transport: Transport,
         coordination: Coordination,
         timeouts: SyncTimeouts | None = None,
@@ -188,9 +189,9 @@ class WeightSync:
             raise
         for engine, report in reports.items():
             self.states[engine], self.versions[engine] = report.state, report.version
-        report = SyncReport(version, reports, result.peak_bytes, time.perf_counter() - start)
-        logger.info("weight sync: %s", report.describe())
-        return report
+        outcome = SyncReport(version, reports, result.peak_bytes, time.perf_counter() - start)
+        logger.info("weight sync: %s", outcome.describe())
+        return outcome
 
     # Steps
 
@@ -315,7 +316,7 @@ class WeightSync:
         mine = self.handles.led_by(self.coordination.rank, tuple(reports))
         # Each thread gets a copy: one that misses its deadline must not change the report later.
         drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
-        calls = {e: Call(lambda e=e: steps(self.handles.controls[e], drafts[e])) for e in mine}
+        calls = {e: Call(partial(steps, self.handles.controls[e], drafts[e])) for e in mine}
         # Every step has a deadline of its own, whose error names it; this one only catches a thread beyond all of them.
         deadline = SyncDeadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
@@ -338,20 +339,21 @@ class WeightSync:
         rank = self.coordination.rank
         led = self.handles.led_by(rank, tuple(reports))
         is_end = reached is EngineState.SERVING
-        failures = {e: [e not in led, report.reason] for e, report in reports.items() if report.reason}
-        measured = {
+        own_failures = {e: [e not in led, report.reason] for e, report in reports.items() if report.reason}
+        own_measured = {
             e: [report.num_bytes, {step: round(seconds, 4) for step, seconds in report.seconds.items()}]
             for e, report in reports.items()
             if e in led and is_end
         }
-        found = self.coordination.merge(
-            [failures, measured],
+        merged = self.coordination.merge(
+            [own_failures, own_measured],
             _first_failures,
             what,
             seconds + 2 * self.timeouts.grace_s,
             down=lambda both: [both[0], {}],
         )
-        failures, measured = ({int(engine): value for engine, value in part.items()} for part in found)
+        # JSON's keys are text.
+        failures, measured = ({int(engine): value for engine, value in part.items()} for part in merged)
         for engine, report in reports.items():
             if engine in failures:
                 report.state, report.version, report.reason = EngineState.UNSERVED, None, failures[engine][1]
@@ -387,7 +389,8 @@ class WeightSync:
                 f"weight sync: rank 0 sends version {first_version} to engines {first_engines}, rank {rank} "
                 f"version {its_version} to engines {its_engines}"
             )
-        self._agreed, self._session, number = True, *named
+        self._agreed = True
+        self._session, number = named
         # Unique even if a later life of the trainer takes the name of an earlier one.
         return SyncRequest(f"{self._session}-{number:x}", self._session, version, engines, number)
 

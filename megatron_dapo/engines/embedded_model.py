@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from megatron_dapo.engines.slot_cache import register_attention
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # kinds of layers, which transformers gives a mask each
 # transformers' fused parameter of a layer's experts -> the projections it is made of.
@@ -58,7 +58,7 @@ def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
             yield f"{prefix}.{expert}.{projection}.weight", part
 
 
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device) -> torch.nn.Module:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """The model with all weights NaN, in inference state."""
     own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
     with no_init_weights():

@@ -63,7 +63,7 @@ class Sharing:
             members[prefix].append(row)
         places, runs, num_places = [0] * len(prefix_of_row), [], 0
         for start, stop, most, width in _runs([len(rows) for rows in members], lengths):
-            padded = []
+            padded: list[int] = []
             for rows in members[start:stop]:
                 for turn, row in enumerate(rows):
                     places[row] = num_places + len(padded) + turn
@@ -197,7 +197,7 @@ class SlotCache(Cache):
         self._cells = None
         self._prefill_slots = slots
 
-    def update(
+    def update(  # type: ignore[override] # `slot_attention` reads `Stored` as well
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]:
         """Store [B, kv_heads, L, head_dim] and return what attention has to read."""
@@ -242,7 +242,8 @@ def slot_attention(
     that is given. `Stored` ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, Stored) and isinstance(value, Stored):
+    if isinstance(key, Stored) or isinstance(value, Stored):
+        assert isinstance(key, Stored) and isinstance(value, Stored), "keys and values are stored together"
         assert attention_mask is not None, "decoding needs the mask of visible columns"
         return _attend_stored(query * scale, key, value, attention_mask), None
     attend, length = torch.nn.functional.scaled_dot_product_attention, query.shape[2]

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -39,13 +39,14 @@ from megatron_dapo.reshard.execution import Buffers
 
 LOAD_FORMAT = "megatron_dapo.bridge.protocol.weight_loader.load"
 Result = TypeVar("Result")
+Control = TypeVar("Control", bound="EngineControl", covariant=True)
 
 
 class EngineControl(Protocol):
     """Control of one engine during a weight sync. Every method returns when the engine is done and raises if it fails."""
 
-    def pause(self, mode: str) -> None:
-        """Stop generating; `mode` says what becomes of the requests under way, as SGLang's /pause_generation reads it."""
+    def pause(self, mode: Literal["abort"]) -> None:
+        """Stop generating; requests under way come back with what they have, as SGLang's /pause_generation has it."""
 
     def flush_cache(self) -> None:
         """Drop the KV cache, which the old weights filled."""
@@ -74,14 +75,14 @@ class ServerControl(EngineControl, Protocol):
 
 
 @dataclass(frozen=True)
-class EngineHandles:
+class EngineHandles(Generic[Control]):
     """The engines, and the trainer rank that leads each.
 
     `controls` are those of the engines that this rank leads; the mapping may change when an engine is restarted.
     """
 
     leaders: Sequence[int]  # engine -> trainer rank
-    controls: Mapping[int, EngineControl]
+    controls: Mapping[int, Control]
 
     def led_by(self, rank: int, engines: Sequence[int]) -> tuple[int, ...]:
         return tuple(engine for engine in engines if self.leaders[engine] == rank)

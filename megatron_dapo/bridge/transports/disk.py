@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron_dapo.bridge.protocol.messages import Command, Reply
@@ -18,6 +19,7 @@ from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
     EngineHandles,
+    ServerControl,
     SyncDeadline,
     SyncRequest,
     TransferResult,
@@ -45,7 +47,7 @@ class DiskTransport:
     def __init__(
         self,
         plan: SyncPlan,
-        handles: EngineHandles,
+        handles: EngineHandles[ServerControl],
         directory: Path,
         export: Callable[[Path, Buffers], object],
         coordination: Coordination,
@@ -71,7 +73,7 @@ class DiskTransport:
             return
         target = self._target
         for engine in self.handles.led_by(self.rank, request.engines):
-            self._loads[engine] = Call(lambda e=engine: self._load(e, request, target))
+            self._loads[engine] = Call(partial(self._load, engine, request, target))
         size = self.plan.engines.tensor_parallel
         for engine_rank in self.plan.destinations(self.rank):
             if engine_rank // size in request.engines:

@@ -20,7 +20,7 @@ from megatron_dapo.bridge.protocol.messages import Bucket
 from megatron_dapo.bridge.protocol.p2p_stream import Staging
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup, Pending
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_chunks
-from megatron_dapo.bridge.transports.base import EngineHandles, SyncDeadline, SyncRequest
+from megatron_dapo.bridge.transports.base import EngineHandles, ServerControl, SyncDeadline, SyncRequest
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import Buffers
 
@@ -40,7 +40,7 @@ class EngineNodes:
     """Nodes of the engines, as one trainer rank sees them. An engine lives on the node of its leader."""
 
     plan: SyncPlan
-    handles: EngineHandles
+    handles: EngineHandles[ServerControl]
     nodes: NodeTopology
     rank: int
 

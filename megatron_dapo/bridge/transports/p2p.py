@@ -161,7 +161,7 @@ class P2PTransport:
     """
 
     def __init__(
-        self, plan: SyncPlan, handles: EngineHandles, coordination: Coordination, settings: P2PSettings | None = None
+        self, plan: SyncPlan, handles: EngineHandles[ServerControl], coordination: Coordination, settings: P2PSettings | None = None
     ) -> None:
         self.plan = plan
         self.handles = handles
@@ -463,7 +463,7 @@ class P2PTransport:
                 group.close()
                 raise
 
-        return [Call(lambda n=n, r=r: watch(n, r)) for n, r in enumerate(members.engine_ranks)]
+        return [Call(partial(watch, n, r)) for n, r in enumerate(members.engine_ranks)]
 
 
 def _common_groups(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ class SharedMemoryTransport:
     def __init__(
         self,
         plan: SyncPlan,
-        handles: EngineHandles,
+        handles: EngineHandles[ServerControl],
         rank: int,
         nodes: NodeTopology,
         node_group: Coordination,
@@ -129,7 +130,7 @@ class SharedMemoryTransport:
             # After this all ranks have mapped the arenas; once the engines have too, no file can stay behind.
             self._agree(state, "the memory")
         for engine in self.handles.led_by(self.rank, state.engines):
-            state.messengers[engine] = Call(lambda e=engine: self._converse(state, e))
+            state.messengers[engine] = Call(partial(self._converse, state, engine))
 
     def send(self, sources: Buffers) -> None:
         """Write this rank's chunks, bucket after bucket."""

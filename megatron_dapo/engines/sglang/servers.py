@@ -48,7 +48,7 @@ class Servers(ABC):
     def __init__(self, leaders: Sequence[int], coordination: Coordination) -> None:
         self.leaders = leaders
         self._coordination = coordination
-        self._own: dict[int, SglangServer | AttachedServer] = {}
+        self._own: Mapping[int, SglangServer | AttachedServer] = {}
         self._api_versions: dict[int, ApiVersion] = {}
         self._cache_tokens: dict[int, int] = {}  # of the first server in each place
 
@@ -127,9 +127,10 @@ class StartedServers(Servers):
         self._restarts: dict[int, list[float]] = {}  # times of each server's restarts in seconds, on rank 0's clock
         self._num_restarts: Counter[int] = Counter()
         self._have_served = False  # since the last restart
-        for index, leader in enumerate(self.leaders):
-            if leader == rank:
-                self._own[index] = start(index, index % per_node, 0, None)
+        self._started: dict[int, SglangServer | SupervisedServer] = {
+            index: start(index, index % per_node, 0, None) for index, leader in enumerate(leaders) if leader == rank
+        }
+        self._own = self._started
 
     def note_served(self) -> None:
         self._have_served = True
@@ -138,10 +139,10 @@ class StartedServers(Servers):
         self._spend(lost)
         for index in set(lost) & set(self._own):
             logger.warning("server %d is started again: %s", index, lost[index])
-            self._own[index].kill()
+            self._started[index].kill()
             self._api_versions.pop(index, None)
             number = self._num_restarts[index]
-            self._own[index] = self._start(index, index % self._per_node, number, self._cache_tokens.get(index))
+            self._started[index] = self._start(index, index % self._per_node, number, self._cache_tokens.get(index))
 
     def _spend(self, lost: Mapping[int, str]) -> None:
         """Count the restarts; ServersFailed, on every rank, beyond a server's restarts in an hour."""

@@ -42,8 +42,8 @@ def settings_to_json(settings: ServerSettings) -> dict[str, Any]:
 
 
 def _settings_from_json(document: Mapping[str, Any]) -> ServerSettings:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
-    return ServerSettings(**{name: Path(value) if name in _PATHS else value for name, value in values.items()})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    return ServerSettings(**values | {name: Path(values[name]) for name in _PATHS})
 
 
 def _lasting(settings: Mapping[str, Any]) -> dict[str, Any]:
