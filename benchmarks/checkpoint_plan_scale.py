@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.plan_scale import DENSE  # noqa: E402
-from megatron_dapo.checkpoints.architecture import ModelArchitecture  # noqa: E402
+from megatron_dapo.models.architecture import ModelArchitecture  # noqa: E402
 from megatron_dapo.checkpoints.formats.saved_model import rank_file, state_index  # noqa: E402
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout  # noqa: E402
 from megatron_dapo.checkpoints.layouts.state import StateLayout  # noqa: E402

@@ -1,4 +1,4 @@
-"""Bytes that `megatron_dapo.config.memory` plans for a training step, against those of real models on 1 to 4 CPU processes.
+"""Bytes that `megatron_dapo.plan.memory` plans for a training step, against those of real models on 1 to 4 CPU processes.
 
     python benchmarks/plan_memory.py [--json] [--tiny] [--cases 40] [--seed 2]
 
@@ -18,7 +18,7 @@ attention under context parallelism, heads of one group); seed 2 was drawn after
 cases of every seed.
 
 It measures this project's own layers and attention on a CPU, not Transformer Engine's on a GPU, whose inventory of saved
-tensors is another one (`config/memory/activations.py`). Two things are as the plan assumes: sequences of a micro-batch are
+tensors is another one (`plan/memory/activations.py`). Two things are as the plan assumes: sequences of a micro-batch are
 equally long, so that our attention pads none, and routers choose experts in turn.
 """
 
@@ -35,9 +35,10 @@ from typing import Any
 from peers.packages import with_packages
 from peers.ranks import run_ranks
 
-from megatron_dapo.config import config_from_dict, read_architecture
-from megatron_dapo.config.memory import stage_memory
+from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.model_schema import ModelConfig
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory import stage_memory
 
 PEER = Path(__file__).resolve().parent / "peers" / "memory_rank.py"
 TIMEOUT_S = 1200.0
@@ -172,7 +173,7 @@ def planned(case: Mapping[str, Any], stage: int, directory: Path) -> dict[str, i
             "parallel": {**parallel, "use_distributed_optimizer": case["distributed"]},
         }
     )
-    memory = stage_memory(config, read_architecture(directory), case["processes"], stage, kernels="torch")
+    memory = stage_memory(config, ModelArchitecture.from_directory(directory), case["processes"], stage, kernels="torch")
     return {name: getattr(memory, name) for name in COMPONENTS}
 
 

@@ -8,7 +8,7 @@ optimizer steps or one, a reference model. On policy trainer and servers take tu
 nodes that generate the next batch meanwhile. Lengths are taken to be log-normal with the published mean, cut at the published
 maximum, a prompt to have 100 tokens. `max_relative_error` is the largest |planned - published| / published of all rows.
 
-No number is fitted to a row by itself. Two constants of `config/device.py`, the same for all rows, were set by rows that say so
+No number is fitted to a row by itself. Two constants of `plan/device.py`, the same for all rows, were set by rows that say so
 (`calibrates`): the rate of experts' products in training, and that of reading experts' weights while decoding. Everything else in
 that file was measured on one H100 or assumed before any row was looked at.
 """
@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import config_from_dict, read_architecture
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.config import config_from_dict
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.step import StepPlan, plan_step
 
 AIM = 0.25
@@ -187,7 +188,7 @@ def planned(row: Published) -> StepPlan:
         )
         # Servers apart have as many nodes of their own.
         cluster = Cluster(processes // GPUS_PER_NODE, GPUS_PER_NODE, GPUS["H100"].memory_gib, HOST_GIB)
-        facts = read_architecture(config.model.path)
+        facts = ModelArchitecture.from_directory(config.model.path)
         return plan_step(config, facts, processes, cluster, GPUS["H100"], row.mean - PROMPT)
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from megatron_dapo.api.runs import evaluate as evaluate
     from megatron_dapo.api.runs import generate as generate
     from megatron_dapo.api.runs import train as train
-    from megatron_dapo.config.inputs import Family as Family
     from megatron_dapo.config.rules import ConfigError as ConfigError
     from megatron_dapo.hooks import Callback as Callback
     from megatron_dapo.hooks import HookError as HookError
+    from megatron_dapo.models.families import Family as Family
     from megatron_dapo.rewards.result import RewardResult as RewardResult
     from megatron_dapo.rewards.result import RewardSample as RewardSample
     from megatron_dapo.types import Group as Group
@@ -31,7 +31,7 @@ _PUBLIC = {
     "AdvantageInputs": "algorithms.advantages",
     "Callback": "hooks",
     "ConfigError": "config.rules",
-    "Family": "config.inputs",
+    "Family": "models.families",
     "Group": "types",
     "HookError": "hooks",
     "PolicyLossInputs": "algorithms.policy_loss",

@@ -41,7 +41,7 @@ from rollout import Work, engine_of, requests_of
 from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient
 from megatron_dapo.engines.sglang.cluster import SharedDevice
@@ -50,6 +50,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.nodes import NodeTopology

@@ -54,11 +54,12 @@ import torch.distributed as dist
 from program import Benchmark, Missing, Row, Rows, bf16_peak, finish, machine_name, rounds_of
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import OptimizerConfig, PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits

@@ -50,7 +50,7 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
@@ -58,6 +58,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology

@@ -34,13 +34,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.save import IN_FLIGHT, BackgroundSaves
 from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, newest_valid
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack

@@ -14,8 +14,8 @@ import torch
 from mbridge.models.qwen2 import Qwen2Bridge
 from transformers import AutoConfig
 
-from megatron_dapo.config.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.megatron.actor import MegatronActor
+from megatron_dapo.plan.memory import VOCABULARY_MULTIPLE
 
 
 class MbridgeExport:

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.megatron import state
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.ops import logprob
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack

@@ -26,7 +26,7 @@ from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, Sy
 from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.engines.sglang.client import SglangClient
@@ -34,6 +34,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.versions import api_version_of
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout

@@ -34,10 +34,11 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.bridge.transports import shared_memory
 from megatron_dapo.bridge.transports.base import TransferResult
 from megatron_dapo.bridge.transports.p2p import P2PTransport
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.megatron.parallel_state import initialize_parallel_state
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel import coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer import build_engines

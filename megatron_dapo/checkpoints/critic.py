@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import (
+from megatron_dapo.models.architecture import (
     HEADS,
     LANGUAGE_MODEL,
     VALUE_BIAS,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.checkpoints.retention import KeepPolicy, most_checkpoints
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import ITEM_SIZES, checkpoint_bytes, num_parameters
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory import ITEM_SIZES, checkpoint_bytes, num_parameters
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
 
@@ -48,7 +48,7 @@ def keep_policy(config: Config) -> KeepPolicy:
     return KeepPolicy(section.keep, section.keep_every, section.keep_best, section.keep_best_is)
 
 
-def checkpoint_space(config: Config, architecture: ArchitectureFacts, free: int | None = None) -> CheckpointSpace:
+def checkpoint_space(config: Config, architecture: ModelArchitecture, free: int | None = None) -> CheckpointSpace:
     """Compute the space of a run's checkpoints. `free`: bytes of their file system, None: those of the one here."""
     directory, dtype = config.checkpoint_dir, config.model.dtype
     models = {"policy": False, **({"critic": True} if config.has_critic else {})}

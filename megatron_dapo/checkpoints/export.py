@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpoints.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.models.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.formats.huggingface_writer import DEFAULT_SHARD_BYTES, hf_checkpoint_writer, output_specs
 from megatron_dapo.checkpoints.formats.safetensors import StoredModel

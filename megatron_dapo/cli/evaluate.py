@@ -17,7 +17,6 @@ import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
-from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.engines.sglang.alone import require_model, serving_engine, started
@@ -26,6 +25,7 @@ from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
 from megatron_dapo.trainer.build_rollout import (
     evaluation_protocol,
@@ -93,7 +93,7 @@ def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngi
         return
     with _servers(config) as servers:
         running = config.sglang.max_running_requests
-        vocab_size = read_architecture(model_dir).vocab_size
+        vocab_size = ModelArchitecture.from_directory(model_dir).vocab_size
         version = f"sglang {servers[0].info.api_version.version}" if servers[0].info else ""
         with serving_engine(servers, running, vocab_size, client_timeouts(config)) as engine:
             # Twice what they run at a time: a server that finishes one finds the next.

@@ -34,8 +34,8 @@ from megatron_dapo.cli.quantize import quantize
 from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
 from megatron_dapo.cli.run_plan import RecipeOrCommand, plan_recipe
-from megatron_dapo.config.cluster import NETWORK_GBIT
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.plan.cluster import NETWORK_GBIT
+from megatron_dapo.plan.device import GPUS
 
 app = typer.Typer(
     name="megatron-dapo",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_dapo.config import ArchitectureFacts, Config
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.cluster_rules import response_seconds, weight_sync_seconds
-from megatron_dapo.config.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
+from megatron_dapo.config import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.check import response_seconds, weight_sync_seconds
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
 
 
 MOST_HOST = 0.9  # of a node's memory, that processes and pinned memory may hold for good
 
 
-def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> list[str]:
+def memory_lines(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> list[str]:
     """Return the lines of a run whose configuration was checked for these machines."""
     memory = run_memory(config, architecture, processes, cluster)
     has_gpus = cluster.gpus_per_node > 0
@@ -59,7 +60,7 @@ def memory_warnings(config: Config, memory: RunMemory, processes: int, cluster: 
 
 
 def _engines(
-    config: Config, architecture: ArchitectureFacts, memory: RunMemory, processes: int, cluster: Cluster
+    config: Config, architecture: ModelArchitecture, memory: RunMemory, processes: int, cluster: Cluster
 ) -> Iterator[str]:
     engine, sglang = memory.engine_memory, config.sglang
     if config.rollout.engine == "embedded" or engine is None:

@@ -9,23 +9,17 @@ from typing import Literal
 
 from megatron_dapo.cli.memory_plan import memory_lines
 from megatron_dapo.cli.precision_plan import precision_lines
-from megatron_dapo.config import (
-    ArchitectureFacts,
-    Config,
-    ConfigError,
-    LoadedConfig,
-    layout_overrides,
-    load_config,
-    validate,
-)
+from megatron_dapo.config import Config, ConfigError, LoadedConfig, layout_overrides, load_config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PolicyLossConfig
-from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.config.rules import UnusableInput, Violation
 from megatron_dapo.doctor.hub_inputs import local_copies
 from megatron_dapo.doctor.inputs import input_problems, quick_problems
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.plan.check import validate_and_check
+from megatron_dapo.plan.cluster import GPUS_PER_NODE, GPU_GIB, HOST_GIB, Cluster, cluster_for, server_gpus
 from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 
 
@@ -55,7 +49,7 @@ class Plan:
     layout: ParallelLayout  # of the policy
     num_processes: int  # of the whole run
     cluster: Cluster
-    architecture: ArchitectureFacts | None = None  # of the policy
+    architecture: ModelArchitecture | None = None  # of the policy
 
 
 def make_plan(
@@ -88,7 +82,7 @@ def make_plan(
     problems = [*absent, *(one for one in problems if one.path not in {other.path for other in absent})]
     cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
     processes = _processes(config, machines, cluster)
-    problems += validate(config, processes, architecture, cluster)
+    problems += validate_and_check(config, cluster, architecture, processes)
     needed = processes + server_gpus(config)
     if 0 < machines.gpus_here < needed and cluster.num_nodes == 1:
         fix = f"use a layout for {machines.gpus_here}, or --gpus-per-node {needed} where it is for another machine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from xml.sax.saxutils import escape
 
-from megatron_dapo.config.cluster import GIB
+from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.step import StepPlan
 from megatron_dapo.telemetry.svg import GRAY, document, text
 

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
+from megatron_dapo.models.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
-from megatron_dapo.config.cluster import GPUS_PER_NODE, NETWORK_GBIT, Cluster, server_gpus
-from megatron_dapo.config.device import GPUS, Gpu
-from megatron_dapo.config.weight_sync import SyncTraffic, sync_seconds
 from megatron_dapo.doctor.recipe import size
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GPUS_PER_NODE, NETWORK_GBIT, Cluster, server_gpus
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds
 from megatron_dapo.reshard.layout import Layout, PartialLayout, ShiftedLayout
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.traffic import TrafficTable, traffic_table
@@ -92,7 +93,7 @@ def plan_sync(
     """
     start = time.perf_counter()
     config = load_config(recipe, [*overrides, *(layout_overrides(layout) if layout else [])]).config
-    sglang, dtype = config.sglang, DTYPES[config.model.dtype]
+    sglang, dtype = config.sglang, getattr(torch, config.model.dtype)
     parallel = parallel_layout(config, world_size or config.num_processes)
     engine_tp, engine_ep = engine_tp or sglang.tp_size, engine_ep or sglang.ep_size
     engines = engines or parallel.world_size // engine_tp

@@ -3,13 +3,13 @@ multiples that tokens are padded to."""
 
 from __future__ import annotations
 
-from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, recipe_name
 
 
-def precision_lines(config: Config, architecture: ArchitectureFacts, layout: ParallelLayout) -> list[str]:
+def precision_lines(config: Config, architecture: ModelArchitecture, layout: ParallelLayout) -> list[str]:
     """Return the lines of the policy; reference and critic multiply by the same recipe."""
     name = recipe_name(config.precision.recipe, config.model.dtype)
     lines = [f"precision: {name}{_layers(config, architecture)}"]
@@ -18,7 +18,7 @@ def precision_lines(config: Config, architecture: ArchitectureFacts, layout: Par
     return lines
 
 
-def _layers(config: Config, architecture: ArchitectureFacts) -> str:
+def _layers(config: Config, architecture: ModelArchitecture) -> str:
     asked, count, dtype = config.precision, architecture.num_layers, config.model.dtype
     recipe = RECIPES[recipe_name(asked.recipe, dtype)]
     if not recipe.is_fp8:
@@ -39,7 +39,7 @@ def _numbers(start: int, stop: int) -> str:
     return f"layer {stop}" if stop == start + 1 else f"layers {start + 1} to {stop}"
 
 
-def _padding(name: str, architecture: ArchitectureFacts, layout: ParallelLayout) -> str:
+def _padding(name: str, architecture: ModelArchitecture, layout: ParallelLayout) -> str:
     recipe = RECIPES[name]
     experts = "; an expert's tokens where it multiplies them" if architecture.num_experts else ""
     return (

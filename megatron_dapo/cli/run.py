@@ -40,10 +40,10 @@ from megatron_dapo.cli.plan import (
 )
 from megatron_dapo.config import Config, ConfigError, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
-from megatron_dapo.config.cluster import GIB
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor.inputs import SAMPLING
 from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
+from megatron_dapo.plan.cluster import GIB
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult

@@ -24,7 +24,7 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.cli.plan_picture import to_svg
 from megatron_dapo.config import (
-    ArchitectureFacts,
+    ModelArchitecture,
     Config,
     ConfigError,
     layout_overrides,
@@ -32,10 +32,12 @@ from megatron_dapo.config import (
     read_architecture,
     validate,
 )
-from megatron_dapo.config.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
-from megatron_dapo.config.device import GPUS, Gpu
-from megatron_dapo.config.memory import num_parameters, recompute_of
+from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.memory import num_parameters, recompute_of
 from megatron_dapo.config.rules import Violation
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.check import check
 from megatron_dapo.plan.search import Found, Ranked, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 
@@ -84,7 +86,7 @@ def plan_recipe(
         refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
     try:
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
-        architecture = read_architecture(config.model.path)
+        architecture = ModelArchitecture.from_directory(config.model.path)
         machines = cluster_for(
             config,
             -(-gpus // gpus_per_node) if gpus else None,
@@ -113,7 +115,7 @@ def plan_recipe(
 
 def own_plan(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     gpu: Gpu,
     cluster: Cluster,
     mean_response: float | None = None,
@@ -124,13 +126,13 @@ def own_plan(
     if shapes := validate(config, processes, architecture):
         raise ConfigError(shapes, str(config.model.path))
     plan = plan_step(config, architecture, processes, cluster, gpu, mean_response)
-    return plan, validate(config, processes, architecture, cluster)
+    return plan, check(config, cluster, architecture, processes)
 
 
 # ---- lines
 
 
-def plan_lines(plan: StepPlan, architecture: ArchitectureFacts, gpu: str) -> Iterator[str]:
+def plan_lines(plan: StepPlan, architecture: ModelArchitecture, gpu: str) -> Iterator[str]:
     """Yield the lines of one layout."""
     machines = f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {gpu}"
     yield f"model: {num_parameters(architecture) / 1e9:.1f} B parameters; {_layout(plan.config)}; {machines}"

@@ -1,7 +1,7 @@
 """The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above
 layer 0."""
 
-from megatron_dapo.config.inputs import ArchitectureFacts, missing_inputs, read_architecture
+from megatron_dapo.config.inputs import missing_inputs
 from megatron_dapo.config.loader import (
     LoadedConfig,
     config_from_dict,

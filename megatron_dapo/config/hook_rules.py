@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_dapo.config.cluster import Cluster
 from megatron_dapo.config.rules import UnusableInput, Violation, is_function_path, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
@@ -35,16 +34,3 @@ def hook_problems(config: Config) -> list[Violation]:
         except ValueError as error:
             found.append(UnusableInput(field, str(error).removeprefix(f"{field} = ")))
     return found
-
-
-def unshared_hooks(config: Config, cluster: Cluster) -> Iterator[Violation]:
-    """Yield a violation for each hook named by a file in a run of several nodes: their processes need a module that each can import."""
-    if cluster.num_nodes < 2:
-        return
-    rewards = ("reward.verifier", "reward.shadow_verifier", "model.family")
-    for field, path in (*hook_paths(config), *((field, value_of(config, field)) for field in rewards)):
-        if path.rpartition(":")[0].endswith(".py"):
-            fix = "install it as a package on every node and name it package.module:name"
-            yield Violation(
-                field, "a module that every node can import", fix, {field: path, "nodes": cluster.num_nodes}
-            )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.rules import Rule, Violation, value_of
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
 _OVERLAPS = 'megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False)'
@@ -250,7 +250,21 @@ def layout_facts(config: Config, processes: int) -> dict[str, Any]:
     }
 
 
-def unfit_shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
+    """Return the sizes of the model that formulas name."""
+    return {
+        "num_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        "intermediate_size": architecture.intermediate_size,
+        "has_dense_layers": architecture.has_dense_layers,
+        "num_experts": architecture.num_experts,
+        "moe_intermediate_size": architecture.moe_intermediate_size,
+        "max_position_embeddings": architecture.max_position_embeddings,
+    }
+
+
+def unfit_shapes(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
     """Yield a violation for every weight whose size on a rank the FP8 recipe cannot multiply."""
     recipe, tensor = config.precision.recipe, config.parallel.tp_size
     expert_tensor = config.parallel.etp_size or tensor
@@ -260,7 +274,7 @@ def unfit_shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Vi
         architecture.hidden_size,
         architecture.num_attention_heads,
         architecture.num_key_value_heads,
-        architecture.head_size,
+        architecture.head_dim,
         architecture.intermediate_size if architecture.has_dense_layers else 0,
         architecture.moe_intermediate_size if architecture.num_experts else 0,
     )

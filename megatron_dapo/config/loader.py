@@ -21,13 +21,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.inputs import add_family
 from megatron_dapo.config.megatron_options import SECTIONS, problem_with
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe, Section
 from megatron_dapo.hooks import FAMILY
+from megatron_dapo.models.families import add_family
 
 if sys.version_info >= (3, 11):  # tomllib is in the standard library from here on
     import tomllib

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config, leaf_fields
-from megatron_dapo.config.stages import layers_of_stages
+from megatron_dapo.models.stages import layers_of_stages
 from megatron_dapo.untrusted import one_line
 
 

@@ -11,17 +11,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.cluster_rules import unfit_machines
 from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE, as_policy, of_critic
 from megatron_dapo.config.engine_rules import ENGINE_RULES
-from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.layout_rules import (
     ARCHITECTURE_RULES,
     LAYOUT_RULES,
     PRECISION_ARCHITECTURE_RULES,
     PRECISION_RULES,
     WORLD_RULES,
+    architecture_facts,
     layout_facts,
     unfit_shapes,
 )
@@ -30,6 +28,7 @@ from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, REWA
 from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
+from megatron_dapo.models.architecture import ModelArchitecture
 
 # Those of trainer.metrics.evaluation_metrics by which checkpoints may be compared.
 EVALUATION_METRICS = (
@@ -41,19 +40,16 @@ EVALUATION_METRICS = (
 def validate(
     config: Config,
     world_size: int | None = None,
-    architecture: ArchitectureFacts | None = None,
-    cluster: Cluster | None = None,
+    architecture: ModelArchitecture | None = None,
 ) -> list[Violation]:
-    """Return everything that is wrong with `config` for `world_size` processes and, where given, a model of that
-    architecture and the machines of `cluster`.
+    """Return everything that is wrong with `config` for `world_size` processes and, if given, a model of that architecture.
 
-    Without `world_size` the number of processes is the one the configuration asks for. An empty list means the run may
-    start.
+    Without `world_size` the number of processes is the one the configuration asks for. `plan.check` is the second step, for
+    the machines of the run.
     """
     processes = config.num_processes if world_size is None else world_size
     own = config.num_critic_processes
-    bounds = field_bounds(config)
-    outside = {path: bound for path, bound in bounds.items() if not bound.hold(value_of(config, path))}
+    outside = out_of_range(config)
     found = [
         Violation(path, f"{path} {bound}", f"set {path} {bound}", {path: value_of(config, path)})
         for path, bound in outside.items()
@@ -70,20 +66,16 @@ def validate(
         critic = as_policy(config)
         facts = facts_of(critic, own or processes)
         found += of_critic(_layout_violations(critic, facts, architecture, outside), own)
-    if cluster is not None:
-        # Memory is computed for sizes that divide each other alone.
-        found += unfit_machines(config, processes, architecture if not found else None, cluster, outside.keys())
     return found
 
 
 def require_valid(
     config: Config,
     world_size: int | None = None,
-    architecture: ArchitectureFacts | None = None,
-    cluster: Cluster | None = None,
+    architecture: ModelArchitecture | None = None,
 ) -> None:
     """Raise ConfigError with all violations if there is any."""
-    found = validate(config, world_size, architecture, cluster)
+    found = validate(config, world_size, architecture)
     if found:
         raise ConfigError(found)
 
@@ -99,15 +91,20 @@ def field_bounds(section: BaseModel, prefix: str = "") -> dict[str, Bounds]:
     return found
 
 
+def out_of_range(config: Config) -> dict[str, Bounds]:
+    """Return the bounds that fields of `config` break, by dotted path."""
+    return {path: bound for path, bound in field_bounds(config).items() if not bound.hold(value_of(config, path))}
+
+
 def _layout_violations(
-    config: Config, facts: Mapping[str, Any], architecture: ArchitectureFacts | None, outside: Mapping[str, Bounds]
+    config: Config, facts: Mapping[str, Any], architecture: ModelArchitecture | None, outside: Mapping[str, Bounds]
 ) -> list[Violation]:
     """Return what is wrong between layout, processes and the model's shape."""
     # Without a process left for the policy, the rule of the critic's own processes says what to start.
     found = list(broken(WORLD_RULES, config, facts, outside.keys())) if facts["processes"] >= 1 else []
     if architecture is not None:
         rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
-        found += broken(rules, config, {**facts, **vars(architecture)}, outside.keys())
+        found += broken(rules, config, {**facts, **architecture_facts(architecture)}, outside.keys())
         found += unfit_shapes(config, architecture)
     return found
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.formats.huggingface_writer import (
@@ -33,6 +32,7 @@ from megatron_dapo.converters.megatron_checkpoint import (
     one_replica,
     rank_file,
 )
+from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan

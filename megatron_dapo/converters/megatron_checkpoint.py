@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture, tensor_name
+from megatron_dapo.models.architecture import HEADS, ModelArchitecture, tensor_name
 from megatron_dapo.checkpoints.formats.huggingface import check_weight_dtypes, names_in_files, untouched_names
 from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
 from megatron_dapo.checkpoints.formats.safetensors import StoredModel
@@ -29,6 +28,7 @@ from megatron_dapo.checkpoints.layouts.torch_dist import (
     state_places,
     written_places,
 )
+from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, shard_view, slice_view

@@ -35,6 +35,8 @@ from megatron_dapo.doctor.machine import (
 from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 from megatron_dapo.launch.environment import DRIVER_DEVICE
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
@@ -239,7 +241,7 @@ def _rollout_engine(config: Config) -> str:
 
 def attention_shape(config: Config) -> tuple[int, int, int]:
     """Return (head_dim, query heads, key-value heads) of a tensor-parallel rank."""
-    from megatron_dapo.checkpoints.architecture import ModelArchitecture
+    from megatron_dapo.models.architecture import ModelArchitecture
 
     architecture = ModelArchitecture.from_directory(config.model.path)
     tensor = max(1, config.parallel.tp_size)
@@ -270,7 +272,7 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 
 def model_problem(config: Config) -> tuple[str, str]:
     """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
-    from megatron_dapo.checkpoints.architecture import ModelArchitecture
+    from megatron_dapo.models.architecture import ModelArchitecture
     from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 
     path = config.model.path
@@ -312,9 +314,7 @@ def sglang_facts(config: Config) -> SglangFacts:
 
 def model_bytes(config: Config) -> int:
     """Return the bytes of the served weights."""
-    from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
-
-    return ModelArchitecture.from_directory(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
+    return ModelArchitecture.from_directory(config.model.path).num_parameters * ITEM_SIZES[config.model.dtype]
 
 
 def key_problem(path: str) -> str:

@@ -145,7 +145,7 @@ def _model_file_problems(config: Config) -> Iterator[Violation]:
 
 
 def _unknown_family(directory: Path) -> Iterator[str]:
-    from megatron_dapo.config.inputs import FAMILIES
+    from megatron_dapo.models.families import FAMILIES
 
     document = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
     model_type = document.get("model_type") if isinstance(document, dict) else None

@@ -89,10 +89,10 @@ def implementation_table(
 ) -> list[dict[str, str]]:
     """Return the actor's table for a model directory, or for a small dense decoder if None. `precision`: fields of
     `PrecisionConfig`; `head`: the requested log-prob head."""
-    from megatron_dapo.checkpoints.architecture import ModelArchitecture
     from megatron_dapo.config.model_schema import PrecisionConfig
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
+    from megatron_dapo.models.architecture import ModelArchitecture
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.precision import token_multiple
 

@@ -10,14 +10,19 @@ from typing import Any
 
 from megatron_dapo.checkpoints.disk_space import checkpoint_space, free_bytes
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
-from megatron_dapo.config.cluster import GIB, Cluster, cluster_for
-from megatron_dapo.config.inputs import check_inputs, read_architecture
-from megatron_dapo.config.memory import ITEM_SIZES, num_parameters
+from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
+from megatron_dapo.config.inputs import check_inputs
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.check import validate_and_check
+from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
+from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
 
 PACKAGE = "package "
 
@@ -96,7 +101,7 @@ def _read_recipe(
         if devices
         else Cluster(1, gpus_per_node=0)
     )
-    problems += validate(config, config.num_processes, architecture, cluster)
+    problems += validate_and_check(config, cluster, architecture)
     return config, recipe.violation_findings(problems)
 
 
@@ -164,7 +169,7 @@ def _servers(config: Config, torch: machine.TorchFacts, model_bytes: int | None)
 
 def _storage(config: Config) -> Iterator[Finding]:
     try:
-        architecture = read_architecture(config.model.path)
+        architecture = ModelArchitecture.from_directory(config.model.path)
     except ValueError:
         return  # the recipe's findings say so
     space, run = checkpoint_space(config, architecture), config.run.output_dir

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.models.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.megatron.experts import replay_routing, take_replayed
@@ -26,6 +26,7 @@ from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.models.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.ops.divergence import Divergence, vocab_parallel_divergence
 from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs

@@ -16,17 +16,12 @@ from pathlib import Path
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_dapo.checkpoints.architecture import TOKEN_VALUE
-from megatron_dapo.checkpoints.critic import (
-    ValueHeadInit,
-    critic_architecture,
-    initialize_critic_randomly,
-    load_critic,
-)
+from megatron_dapo.checkpoints.critic import ValueHeadInit, critic_architecture, initialize_critic_randomly, load_critic
 from megatron_dapo.checkpoints.export import ExportReport, export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.models.architecture import TOKEN_VALUE
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch

@@ -15,11 +15,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_dapo.config.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.megatron.layer_spec import block_spec, class_of, submodules_of
 from megatron_dapo.megatron.model_config import GPTConfig, uses_transformer_engine
 from megatron_dapo.megatron.precision import is_fp8, linear_backend
 from megatron_dapo.ops.lm_head.select import AUTO, HeadSpec, choose
+from megatron_dapo.plan.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.precision import RECIPES
 
 # First part of a module's name -> the library in the table.

@@ -31,13 +31,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
-from megatron_dapo.config.memory import padded_vocabulary
 from megatron_dapo.megatron.experts import forget_dispatched_tokens, normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
+from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
 from megatron_dapo.ops.value import token_values
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.plan.memory import padded_vocabulary
 
 logger = logging.getLogger(__name__)
 

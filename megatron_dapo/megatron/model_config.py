@@ -16,11 +16,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.config.megatron_options import field_table, options_for
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.attention import check_flash_attention
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron import schedule, state
@@ -30,6 +30,7 @@ from megatron_dapo.megatron.precision import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
 from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params
 from megatron_dapo.megatron.tensor_overlap import initialize_overlap
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dapo.config.rank_order import dense_coordinates, expert_coordinates
-from megatron_dapo.config.stages import layers_of_stages
+from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 from megatron_dapo.precision import micro_batch_multiple, sequence_multiple
 
 

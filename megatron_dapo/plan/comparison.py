@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.inputs import ArchitectureFacts, read_architecture
-from megatron_dapo.config.memory import RunMemory, run_memory
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.device import GPUS, Gpu
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.memory import RunMemory, run_memory
 from megatron_dapo.plan.step import plan_step
 
 PLAN = "plan.json"
@@ -40,7 +40,7 @@ class PlannedRun:
     """A run on GPUs that the plan knows."""
 
     config: Config
-    architecture: ArchitectureFacts
+    architecture: ModelArchitecture
     processes: int
     cluster: Cluster
     gpu: Gpu
@@ -51,7 +51,7 @@ class PlannedRun:
         gpu = known_gpu(device_name)
         if gpu is None or not cluster.gpus_per_node:
             return None
-        return cls(config, read_architecture(config.model.path), processes, cluster, gpu)
+        return cls(config, ModelArchitecture.from_directory(config.model.path), processes, cluster, gpu)
 
     @cached_property
     def memory(self) -> RunMemory:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import EngineMemory, num_parameters
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
+from megatron_dapo.plan.memory import EngineMemory, num_parameters
 
 NUM_QUANTILES = 256
 SIGMA = 1.0  # of the logarithm of lengths: most responses are short and a few reach the limit
@@ -102,7 +102,7 @@ class EngineRates:
         return max(read, products) + beside
 
 
-def engine_rates(config: Config, architecture: ArchitectureFacts, engine: EngineMemory, gpu: Gpu) -> EngineRates:
+def engine_rates(config: Config, architecture: ModelArchitecture, engine: EngineMemory, gpu: Gpu) -> EngineRates:
     """Return the rates of one SGLang server."""
     experts = expert_parameters(architecture)
     whole = num_parameters(architecture)
@@ -120,13 +120,13 @@ def engine_rates(config: Config, architecture: ArchitectureFacts, engine: Engine
     )
 
 
-def expert_parameters(architecture: ArchitectureFacts) -> int:
+def expert_parameters(architecture: ModelArchitecture) -> int:
     """Return the elements of all experts."""
     per_layer = architecture.num_experts * 3 * architecture.hidden_size * architecture.moe_intermediate_size
     return architecture.num_layers * per_layer
 
 
-def active_parameters(architecture: ArchitectureFacts) -> float:
+def active_parameters(architecture: ModelArchitecture) -> float:
     """Return the elements that multiply one token: without the embedding, and of the experts the chosen ones."""
     embedding = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size
     experts = expert_parameters(architecture)

@@ -7,19 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.cluster_rules import FEWEST_SEQUENCES
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import (
-    SPARE_POSITIONS,
-    RunMemory,
-    engine_memory,
-    free_at_start,
-    run_memory,
-)
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.validator import validate
-from megatron_dapo.config.device import Gpu
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.check import FEWEST_SEQUENCES, validate_and_check
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.device import Gpu
+from megatron_dapo.plan.memory import SPARE_POSITIONS, RunMemory, engine_memory, free_at_start, run_memory
 from megatron_dapo.plan.rollout import Lengths
 from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
 
@@ -59,7 +52,7 @@ class Found:
 
 def search(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     num_gpus: int,
     gpu: Gpu,
     cluster: Cluster,
@@ -82,7 +75,7 @@ def search(
 
 def _search(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     num_gpus: int,
     gpu: Gpu,
     cluster: Cluster,
@@ -114,7 +107,7 @@ def _search(
     for settings, plan in plans:
         if len(accepted) == MOST_LISTED:
             break
-        if violations := validate(plan.config, plan.processes, architecture, plan.cluster):
+        if violations := validate_and_check(plan.config, plan.cluster, architecture, plan.processes):
             refused = refused or str(violations[0])
         else:
             accepted.append(Ranked(plan, settings, _binding(plan)))
@@ -123,7 +116,7 @@ def _search(
 
 
 def _trainer_fits(
-    config: Config, settings: dict[str, Any], architecture: ArchitectureFacts, cluster: Cluster
+    config: Config, settings: dict[str, Any], architecture: ModelArchitecture, cluster: Cluster
 ) -> tuple[Config, RunMemory, str]:
     """Return the configuration, its memory with a small server, and what is too small for the trainer, "" for nothing."""
     changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
@@ -136,7 +129,7 @@ def _trainer_fits(
 def _servers(
     config: Config,
     memory: RunMemory,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     cluster: Cluster,
     lengths: Lengths,
     gpu: Gpu,
@@ -167,7 +160,7 @@ def _fraction(num_bytes: int, free: int) -> float:
 
 
 def candidates(
-    config: Config, architecture: ArchitectureFacts, num_gpus: int, cluster: Cluster, contexts: Sequence[int]
+    config: Config, architecture: ModelArchitecture, num_gpus: int, cluster: Cluster, contexts: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Yield settings of layouts whose sizes divide the model's and each other, but for what they recompute. `contexts`: numbers of
     context ranks."""
@@ -183,7 +176,7 @@ def candidates(
                 yield from _with_the_rest(architecture, (tensor, pipeline, context, data), num_gpus)
 
 
-def recomputations(config: Config, architecture: ArchitectureFacts) -> list[dict[str, Any]]:
+def recomputations(config: Config, architecture: ModelArchitecture) -> list[dict[str, Any]]:
     """Return the settings of each kind of recomputation that is tried, the fastest first.
 
     Between none and whole layers that is the MLP, or the experts: fused attention keeps next to nothing that "core_attn" would
@@ -218,7 +211,7 @@ def splits(num_layers: int, stages: int) -> Iterator[tuple[int, int]]:
 
 
 def _with_the_rest(
-    architecture: ArchitectureFacts, sizes: tuple[int, int, int, int], num_gpus: int
+    architecture: ModelArchitecture, sizes: tuple[int, int, int, int], num_gpus: int
 ) -> Iterator[dict[str, Any]]:
     tensor, pipeline, context, data = sizes
     experts = [1]
@@ -258,12 +251,12 @@ def _with_the_rest(
                 }
 
 
-def _cuts(a: ArchitectureFacts, tensor: int) -> bool:
+def _cuts(a: ModelArchitecture, tensor: int) -> bool:
     sizes = (a.num_attention_heads, a.num_key_value_heads, a.intermediate_size if a.has_dense_layers else tensor)
     return all(size % tensor == 0 for size in sizes)
 
 
-def _serves(a: ArchitectureFacts, ranks: int) -> bool:
+def _serves(a: ModelArchitecture, ranks: int) -> bool:
     groups = a.num_key_value_heads
     return a.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 

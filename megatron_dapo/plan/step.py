@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dapo.config.cluster import Cluster
 from megatron_dapo.config.critic_rules import as_critic
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
-from megatron_dapo.config.memory.batch import step_responses
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.weight_sync import SyncTraffic, sync_seconds, sync_traffic
-from megatron_dapo.config.device import Gpu
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import Gpu
+from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
+from megatron_dapo.plan.memory.batch import step_responses
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
     Lengths,
@@ -24,6 +23,7 @@ from megatron_dapo.plan.rollout import (
     simulate,
 )
 from megatron_dapo.plan.training import LOG_PROBS, Batch, Model, Pass, add, pass_seconds, update_seconds
+from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds, sync_traffic
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepPlan:
 
 def plan_step(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     processes: int,
     cluster: Cluster,
     gpu: Gpu,
@@ -104,7 +104,7 @@ def generated_responses(config: Config) -> float:
 
 def trainer_seconds(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     processes: int,
     cluster: Cluster,
     gpu: Gpu,
@@ -133,7 +133,7 @@ def trainer_seconds(
 
 def generation_queue(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     engine: EngineMemory,
     num_engines: int,
     lengths: Lengths,

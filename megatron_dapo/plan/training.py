@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
-from megatron_dapo.config.memory.activations import is_fp8
-from megatron_dapo.config.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.device import SHARES, Gpu, collective_seconds
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
+from megatron_dapo.plan.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
+from megatron_dapo.plan.memory.activations import is_fp8
+from megatron_dapo.plan.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.plan.rollout import Lengths
 
 # What a forward pass costs counts once, its backward pass twice. The head computes its products of logits twice.
@@ -67,7 +67,7 @@ class Model:
     """A model on its layout, as passes see it."""
 
     config: Config
-    architecture: ArchitectureFacts
+    architecture: ModelArchitecture
     processes: int
     gpu: Gpu
     gpus_per_node: int

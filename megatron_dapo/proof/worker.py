@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, PpoClipLossConfig
@@ -27,6 +27,7 @@ from megatron_dapo.launch.environment import prepare_rendezvous, process_environ
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches

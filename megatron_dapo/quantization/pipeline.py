@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_existing
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.formats.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.quantization import calibrate
 from megatron_dapo.quantization.engine_check import engine_logprobs
 from megatron_dapo.quantization.experts import separate_experts

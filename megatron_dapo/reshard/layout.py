@@ -15,9 +15,6 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice, uncovered, whole
 
-# Begin of the names of a vision tower's tensors beside a language model, in directories and in engines: they are not trained.
-VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
-
 
 class TensorSpec(NamedTuple):
     """Shape and element type of a global tensor or of a local buffer."""

@@ -23,11 +23,10 @@ from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
-from megatron_dapo.config.memory import SPARE_POSITIONS
+from megatron_dapo.plan.memory import SPARE_POSITIONS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
@@ -44,9 +43,11 @@ from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, S
 from megatron_dapo.engines.sglang.supervised import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import collective_timeout, coordinate, default_store
 from megatron_dapo.parallel.nodes import node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
+from megatron_dapo.plan.memory import SPARE_POSITIONS
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, TensorSpec
 from megatron_dapo.trainer.topology import RunTopology

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.config.memory import RunMemory
+from megatron_dapo.plan.memory import RunMemory
 from megatron_dapo.files.durable import Files
 from megatron_dapo.nodes.nvml import Gpus
 from megatron_dapo.parallel.coordination import Coordination

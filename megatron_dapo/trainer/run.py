@@ -20,12 +20,11 @@ from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.memory_copies import MemoryCopies
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.inputs import read_architecture
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.validator import require_valid
 from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.files.durable import Files
 from megatron_dapo.files.process import FileProcess
@@ -35,21 +34,18 @@ from megatron_dapo.megatron.parallel_state import connect_groups, initialize_pro
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.nodes.sampler import SamplerSettings, start_sampler
 from megatron_dapo.nodes.watch import DIRECTORY, NodeWatch, WatchSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
+from megatron_dapo.plan.check import require_runnable
+from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.comparison import PlannedRun
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_context
-from megatron_dapo.trainer.checkpointing import (
-    Checkpoints,
-    RunProgress,
-    RunState,
-    join_keepers,
-    save_training_state,
-)
+from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, join_keepers, save_training_state
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.memory_check import MemoryCheck
@@ -199,9 +195,9 @@ def prepared_run(
     With `stop_rule` only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
     config = loaded.config
-    architecture = read_architecture(config.model.path)
+    architecture = ModelArchitecture.from_directory(config.model.path)
     cluster = cluster_here(num_nodes, world_size)
-    require_valid(config, world_size, architecture, cluster)
+    require_runnable(config, cluster, architecture, world_size)
     if rank == 0:
         checkpoint_space(config, architecture).require()
     if config.run.deterministic:
@@ -267,7 +263,7 @@ def _build(
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
     with watch(CONNECT):
-        num_bytes = connect_groups(read_architecture(config.model.path).num_experts > 0)
+        num_bytes = connect_groups(ModelArchitecture.from_directory(config.model.path).num_experts > 0)
     if num_bytes:
         logger.info("process groups are connected and take %.2f GiB of device memory", num_bytes / GIB)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.checkpoints.architecture import MixtureOfExperts, ModelArchitecture
+from megatron_dapo.models.architecture import MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import schedule
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import MixtureOfExperts, ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch

@@ -21,13 +21,13 @@ from actor_checks import (
     resume_case,
 )
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import layers
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model import DeferredOutputLayer
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, quantized_along_tokens
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.transports.local import local_weight_sync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.layout import Shard, TensorSpec

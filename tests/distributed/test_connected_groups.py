@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from launcher import run_distributed, target_in
 
-from megatron_dapo.config.memory.communication import model_groups
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.plan.memory.communication import model_groups
 
 
 def check_groups(arguments: dict[str, Any]) -> list[int]:

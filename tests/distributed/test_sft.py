@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.algorithms.group_advantages import estimate_group_advantages
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.data.examples import Example, sft_config
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.megatron.actor import ActorSettings
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.rollout.collector import CollectorInputs

@@ -18,11 +18,12 @@ from sync_simulation import World, run_ranks
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import SCALES, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]

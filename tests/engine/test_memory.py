@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import config_from_dict, read_architecture
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.memory import engine_memory, free_at_start
+from megatron_dapo.config import config_from_dict
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.memory import engine_memory, free_at_start
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # else a test of this file alone does not find the configurations below
@@ -49,7 +50,7 @@ def test_tokens_are_those_that_sglang_computes(tmp_path: Path, engine_python: Pa
                 },
             }
         )
-        memory = engine_memory(config, read_architecture(directory), cluster)
+        memory = engine_memory(config, ModelArchitecture.from_directory(directory), cluster)
         expected.append((memory.bytes_per_token, memory.kv_tokens))
         free = free_at_start(config, cluster)
         request.append(

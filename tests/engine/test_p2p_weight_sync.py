@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 PROMPT = [5, 6, 7, 200, 9, 31]

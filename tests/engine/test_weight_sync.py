@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.bridge.protocol.arena import PREFIX
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineState, SyncReport, SyncTimeouts
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 4

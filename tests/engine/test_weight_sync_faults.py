@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 2

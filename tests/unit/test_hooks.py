@@ -15,11 +15,13 @@ from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss, ppo_clip
 from megatron_dapo.config import Config, config_from_dict, load_config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PpoClipLossConfig
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.hook_rules import hook_problems, unshared_hooks
-from megatron_dapo.config.inputs import FAMILIES, read_architecture
+from megatron_dapo.config.hook_rules import hook_problems
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.families import FAMILIES
+from megatron_dapo.plan.check import unshared_hooks
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.rewards.result import RewardSample
 from megatron_dapo.rewards.verifiers.verifier import load_verifier
 from megatron_dapo.types import Prompt
@@ -278,11 +280,11 @@ MISTRAL = (
 
 
 def test_a_model_family_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dapo.config.inputs.FAMILIES", dict(FAMILIES))
+    monkeypatch.setattr("megatron_dapo.models.families.FAMILIES", dict(FAMILIES))
     (tmp_path / "config.json").write_text(MISTRAL)
     family = f"{EXAMPLES}/model_family.py:MISTRAL"
     configuration(tmp_path, {"model": {"family": family}})
-    assert read_architecture(tmp_path).num_layers == 2
+    assert ModelArchitecture.from_directory(tmp_path).num_layers == 2
     with pytest.raises(ValueError, match="it is a type, not a megatron_dapo.Family"):
         configuration(tmp_path, {"model": {"family": f"{EXAMPLES}/callbacks.py:EventLog"}})
     (tmp_path / "config.json").write_text(MISTRAL.replace("mistral", "llama"))

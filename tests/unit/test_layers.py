@@ -14,9 +14,8 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(
-        ("types", "precision", "rounding", "untrusted", "hooks", "affinity", "config", "device_thread", "files"), 0
-    ),
+    **dict.fromkeys(("types", "precision", "rounding", "untrusted", "hooks", "affinity", "device_thread", "files"), 0),
+    **dict.fromkeys(("models", "config"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data", "watch", "plan"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops", "nodes"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),

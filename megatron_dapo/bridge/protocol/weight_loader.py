@@ -31,10 +31,11 @@ from megatron_dapo.bridge.protocol.p2p_receiver import P2PReceiver
 from megatron_dapo.bridge.protocol.p2p_stream import RECEIVE
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
-from megatron_dapo.reshard.layout import VISION_TENSORS
 
 logger = logging.getLogger(__name__)
 
+# The engine's names of models.families.VISION_TENSORS: only the standard library and torch are there in the engine's processes.
+_VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
 _LOOK_S = 1.0  # between two looks whether the trainer lives
 _ATTRIBUTE = "megatron_dapo_weight_sync"  # of the model: it is all that SGLang hands over, and lives between requests
 
@@ -137,7 +138,7 @@ class _State:
     def __init__(self, model: torch.nn.Module) -> None:
         # named_parameters lists tied weights once, under their first name, as the trainer's plan does.
         named = model.named_parameters()
-        self.receiver = Receiver({name: tensor for name, tensor in named if not name.startswith(VISION_TENSORS)})
+        self.receiver = Receiver({name: tensor for name, tensor in named if not name.startswith(_VISION_TENSORS)})
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
         self.mapped = MappedArena(pinned=self.device.type == "cuda")

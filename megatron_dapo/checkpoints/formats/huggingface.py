@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.checkpoints.atomic_directory import plain_file_name
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsReader, StoredModel, StoredTensor
+from megatron_dapo.models.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 from megatron_dapo.untrusted import blamed_on, read_json

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import EMBEDDING, LM_HEAD, ROUTER
+from megatron_dapo.models.architecture import EMBEDDING, LM_HEAD, ROUTER
 from megatron_dapo.checkpoints.formats.huggingface import dtype_name
 from megatron_dapo.checkpoints.layouts.computed import ComputedLayout, RankContents
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout

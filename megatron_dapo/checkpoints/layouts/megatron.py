@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import (
+from megatron_dapo.checkpoints.computed_layout import (
+    Buffer,
+    ComputedLayout,
+    RankContents,
+    check_divides,
+    collect_buffers,
+)
+from megatron_dapo.models.architecture import (
     EMBEDDING,
     FINAL_NORM,
     LANGUAGE_MODEL,
@@ -27,8 +34,9 @@ from megatron_dapo.checkpoints.layouts.computed import (
     check_divides,
     collect_buffers,
 )
-from megatron_dapo.config.memory import padded_vocabulary
+from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
+from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice, intersect
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.computed import (
     Buffer,
     ComputedLayout,
@@ -21,7 +21,8 @@ from megatron_dapo.checkpoints.layouts.computed import (
     check_divides,
     collect_buffers,
 )
-from megatron_dapo.config.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
+from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.plan.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
 from megatron_dapo.reshard.slices import Slice
 from megatron_dapo.rounding import round_up

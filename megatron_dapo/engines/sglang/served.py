@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from megatron_dapo.config.inputs import text_fields
 from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, supported_range
+from megatron_dapo.models.families import text_fields
 from megatron_dapo.untrusted import one_line, read_json
 
 logger = logging.getLogger(__name__)

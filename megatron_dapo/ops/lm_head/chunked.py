@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dapo.config.memory import kept_logit_bytes
 from megatron_dapo.ops.lm_head.inputs import (
     Gradients,
     HeadInputs,
@@ -23,6 +22,7 @@ from megatron_dapo.ops.lm_head.inputs import (
     rebase,
     set_product,
 )
+from megatron_dapo.plan.memory import kept_logit_bytes
 
 
 class TileLogits:

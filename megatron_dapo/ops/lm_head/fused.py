@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 import triton
 
-from megatron_dapo.config.memory import KEPT_GROUP, kept_logit_bytes
 from megatron_dapo.ops.lm_head import chunked, fused_kernels
 from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, KeptLogits, Tiles, Upstream, product_dtype, rebase
+from megatron_dapo.plan.memory import KEPT_GROUP, kept_logit_bytes
 
 PROGRAMS_A_PROCESSOR = 8  # forward programs for each multiprocessor: the last round of them is never mostly empty
 # Blocks of the weight's rows that programs share while they go through the tokens: 32 MiB at a hidden size of 4,096, of a

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config.memory import Tiles, head_tiles
+from megatron_dapo.plan.memory import Tiles, head_tiles
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_dapo.config.device import Shares
+from megatron_dapo.plan.device import Shares
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sync_plan import SyncPlan, write_chunks
-from megatron_dapo.checkpoints.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.models.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import (
     SCALES,
     Fp8EngineLayout,
@@ -27,6 +27,7 @@ from megatron_dapo.checkpoints.layouts.fp8 import (
 )
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.models.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import TensorSpec, check_layout, shard_view

@@ -12,13 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.critic import (
-    ValueHeadInit,
-    critic_architecture,
-    initialize_critic_randomly,
-    load_critic,
-)
+from megatron_dapo.checkpoints.critic import ValueHeadInit, critic_architecture, initialize_critic_randomly, load_critic
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
@@ -27,6 +21,7 @@ from megatron_dapo.converters.convert import (
     huggingface_to_megatron,
     megatron_to_huggingface,
 )
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {

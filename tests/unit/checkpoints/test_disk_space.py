@@ -8,20 +8,12 @@ import pytest
 
 from megatron_dapo.checkpoints import disk_space
 from megatron_dapo.checkpoints.disk_space import checkpoint_space
-from megatron_dapo.config import ArchitectureFacts, Config, ConfigError, config_from_dict
-from megatron_dapo.config.memory import num_parameters
+from megatron_dapo.config import ModelArchitecture, Config, ConfigError, config_from_dict
+from megatron_dapo.plan.memory import num_parameters
+from tests.unit.config import architectures
+from tests.unit.config.architectures import facts_of
 
-QWEN_32B = ArchitectureFacts(
-    num_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    hidden_size=5120,
-    intermediate_size=27648,
-    max_position_embeddings=131072,
-    vocab_size=152064,
-    tie_word_embeddings=False,
-    qkv_bias=True,
-)
+QWEN_32B = facts_of(architectures.QWEN_32B)
 
 
 def config(directory: Path, checkpoint: dict[str, object] | None = None, **sections: dict[str, object]) -> Config:

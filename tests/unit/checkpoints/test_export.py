@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.parallel.layout import ParallelLayout

@@ -1,4 +1,4 @@
-"""A recipe whose model is four facts of shape."""
+"""A recipe whose model is a config.json alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.config.architectures import QWEN_7B
+
 FACTS = {
+    **QWEN_7B,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.cli.main import app
+from megatron_dapo.models.architecture import ModelArchitecture
 from tests.unit.checkpoints.saved_states import State, random_state, save_states
 
 runner = CliRunner()

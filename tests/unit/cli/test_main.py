@@ -102,7 +102,7 @@ def test_a_critic_of_another_model_is_refused_before_anything_starts(
     assert result.exit_code == 2 and started == [] and str(tmp_path / "critic") in result.output
     if changed:
         assert ("num_layers of critic and policy = (2, 4)" in result.output) == ("num_hidden_layers" in changed)
-        assert ("head size of critic and policy = (16, 8)" in result.output) == ("head_dim" in changed)
+        assert ("head_dim of critic and policy = (16, 8)" in result.output) == ("head_dim" in changed)
 
 
 def test_without_a_critic_there_is_nothing_to_pretrain(recipe: Path, started: list) -> None:

@@ -93,7 +93,7 @@ def test_what_cannot_be_planned_is_refused(model: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (("--gpu", "V100"), "--gpu V100: not known"),
         (("--set", "parallel.tp_size=3"), "parallel.tp_size"),
-        (("--set", f"model.path={tmp_path / 'absent'}"), "no config.json there"),
+        (("--set", f"model.path={tmp_path / 'absent'}"), "no config.json"),
     ):
         result = run(LAYOUT, model, *arguments)
         assert result.exit_code == 2 and words in result.output

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import ArchitectureFacts, read_architecture
+
+from megatron_dapo.models.architecture import ModelArchitecture
 
 DENSE: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -150,7 +151,7 @@ def write_model(directory: Path, document: Mapping[str, Any]) -> Path:
     return directory
 
 
-def facts_of(document: Mapping[str, Any]) -> ArchitectureFacts:
+def facts_of(document: Mapping[str, Any]) -> ModelArchitecture:
     """Return the facts that the validator reads from such a config.json."""
     with tempfile.TemporaryDirectory() as directory:
-        return read_architecture(write_model(Path(directory), document))
+        return ModelArchitecture.from_directory(write_model(Path(directory), document))

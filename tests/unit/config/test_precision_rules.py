@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_dapo.config import ArchitectureFacts, Config, config_from_dict, validate
+from megatron_dapo.config import Config, config_from_dict, validate
+from tests.unit.config import architectures
+from tests.unit.config.architectures import facts_of
 
-QWEN_HALF_B = ArchitectureFacts(
-    num_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    hidden_size=896,
-    intermediate_size=4864,
-    max_position_embeddings=32768,
-)
+SIZES = {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+}
+HALF_B = {**architectures.QWEN_7B, **SIZES}
+QWEN_HALF_B = facts_of(HALF_B)
 
 EXPERTS = {
+    **architectures.EXPERTS,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "hidden_size": 2048,
     "intermediate_size": 6143,  # of no layer
-    "num_experts": 8,
-    "has_dense_layers": False,
 }
 SEQUENCE = {"tp_size": 4, "sequence_parallel": True}
 
@@ -90,7 +92,7 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
 @pytest.mark.parametrize(
     ("changes", "parallel", "path", "words"),
     [
-        ({"hidden_size": 900}, {}, "precision.recipe", "hidden_size % 128"),
+        ({"hidden_size": 900, "head_dim": 64}, {}, "precision.recipe", "hidden_size % 128"),
         (
             {},
             {"tp_size": 2},
@@ -100,7 +102,7 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
         ({"intermediate_size": 5000}, {}, "precision.recipe", "intermediate_size % 128"),
         ({"head_dim": 60}, {}, "precision.recipe", "x head_dim 60 % 128"),
         (
-            {"num_experts": 8, "moe_intermediate_size": 192, "has_dense_layers": False},
+            {**architectures.EXPERTS, **SIZES, "head_dim": 64, "moe_intermediate_size": 192},
             {},
             "precision.recipe",
             "moe_intermediate_size % 128 == 0",
@@ -124,7 +126,7 @@ def test_shapes_are_named_with_the_multiple(
 ) -> None:
     config = make(parallel=parallel, recipe="fp8_blockwise")
     found = validate(
-        config, world_size=16 if "ep_size" in parallel else None, architecture=replace(QWEN_HALF_B, **changes)
+        config, world_size=16 if "ep_size" in parallel else None, architecture=facts_of({**HALF_B, **changes})
     )
     assert found and {violation.path for violation in found} == {path}
     assert any(words in violation.formula for violation in found), [violation.formula for violation in found]
@@ -139,7 +141,7 @@ def test_shapes_are_named_with_the_multiple(
     ],
 )
 def test_experts_are_cut_over_their_own_ranks(changes: dict[str, Any], parallel: dict[str, Any]) -> None:
-    architecture = replace(QWEN_HALF_B, **changes)
+    architecture = facts_of({**HALF_B, **changes})
     assert validate(make(parallel=parallel, recipe="fp8_blockwise"), world_size=16, architecture=architecture) == []
 
 

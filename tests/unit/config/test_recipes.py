@@ -8,23 +8,18 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import ArchitectureFacts, load_config, validate
+from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.schema import leaf_fields
 from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
+from tests.unit.config import architectures
+from tests.unit.config.architectures import facts_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TOML_FILES = sorted((ROOT / "examples").rglob("*.toml"))
 RECIPES = [
     path for path in TOML_FILES if "[[variants]]" not in path.read_text(encoding="utf-8")
 ]  # the others are grids
-QWEN_32B = ArchitectureFacts(
-    num_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    hidden_size=5120,
-    intermediate_size=27648,
-    max_position_embeddings=131072,
-)
+QWEN_32B = facts_of(architectures.QWEN_32B)
 
 # From the paper (arXiv 2503.14476) and, where it is silent, from the published script of the reproduction.
 AIME_50: dict[str, Any] = {

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config import (
-    ArchitectureFacts,
     Config,
     ConfigError,
     config_from_dict,
@@ -22,23 +21,18 @@ from megatron_dapo.config import (
     validate,
     validator,
 )
-from megatron_dapo.config.rules import Rule, broken, nearest_divisor
+from megatron_dapo.config.layout_rules import architecture_facts
+from megatron_dapo.config.rules import broken, nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.parallel.layout import ParallelLayout
 from tests.examples import examples
+from tests.unit.config import architectures
 
 FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
-QWEN_32B = ArchitectureFacts(
-    num_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    hidden_size=5120,
-    intermediate_size=27648,
-    max_position_embeddings=131072,
-)
+QWEN_32B = architectures.facts_of(architectures.QWEN_32B)
 
 
 def make(**values: Any) -> Config:
@@ -352,16 +346,17 @@ def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
     assert set(paths(make(**values), architecture=QWEN_32B)) == {path}
 
 
-QWEN_30B_A3B = ArchitectureFacts(
-    num_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    hidden_size=2048,
-    intermediate_size=6145,  # of dense layers, of which it has none
-    max_position_embeddings=40960,
-    num_experts=128,
-    moe_intermediate_size=768,
-    has_dense_layers=False,
+QWEN_30B_A3B = architectures.facts_of(
+    {
+        **architectures.EXPERTS,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "hidden_size": 2048,
+        "intermediate_size": 6145,  # of dense layers, of which it has none
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+    }
 )
 
 
@@ -546,7 +541,7 @@ def test_every_expression_of_a_rule_can_be_evaluated() -> None:
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    return {**validator.facts_of(config, 1), **vars(QWEN_32B)}
+    return {**validator.facts_of(config, 1), **architecture_facts(QWEN_32B)}
 
 
 def test_a_rule_is_silent_where_a_field_it_names_is_out_of_its_range() -> None:

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.cli.main import app
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]

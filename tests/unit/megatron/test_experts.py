@@ -11,9 +11,9 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 

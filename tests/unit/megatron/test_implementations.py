@@ -9,11 +9,11 @@ import megatron.core.optimizer as megatron_optimizer
 import pytest
 import torch
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.doctor.probes import _SMALL
 from megatron_dapo.megatron import implementations as module
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 EXPERTS = {

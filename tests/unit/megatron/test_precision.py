@@ -14,7 +14,7 @@ from fp8_checks import BLOCKWISE, EXPERTS, FAMILIES, TOKENS, WIDE, measured, set
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config.model_schema import PrecisionConfig
@@ -29,6 +29,7 @@ from megatron_dapo.megatron.layers import (
 )
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.precision import has_fp8, linear_backend, precision_fields
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.ops.fp8 import BLOCK, quantize_hidden, quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.checkpoints.architecture import RopeScaling
 from megatron_dapo.megatron.model import inverse_frequencies
+from megatron_dapo.models.architecture import RopeScaling
 
 PARAMETERS = [
     None,

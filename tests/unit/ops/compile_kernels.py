@@ -19,9 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_dapo.config.memory import KEPT_GROUP
 from megatron_dapo.ops.lm_head import fused, fused_kernels, fused_tuned
 from megatron_dapo.ops.lm_head.fused import Blocks
+from megatron_dapo.plan.memory import KEPT_GROUP
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 OF_THE_MODEL = ("hidden", "weight", "gradients")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.comparison import PlannedRun, comparison_line, known_gpu
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.recorder import Recorder

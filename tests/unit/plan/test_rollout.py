@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.memory import engine_memory
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import GPUS
+from megatron_dapo.plan.memory import engine_memory
 from megatron_dapo.plan.rollout import (
     EngineRates,
     Lengths,

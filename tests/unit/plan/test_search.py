@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import load_config, validate
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.stages import layers_of_stages
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.config import load_config
+from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.plan.check import validate_and_check
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.search import MARGIN, Found, apply, candidates, recomputations, search, splits
 from megatron_dapo.plan.step import plan_step
 from tests.unit.config.architectures import facts_of
@@ -56,7 +57,7 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
     assert seconds == sorted(seconds) and seconds[0] > 0
     cluster = Cluster(gpus // 8, 8, 79.0, 2000.0)
     for one in found.layouts:
-        assert not validate(apply(config, one.settings), gpus, facts, cluster)
+        assert not validate_and_check(apply(config, one.settings), cluster, facts, gpus)
         assert one.plan.peak <= cluster.gpu_bytes - MARGIN and one.binding
         # Context ranks never ran on GPUs: others fit here.
         assert one.settings["parallel.cp_size"] == 1

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.step import StepPlan, plan_step
 from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, QWEN_7B, QWEN_32B

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.device import GPUS
+from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.training import LOG_PROBS, Batch, Model, Pass, add, pass_seconds, update_seconds
 from tests.unit.config.architectures import QWEN_32B, facts_of
 from tests.unit.plan.models import QWEN_1_5B

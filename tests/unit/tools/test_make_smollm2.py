@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from tools import make_smollm2
 
 needs_package = pytest.mark.skipif(

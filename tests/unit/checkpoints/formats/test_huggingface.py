@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.formats.huggingface_writer import hf_checkpoint_writer
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.bridge import sync_plan
-from megatron_dapo.checkpoints.architecture import (
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.models.architecture import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,

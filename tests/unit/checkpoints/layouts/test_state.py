@@ -11,7 +11,7 @@ from math import prod
 import pytest
 import torch
 
-from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.state import StateLayout
 from megatron_dapo.parallel.layout import ParallelLayout

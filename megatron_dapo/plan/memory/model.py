@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dapo.config.cluster import GIB
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.activations import (
-    Kernels,
-    activation_bytes,
-    is_fp8,
-    working_bytes,
-)
-from megatron_dapo.config.memory.head import head_bytes
-from megatron_dapo.config.memory.parameters import (
+from megatron_dapo.config.model_schema import PIECE_ELEMENTS
+from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GIB
+from megatron_dapo.plan.memory.activations import Kernels, activation_bytes, is_fp8, working_bytes
+from megatron_dapo.plan.memory.head import head_bytes
+from megatron_dapo.plan.memory.parameters import (
     FP32,
     ITEM_SIZES,
     NUM_MOMENTS,
@@ -22,8 +19,6 @@ from megatron_dapo.config.memory.parameters import (
     own_share,
     rank_parameters,
 )
-from megatron_dapo.config.model_schema import PIECE_ELEMENTS
-from megatron_dapo.config.schema import Config
 
 # A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
 FP8_COPIES = 2
@@ -94,7 +89,7 @@ class ModelMemory:
 
 def model_memory(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     processes: int,
     has_value_head: bool = False,
     kernels: Kernels = "transformer_engine",
@@ -111,7 +106,7 @@ def model_memory(
 
 def stage_memory(
     config: Config,
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     processes: int,
     stage: int,
     has_value_head: bool = False,
@@ -144,7 +139,7 @@ def stage_memory(
     )
 
 
-def _overlap_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+def _overlap_bytes(config: Config, architecture: ModelArchitecture) -> int:
     if not config.megatron.get("tp_comm_overlap"):
         return 0
     tokens = config.training.micro_batch_tokens // config.parallel.cp_size

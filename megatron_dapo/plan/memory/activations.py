@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, attention_sizes, layers_of_stage
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, attention_sizes, layers_of_stage
 from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
 
 Kernels = Literal["transformer_engine", "torch"]
@@ -43,7 +43,7 @@ class LayerBytes:
 class _Shape:
     """Sizes of a layer on a rank. Widths count numbers of a token, with the whole batch of a tensor rank's tokens."""
 
-    architecture: ArchitectureFacts
+    architecture: ModelArchitecture
     parallel: ParallelConfig
     item: int  # bytes of a number
 
@@ -92,7 +92,7 @@ class _Shape:
 
 
 def layer_bytes(
-    architecture: ArchitectureFacts,
+    architecture: ModelArchitecture,
     parallel: ParallelConfig,
     item: int,
     kernels: Kernels = "transformer_engine",
@@ -228,7 +228,7 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
     return parallel.pp_size - stage
 
 
-def _layers_of_chunk(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
+def _layers_of_chunk(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
     return layers_of_stage(architecture, parallel, stage) // parallel.vpp_size
 
 
@@ -244,7 +244,7 @@ def is_fp8(config: Config) -> bool:
     return RECIPES.get(config.precision.recipe, PrecisionRecipe()).is_fp8
 
 
-def layer_of(config: Config, architecture: ArchitectureFacts, kernels: Kernels) -> LayerBytes:
+def layer_of(config: Config, architecture: ModelArchitecture, kernels: Kernels) -> LayerBytes:
     """Return the bytes of a token that one layer of the configuration keeps."""
     item = ITEM_SIZES[config.model.dtype]
     longest = min(config.longest_sequence, config.training.micro_batch_tokens)
@@ -252,7 +252,7 @@ def layer_of(config: Config, architecture: ArchitectureFacts, kernels: Kernels) 
 
 
 def activation_bytes(
-    config: Config, architecture: ArchitectureFacts, stage: int, kernels: Kernels = "transformer_engine"
+    config: Config, architecture: ModelArchitecture, stage: int, kernels: Kernels = "transformer_engine"
 ) -> int:
     """Return the bytes kept for the backward pass at their peak, without the log-prob head's."""
     parallel, tokens = config.parallel, tokens_of_rank(config)
@@ -267,10 +267,10 @@ def activation_bytes(
     return int(tokens * (num_bytes + again))
 
 
-def _shared_bytes(config: Config, architecture: ArchitectureFacts, stage: int, recompute: Recompute) -> tuple[int, int]:
+def _shared_bytes(config: Config, architecture: ModelArchitecture, stage: int, recompute: Recompute) -> tuple[int, int]:
     """Return the bytes of a token outside a CPU's layers: cosines and sines of each micro-batch, and the last norm."""
     item, parallel = ITEM_SIZES[config.model.dtype], config.parallel
-    tables = 2 * item * architecture.head_size
+    tables = 2 * item * architecture.head_dim
     if not (recompute.block and recompute.num_layers is None):
         # All chunks of a micro-batch share them.
         tables *= -(-chunks_in_flight(parallel, stage) // parallel.vpp_size)
@@ -278,7 +278,7 @@ def _shared_bytes(config: Config, architecture: ArchitectureFacts, stage: int, r
     return tables, _torch_norm(width) if stage == parallel.pp_size - 1 else 0
 
 
-def working_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+def working_bytes(config: Config, architecture: ModelArchitecture) -> int:
     """Return the bytes of the gradients inside the layer that the backward pass is in."""
     shape = _Shape(architecture, config.parallel, ITEM_SIZES[config.model.dtype])
     mlp = 3 * shape.inner

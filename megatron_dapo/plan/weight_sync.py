@@ -11,20 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.device import (
-    CHECKSUM_BYTES_S,
-    DEVICE_SYNC_BYTES_S,
-    SHARES,
-    SYNC_BYTES_S,
-    Gpu,
-)
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.engine import engine_weight_bytes, engine_weights
-from megatron_dapo.config.memory.parameters import layers_of_stage
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.config.rank_order import dense_coordinates, expert_coordinates
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import CHECKSUM_BYTES_S, DEVICE_SYNC_BYTES_S, SHARES, SYNC_BYTES_S, Gpu
+from megatron_dapo.plan.memory.engine import engine_weight_bytes, engine_weights
+from megatron_dapo.plan.memory.parameters import layers_of_stage
+from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class _Held:
     experts: float
 
 
-def sync_traffic(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> SyncTraffic:
+def sync_traffic(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> SyncTraffic:
     """Return the bytes of an update of the servers that a run of `processes` starts."""
     sglang, policy = config.sglang, processes - config.num_critic_processes
     sizes = (sglang.tp_size, sglang.ep_size, config.model.dtype, sglang.quantization == "fp8")
@@ -68,7 +62,7 @@ def sync_traffic(config: Config, architecture: ArchitectureFacts, processes: int
     return SyncTraffic(shard, num_bytes, between, into, policy)
 
 
-def _missing(config: Config, architecture: ArchitectureFacts, held: Iterable[_Held]) -> int:
+def _missing(config: Config, architecture: ModelArchitecture, held: Iterable[_Held]) -> int:
     """Return the bytes of a server that are on no rank of a node."""
     sglang, parallel = config.sglang, config.parallel
     sizes = (sglang.tp_size, sglang.ep_size, config.model.dtype, sglang.quantization == "fp8")

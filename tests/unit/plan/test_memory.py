@@ -10,15 +10,19 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.memory import (
+from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.packing import pack
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.memory import (
     checkpoint_bytes,
-    engine_weight_bytes,
     chunks_in_flight,
+    engine_weight_bytes,
     layer_bytes,
     model_memory,
     num_parameters,
@@ -27,10 +31,7 @@ from megatron_dapo.config.memory import (
     run_memory,
     stage_memory,
 )
-from megatron_dapo.config.memory.batch import TOKEN_BYTES
-from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import pack
+from megatron_dapo.plan.memory.batch import TOKEN_BYTES
 from tests.unit.config.architectures import (
     DENSE,
     EXPERTS,

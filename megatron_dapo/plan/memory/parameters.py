@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.config.stages import layers_of_stages
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.stages import layers_of_stages
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
 ITEM_SIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
@@ -38,7 +38,7 @@ class RankParameters:
         return self.dense + self.experts + self.vocabulary
 
 
-def layers_of_stage(architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int) -> int:
+def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
     """Return the layers of a pipeline stage; of sizes that do not split them, which a rule refuses, an even share."""
     ends = parallel.first_stage_layers, parallel.last_stage_layers
     try:
@@ -48,7 +48,7 @@ def layers_of_stage(architecture: ArchitectureFacts, parallel: ParallelConfig, s
 
 
 def rank_parameters(
-    architecture: ArchitectureFacts, parallel: ParallelConfig, stage: int = 0, has_value_head: bool = False
+    architecture: ModelArchitecture, parallel: ParallelConfig, stage: int = 0, has_value_head: bool = False
 ) -> RankParameters:
     """Return the elements on each rank of a pipeline stage.
 
@@ -58,7 +58,7 @@ def rank_parameters(
     layers = layers_of_stage(architecture, parallel, stage)
     query, groups = attention_sizes(architecture)
     dense = hidden * (2 * query + 2 * groups) // tensor + architecture.num_norms * hidden
-    dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_size * architecture.qk_norm
+    dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_dim * architecture.qk_norm
     experts = 0
     if architecture.num_experts:
         dense += architecture.num_experts * hidden  # the router, whole on every rank
@@ -73,7 +73,7 @@ def rank_parameters(
     return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
 
 
-def num_parameters(architecture: ArchitectureFacts, has_value_head: bool = False) -> int:
+def num_parameters(architecture: ModelArchitecture, has_value_head: bool = False) -> int:
     """Return the elements of the whole model, without padding and each counted once."""
     held = rank_parameters(architecture, ParallelConfig(), has_value_head=has_value_head)
     padding = padded_vocabulary(architecture.vocab_size, 1) - architecture.vocab_size
@@ -81,7 +81,7 @@ def num_parameters(architecture: ArchitectureFacts, has_value_head: bool = False
     return held.total - matrices * padding * architecture.hidden_size
 
 
-def checkpoint_bytes(architecture: ArchitectureFacts, dtype: str, has_value_head: bool = False) -> int:
+def checkpoint_bytes(architecture: ModelArchitecture, dtype: str, has_value_head: bool = False) -> int:
     """Return the unique bytes of a model in a checkpoint: weights, fp32 main params (an fp32 weight is its own) and moments."""
     main_param = FP32 if dtype != "float32" else 0
     return num_parameters(architecture, has_value_head) * (ITEM_SIZES[dtype] + main_param + NUM_MOMENTS * FP32)
@@ -104,7 +104,7 @@ def optimizer_ranks(parallel: ParallelConfig, processes: int) -> tuple[int, int]
     return stage_size // parallel.tp_size, stage_size // ((parallel.etp_size or parallel.tp_size) * parallel.ep_size)
 
 
-def attention_sizes(architecture: ArchitectureFacts) -> tuple[int, int]:
+def attention_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
     """Return the widths of all queries and of all keys."""
-    head = architecture.head_size
+    head = architecture.head_dim
     return architecture.num_attention_heads * head, architecture.num_key_value_heads * head

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.checkpoints.architecture import Gemma3, ModelArchitecture, RopeScaling
+from megatron_dapo.models.architecture import Gemma3, ModelArchitecture, RopeScaling
 from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B, GEMMA3_270M
 
 MODELS = {
@@ -120,7 +120,7 @@ def test_qwen25_of_transformers_4():
     architecture = ModelArchitecture.from_config(QWEN25)
     assert (architecture.head_dim, architecture.query_groups_ratio, architecture.rope_theta) == (128, 7, 1e6)
     assert architecture.qkv_bias and not architecture.qk_norm and architecture.rope_scaling is None
-    assert architecture.dtype == torch.bfloat16
+    assert architecture.dtype == "bfloat16"
     assert architecture.num_parameters == 7_615_616_512
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.plan.cluster import GIB, Cluster
 
 PAIR_BYTES, GROUP_BYTES = 544 << 20, 688 << 20  # of a group of two ranks, and of a larger one: NVIDIA/nccl issue 964
 # NVLS, NCCL's default on Hopper, adds this to a group with more than two ranks on a node: what verl pull request 6408 measured in a

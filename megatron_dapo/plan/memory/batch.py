@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.parameters import FP32
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory.parameters import FP32
 
 TOKEN_BYTES = 72  # of a packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
 NUM_TERMS = 3  # numbers of a trained token until its optimizer step: old and reference log-probs, importance weight
@@ -18,7 +18,7 @@ def step_responses(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
-def choice_bytes(config: Config, architecture: ArchitectureFacts) -> int:
+def choice_bytes(config: Config, architecture: ModelArchitecture) -> int:
     """Return the bytes of a token's chosen experts in all layers, 0 where they are not replayed."""
     if not config.rollout.routing_replay:
         return 0
@@ -33,7 +33,7 @@ def share_tokens(config: Config, responses: int, processes: int) -> int:
     return -(-responses // replicas) * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
 
 
-def batch_bytes(config: Config, architecture: ArchitectureFacts, processes: int) -> int:
+def batch_bytes(config: Config, architecture: ModelArchitecture, processes: int) -> int:
     """Return the bytes of samples on a device while a model is trained: one mini-batch, and the log-probs of the whole step."""
     mini_batch = min(step_responses(config), config.training.mini_batch_prompts * config.rollout.group_size)
     packed = TOKEN_BYTES + choice_bytes(config, architecture)
@@ -42,7 +42,7 @@ def batch_bytes(config: Config, architecture: ArchitectureFacts, processes: int)
 
 
 def host_batch_bytes(
-    config: Config, architecture: ArchitectureFacts, processes: int, ranks_of_node: int, served_tokens: int
+    config: Config, architecture: ModelArchitecture, processes: int, ranks_of_node: int, served_tokens: int
 ) -> int:
     """Return the bytes of a step's samples on the first node: every rank has its replica's mini-batches in pinned memory, rank 0 the
     chosen experts of all responses, and the node's servers those of the `served_tokens` in their caches."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_dapo.config.cluster import GPUS_PER_NODE
+from megatron_dapo.plan.cluster import GPUS_PER_NODE
 
 
 @dataclass(frozen=True)

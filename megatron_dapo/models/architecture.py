@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from megatron_dapo.config.inputs import FAMILIES, Family, text_fields
-from megatron_dapo.reshard.layout import VISION_TENSORS
+from megatron_dapo.models.families import FAMILIES, VISION_TENSORS, Family, text_fields
 from megatron_dapo.untrusted import blamed_on, read_json
 
 RopeKind = Literal["linear", "llama3"]
@@ -37,7 +34,7 @@ TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias
 SEQUENCE_VALUE = "ForSequenceClassification"  # one label: score.weight alone, a reward model
 HEADS = (LANGUAGE_MODEL, TOKEN_VALUE, SEQUENCE_VALUE)
 
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "float16", "bfloat16")
 
 _USED = frozenset(
     """
@@ -148,10 +145,11 @@ class ModelArchitecture:
     tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
     qk_norm: bool
-    dtype: torch.dtype | None  # of the weights according to config.json; None if it does not say
+    dtype: str | None  # of the weights according to config.json; None if it does not say
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
     gemma3: Gemma3 | None = None  # None: another family
+    vision_parameters: int = 0  # of a tower that SGLang holds next to the language model
 
     @classmethod
     def from_directory(cls, directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
@@ -216,6 +214,7 @@ class ModelArchitecture:
             experts=_experts(config) if family.experts else None,
             head=head,
             gemma3=gemma3,
+            vision_parameters=_vision_parameters(document.get("vision_config"), hidden),
         )
 
     def with_value_head(self) -> ModelArchitecture:
@@ -239,7 +238,31 @@ class ModelArchitecture:
     @property
     def has_dense_layers(self) -> bool:
         """True unless every layer has experts."""
-        return not all(self.has_experts(layer) for layer in range(self.num_layers))
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0: a dense model."""
+        return self.experts.num_experts if self.experts else 0
+
+    @property
+    def num_experts_per_token(self) -> int:
+        return self.experts.num_experts_per_token if self.experts else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Width of one expert; 0: a dense model."""
+        return self.experts.intermediate_size if self.experts else 0
+
+    @property
+    def is_gemma3(self) -> bool:
+        """True if a layer has four norms and SGLang holds the whole embedding on each rank."""
+        return self.gemma3 is not None
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of a layer, over the hidden size."""
+        return 4 if self.is_gemma3 else 2
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
@@ -303,7 +326,7 @@ class ModelArchitecture:
     @property
     def num_parameters(self) -> int:
         """Number of elements of all distinct tensors."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes().values())
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     @property
     def attention_parity(self) -> int:
@@ -319,7 +342,7 @@ class ModelArchitecture:
         for layer in range(self.num_layers):
             for name, shape in self.layer_shapes(layer).items():
                 share = experts.num_experts_per_token / experts.num_experts if experts and ".experts." in name else 1.0
-                weights += int(share * torch.Size(shape).numel())
+                weights += int(share * math.prod(shape))
         if self.gemma3 is not None:
             weights += 2 * self.gemma3.window * width * len(local)
         return weights // (max(1, self.num_layers - len(local)) * width)
@@ -556,7 +579,7 @@ def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
     return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def _dtype(config: Mapping[str, Any]) -> str | None:
     names = {
         str(config[field]).removeprefix("torch.") for field in ("dtype", "torch_dtype") if config.get(field) is not None
     }
@@ -564,4 +587,16 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         return None
     if len(names) > 1 or not names <= set(DTYPES):
         raise ValueError(f"config.json: dtype {sorted(names)} is not one of {', '.join(DTYPES)}")
-    return DTYPES[names.pop()]
+    return names.pop()
+
+
+def _vision_parameters(vision: Any, hidden_size: int) -> int:
+    """Return the elements of a SigLIP tower (arXiv:2303.15343) without its pooling head, and of the projection to
+    `hidden_size`; 0 without sizes of one."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size", "image_size")
+    if not isinstance(vision, dict) or not all(type(vision.get(key)) is int and 0 < vision[key] < 2**31 for key in keys):
+        return 0
+    hidden, inner, layers, patch, image = (vision[key] for key in keys)
+    layer = 4 * (hidden * hidden + hidden) + 2 * hidden * inner + inner + hidden + 4 * hidden
+    patches = (3 * patch * patch + 1) * hidden + (image // patch) ** 2 * hidden
+    return patches + layers * layer + 2 * hidden + hidden * hidden_size + hidden

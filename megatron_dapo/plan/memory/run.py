@@ -6,27 +6,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.critic_rules import as_critic
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.activations import Kernels
-from megatron_dapo.config.memory.batch import batch_bytes, host_batch_bytes
-from megatron_dapo.config.memory.communication import (
+from megatron_dapo.config.schema import CheckpointConfig, Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.memory.activations import Kernels
+from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes
+from megatron_dapo.plan.memory.communication import (
     GROUP_BYTES,
     NcclGroup,
     communication_bytes,
     model_groups,
     weight_sync_groups,
 )
-from megatron_dapo.config.memory.engine import (
+from megatron_dapo.plan.memory.engine import (
     ENGINE_WORKSPACE,
     EngineMemory,
     engine_asleep,
     engine_context,
     engine_memory,
 )
-from megatron_dapo.config.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
-from megatron_dapo.config.schema import CheckpointConfig, Config
+from megatron_dapo.plan.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
 
 FRAGMENTATION = 0.05  # of the trainer's tensors, lost between the allocator's blocks
 TRAINER_PROCESS = 4 * GIB  # host memory of a trainer process without its tensors: libraries and CUDA's mappings
@@ -97,7 +97,7 @@ class _Roles:
         return sum(model.resident(how) for model, how in self.models)
 
 
-def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> RunMemory:
+def run_memory(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> RunMemory:
     """Return the memory of a run of `processes` whose layouts fit the model."""
     kernels: Kernels = "transformer_engine" if cluster.gpus_per_node else "torch"
     roles = _roles(config, architecture, processes, cluster, kernels)
@@ -127,7 +127,7 @@ def run_memory(config: Config, architecture: ArchitectureFacts, processes: int, 
 
 
 def _roles(
-    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster, kernels: Kernels
+    config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster, kernels: Kernels
 ) -> _Roles:
     own = config.num_critic_processes
     policy = model_memory(config, architecture, processes - own, kernels=kernels)
@@ -146,7 +146,7 @@ def _roles(
     return _Roles(config, policy, critic, reference, engine, bool(own), shares, communication, batch)
 
 
-def _groups(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> int:
+def _groups(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> int:
     """Return the bytes of NCCL's groups on the rank that has most of them."""
     own, node = config.num_critic_processes, cluster.processes_per_node(processes)
     has_experts = bool(architecture.num_experts)

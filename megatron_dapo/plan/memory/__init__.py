@@ -12,8 +12,8 @@
 The only home of these rules: the validator, the dry run and `megatron-dapo plan` read the same numbers. Imports no torch.
 """
 
-from megatron_dapo.config.memory.activations import Kernels, chunks_in_flight, layer_bytes, recompute_of
-from megatron_dapo.config.memory.engine import (
+from megatron_dapo.plan.memory.activations import Kernels, chunks_in_flight, layer_bytes, recompute_of
+from megatron_dapo.plan.memory.engine import (
     SGLANG_VOCABULARY_MULTIPLE,
     SPARE_POSITIONS,
     EngineMemory,
@@ -22,9 +22,9 @@ from megatron_dapo.config.memory.engine import (
     free_at_start,
     kv_bytes_per_token,
 )
-from megatron_dapo.config.memory.head import KEPT_GROUP, Tiles, head_tiles, kept_logit_bytes
-from megatron_dapo.config.memory.model import ModelMemory, model_memory, stage_memory
-from megatron_dapo.config.memory.parameters import (
+from megatron_dapo.plan.memory.head import KEPT_GROUP, Tiles, head_tiles, kept_logit_bytes
+from megatron_dapo.plan.memory.model import ModelMemory, model_memory, stage_memory
+from megatron_dapo.plan.memory.parameters import (
     ITEM_SIZES,
     VOCABULARY_MULTIPLE,
     RankParameters,
@@ -35,4 +35,4 @@ from megatron_dapo.config.memory.parameters import (
     padded_vocabulary,
     rank_parameters,
 )
-from megatron_dapo.config.memory.run import PhaseMemory, RunMemory, run_memory
+from megatron_dapo.plan.memory.run import PhaseMemory, RunMemory, run_memory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.activations import Kernels, tokens_of_rank
-from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, padded_vocabulary
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory.activations import Kernels, tokens_of_rank
+from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, padded_vocabulary
 
 # Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
 CPU_TILE_ELEMENTS = 1 << 20
@@ -57,7 +57,7 @@ def kept_logit_bytes(num_tokens: int, num_columns: int, item: int, is_grouped: b
 
 
 def head_bytes(
-    config: Config, architecture: ArchitectureFacts, kernels: Kernels = "transformer_engine", trains: bool = True
+    config: Config, architecture: ModelArchitecture, kernels: Kernels = "transformer_engine", trains: bool = True
 ) -> int:
     """Return the bytes of the log-prob head: hidden states of all tokens and tiles of logits; where it `trains` also logits that
     are kept, the hidden states' gradient, in fp32 and in the model's type, and what stands for the output weight's, which goes

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.device import SHARES, SLOWEST
-from megatron_dapo.config.hook_rules import unshared_hooks
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory import SPARE_POSITIONS, RunMemory, run_memory
-from megatron_dapo.config.rules import Rule, Violation, broken
+from megatron_dapo.config.hook_rules import hook_paths
+from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.weight_sync import sync_seconds, sync_traffic
+from megatron_dapo.config.validator import out_of_range, validate
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.device import SHARES, SLOWEST
+from megatron_dapo.plan.memory import SPARE_POSITIONS, RunMemory, run_memory
+from megatron_dapo.plan.weight_sync import sync_seconds, sync_traffic
 
 # A server that holds fewer responses of full length serves them almost one after the other.
 FEWEST_SEQUENCES = 8
@@ -220,31 +221,64 @@ def response_seconds(config: Config, memory: RunMemory) -> float:
 
 
 def weight_sync_seconds(
-    config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster
+    config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster
 ) -> float:
     """Estimate the seconds that a weight sync takes on the slowest GPU that is known."""
     traffic = sync_traffic(config, architecture, processes, cluster)
     return round(sum(sync_seconds(config, traffic, cluster, SLOWEST).values()), 1)
 
 
-def unfit_machines(
-    config: Config, processes: int, architecture: ArchitectureFacts | None, cluster: Cluster, outside: Set[str]
-) -> Iterator[Violation]:
-    """Yield what is wrong between a run and its machines.
-
-    Without `architecture`, of a model that fits the processes and the layout, memory is left out. `outside`: paths of
-    fields out of their range.
-    """
-    facts = cluster_facts(processes, cluster)
-    found = [*broken(CLUSTER_RULES, config, facts, outside), *unshared_hooks(config, cluster)]
-    yield from found
-    if found or architecture is None or not cluster.gpus_per_node:
+def unshared_hooks(config: Config, cluster: Cluster) -> Iterator[Violation]:
+    """Yield a violation for each hook named by a file in a run of several nodes: their processes need a module that each can import."""
+    if cluster.num_nodes < 2:
         return
+    rewards = ("reward.verifier", "reward.shadow_verifier", "model.family")
+    for field, path in (*hook_paths(config), *((field, value_of(config, field)) for field in rewards)):
+        if path.rpartition(":")[0].endswith(".py"):
+            fix = "install it as a package on every node and name it package.module:name"
+            yield Violation(
+                field, "a module that every node can import", fix, {field: path, "nodes": cluster.num_nodes}
+            )
+
+
+def check(
+    config: Config, cluster: Cluster, architecture: ModelArchitecture | None = None, processes: int | None = None
+) -> list[Violation]:
+    """Return what is wrong between a valid configuration and the machines of its run: the step after `config.validate`.
+
+    Without `architecture`, as of a model that does not fit the layout, memory and deadlines are not checked. `processes`: of
+    the whole run, by default those that the configuration asks for.
+    """
+    processes = config.num_processes if processes is None else processes
+    if config.num_critic_processes >= processes:
+        return []  # `validate` says so: no process is left for the policy
+    outside, facts = out_of_range(config).keys(), cluster_facts(processes, cluster)
+    violations = [*broken(CLUSTER_RULES, config, facts, outside), *unshared_hooks(config, cluster)]
+    if violations or architecture is None or not cluster.gpus_per_node:
+        return violations
     memory = run_memory(config, architecture, processes, cluster)
     facts |= memory_facts(config, memory, cluster)
-    found = list(broken(MEMORY_RULES, config, facts, outside))
-    yield from found
-    if not found:  # estimates of time are made for a cache that exists
-        if memory.engine_memory is not None and config.rollout.engine == "sglang":
-            facts["sync_seconds"] = weight_sync_seconds(config, architecture, processes, cluster)
-        yield from broken(DEADLINE_RULES, config, facts, outside)
+    violations = list(broken(MEMORY_RULES, config, facts, outside))
+    if violations:
+        return violations
+    # Estimates of time are made for a cache that exists.
+    if memory.engine_memory is not None and config.rollout.engine == "sglang":
+        facts["sync_seconds"] = weight_sync_seconds(config, architecture, processes, cluster)
+    return list(broken(DEADLINE_RULES, config, facts, outside))
+
+
+def validate_and_check(
+    config: Config, cluster: Cluster, architecture: ModelArchitecture | None = None, processes: int | None = None
+) -> list[Violation]:
+    """Return everything that is wrong with a run: `config.validate`, then `check`."""
+    violations = validate(config, processes, architecture)
+    # Memory is computed only for sizes that divide evenly.
+    return [*violations, *check(config, cluster, architecture if not violations else None, processes)]
+
+
+def require_runnable(
+    config: Config, cluster: Cluster, architecture: ModelArchitecture | None = None, processes: int | None = None
+) -> None:
+    """Raise ConfigError with everything that is wrong with a run, if anything is."""
+    if violations := validate_and_check(config, cluster, architecture, processes):
+        raise ConfigError(violations)

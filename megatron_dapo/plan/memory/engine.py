@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dapo.config.cluster import GIB, Cluster
-from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.memory.communication import SERVER_GROUP
-from megatron_dapo.config.memory.model import CUDA_CONTEXT
-from megatron_dapo.config.memory.parameters import FP32, ITEM_SIZES, padded
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.memory.communication import SERVER_GROUP
+from megatron_dapo.plan.memory.model import CUDA_CONTEXT
+from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, padded
 
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; short of them it cuts responses silently
@@ -56,11 +56,11 @@ class EngineWeights:
 
 
 def engine_weights(
-    architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool
+    architecture: ModelArchitecture, tensor: int, expert: int, dtype: str, is_fp8: bool
 ) -> EngineWeights:
     """Return the parameters of a rank, exactly those of `checkpoints.layouts.sglang` for a GPU; under FP8 those of
     `checkpoints.layouts.fp8`."""
-    hidden, head, item = architecture.hidden_size, architecture.head_size, ITEM_SIZES[dtype]
+    hidden, head, item = architecture.hidden_size, architecture.head_dim, ITEM_SIZES[dtype]
     query, groups = architecture.num_attention_heads * head // tensor, _kv_heads(architecture, tensor) * head
     matrices = [(query + 2 * groups, hidden), (hidden, query)]
     router, copies = 0, 1
@@ -85,7 +85,7 @@ def engine_weights(
     return EngineWeights(dense, experts, item * hidden, rows, num_matrices, item * hidden)
 
 
-def engine_weight_bytes(architecture: ArchitectureFacts, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
+def engine_weight_bytes(architecture: ModelArchitecture, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
     """Return the bytes of a rank's parameters."""
     return engine_weights(architecture, tensor, expert, dtype, is_fp8).total(architecture.num_layers)
 
@@ -96,14 +96,14 @@ def _matrix_bytes(shapes: list[tuple[int, int]], item: int, is_fp8: bool) -> int
     return sum(rows * columns + FP32 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) for rows, columns in shapes)
 
 
-def _kv_heads(architecture: ArchitectureFacts, tensor: int) -> int:
+def _kv_heads(architecture: ModelArchitecture, tensor: int) -> int:
     """Return the key-value heads of an engine's rank; with fewer heads than ranks, neighbors hold the same one."""
     return max(1, architecture.num_key_value_heads // tensor)
 
 
-def kv_bytes_per_token(architecture: ArchitectureFacts, tensor: int, dtype: str) -> int:
+def kv_bytes_per_token(architecture: ModelArchitecture, tensor: int, dtype: str) -> int:
     """Return the bytes that a rank's KV cache holds for a token: keys and values of its heads in all layers."""
-    return 2 * _kv_heads(architecture, tensor) * architecture.head_size * architecture.num_layers * ITEM_SIZES[dtype]
+    return 2 * _kv_heads(architecture, tensor) * architecture.head_dim * architecture.num_layers * ITEM_SIZES[dtype]
 
 
 def engine_context(config: Config) -> int:
@@ -125,7 +125,7 @@ def free_at_start(config: Config, cluster: Cluster) -> int:
     return cluster.gpu_bytes - engine_context(config) - shared
 
 
-def engine_memory(config: Config, architecture: ArchitectureFacts, cluster: Cluster) -> EngineMemory:
+def engine_memory(config: Config, architecture: ModelArchitecture, cluster: Cluster) -> EngineMemory:
     """Return the memory of a rank of an SGLang server, or of an embedded engine with all its slots full."""
     sglang, dtype = config.sglang, config.model.dtype
     if config.rollout.engine == "embedded":

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.cli.plan_sync import bytes_between_nodes
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.cluster import Cluster
-from megatron_dapo.config.device import GPUS
-from megatron_dapo.config.weight_sync import SyncTraffic, sync_seconds, sync_traffic
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import GPUS
+from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds, sync_traffic
 from megatron_dapo.trainer.topology import parallel_layout
 from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3, facts_of
 
