@@ -6,5 +6,5 @@
     step       a step by phase: memory, seconds, bytes
     search     layouts that fit, ranked
 
-Arithmetic alone, without torch; the memory is `config.memory`'s.
+Arithmetic alone, without torch; the memory is `plan.memory`'s.
 """
