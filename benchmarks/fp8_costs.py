@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.sync_plan import EngineLayout, ExpectedChecksums, SyncPlan, write_chunks
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.checkpoints.load import random_normal
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
 from megatron_dapo.reshard.layout import Layout, shard_view

@@ -41,7 +41,6 @@ from rollout import Work, engine_of, requests_of
 from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient
 from megatron_dapo.engines.sglang.cluster import SharedDevice

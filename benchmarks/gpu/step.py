@@ -54,7 +54,6 @@ import torch.distributed as dist
 from program import Benchmark, Missing, Row, Rows, bf16_peak, finish, machine_name, rounds_of
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import OptimizerConfig, PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs

@@ -50,7 +50,6 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient

@@ -22,8 +22,8 @@ import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerGroup, join
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.models.architecture import ModelArchitecture
 
 DEADLINE_S = 300.0
 

@@ -26,7 +26,6 @@ from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, Sy
 from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.engines.sglang.client import SglangClient

@@ -34,7 +34,6 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.bridge.transports import shared_memory
 from megatron_dapo.bridge.transports.base import TransferResult
 from megatron_dapo.bridge.transports.p2p import P2PTransport
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.megatron.parallel_state import initialize_parallel_state

@@ -21,16 +21,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.models.architecture import (
-    HEADS,
-    LANGUAGE_MODEL,
-    VALUE_BIAS,
-    VALUE_WEIGHT,
-    ModelArchitecture,
-)
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
+from megatron_dapo.models.architecture import HEADS, LANGUAGE_MODEL, VALUE_BIAS, VALUE_WEIGHT, ModelArchitecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice

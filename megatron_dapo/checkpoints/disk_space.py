@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.checkpoints.retention import KeepPolicy, most_checkpoints
-from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.memory import ITEM_SIZES, checkpoint_bytes, num_parameters
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.plan.memory import ITEM_SIZES, checkpoint_bytes, num_parameters
 
 _CHECKPOINT = re.compile(r"step_\d{6,}.*")
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.models.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.formats.huggingface_writer import DEFAULT_SHARD_BYTES, hf_checkpoint_writer, output_specs
 from megatron_dapo.checkpoints.formats.safetensors import StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import check_buffers
+from megatron_dapo.models.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.reshard.execution import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.pieces import pieces

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.models.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config

@@ -23,21 +23,13 @@ from megatron_dapo.cli.options import (
     refuse,
 )
 from megatron_dapo.cli.plan_picture import to_svg
-from megatron_dapo.config import (
-    ModelArchitecture,
-    Config,
-    ConfigError,
-    layout_overrides,
-    load_config,
-    read_architecture,
-    validate,
-)
-from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
-from megatron_dapo.plan.device import GPUS, Gpu
-from megatron_dapo.plan.memory import num_parameters, recompute_of
+from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.check import check
+from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
+from megatron_dapo.plan.device import GPUS, Gpu
+from megatron_dapo.plan.memory import num_parameters, recompute_of
 from megatron_dapo.plan.search import Found, Ranked, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 

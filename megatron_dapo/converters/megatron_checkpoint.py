@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.models.architecture import HEADS, ModelArchitecture, tensor_name
 from megatron_dapo.checkpoints.formats.huggingface import check_weight_dtypes, names_in_files, untouched_names
 from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
+from megatron_dapo.models.architecture import HEADS, ModelArchitecture, tensor_name
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec

@@ -272,8 +272,8 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 
 def model_problem(config: Config) -> tuple[str, str]:
     """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
-    from megatron_dapo.models.architecture import ModelArchitecture
     from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+    from megatron_dapo.models.architecture import ModelArchitecture
 
     path = config.model.path
     try:

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpoints.disk_space import checkpoint_space, free_bytes
-from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
-from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
+from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config
 from megatron_dapo.config.inputs import check_inputs
-from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries

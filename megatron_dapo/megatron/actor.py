@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_dapo.models.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.megatron.experts import replay_routing, take_replayed

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron import schedule, state

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, PpoClipLossConfig

@@ -26,7 +26,6 @@ from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transp
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
-from megatron_dapo.plan.memory import SPARE_POSITIONS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine

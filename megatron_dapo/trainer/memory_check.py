@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.plan.memory import RunMemory
 from megatron_dapo.files.durable import Files
 from megatron_dapo.nodes.nvml import Gpus
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.plan.measured_memory import MEASURED_MEMORY, RankMemory, exceeded, memory_document
+from megatron_dapo.plan.memory import RunMemory
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.memory_copies import MemoryCopies
-from megatron_dapo.plan.cluster import GIB, Cluster
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
@@ -32,9 +30,9 @@ from megatron_dapo.hooks import Callbacks
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import connect_groups, initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.nodes.sampler import SamplerSettings, start_sampler
 from megatron_dapo.nodes.watch import DIRECTORY, NodeWatch, WatchSettings
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.plan.check import require_runnable

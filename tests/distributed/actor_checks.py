@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.models.architecture import MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import schedule

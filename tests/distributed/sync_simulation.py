@@ -22,9 +22,9 @@ from megatron_dapo.bridge.protocol.peer_group import PeerGroup
 from megatron_dapo.bridge.sync_plan import plan_sync
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology

@@ -15,10 +15,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.megatron.model import build_chunks
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.platform import install_cpu_platform

@@ -18,7 +18,6 @@ from sync_simulation import World, run_ranks
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import SCALES, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts

@@ -19,14 +19,13 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCau
 
 from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncTimeouts
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.models.families import VISION_TENSORS
+from megatron_dapo.parallel.layout import ParallelLayout
 from tools.prove_resume import QUICKSTART, write_recipe
 
 pytestmark = pytest.mark.long  # test_sglang_layout.py and tests/distributed hold layout and log-probs without a server

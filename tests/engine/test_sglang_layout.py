@@ -24,9 +24,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory

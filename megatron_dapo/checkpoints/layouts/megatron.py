@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_dapo.checkpoints.computed_layout import (
+from megatron_dapo.checkpoints.layouts.computed import (
     Buffer,
     ComputedLayout,
     RankContents,
@@ -27,14 +27,6 @@ from megatron_dapo.models.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.layouts.computed import (
-    Buffer,
-    ComputedLayout,
-    RankContents,
-    check_divides,
-    collect_buffers,
-)
-from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.reshard.layout import Shard, TensorSpec

@@ -13,7 +13,6 @@ from functools import cached_property
 
 import torch
 
-from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.computed import (
     Buffer,
     ComputedLayout,

@@ -18,8 +18,8 @@ from functools import cached_property
 from math import lcm, prod
 from typing import NamedTuple
 
-from megatron_dapo.models.architecture import LANGUAGE_MODEL
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
+from megatron_dapo.models.architecture import LANGUAGE_MODEL
 from megatron_dapo.reshard.assignment import Candidate, worst_fit
 from megatron_dapo.reshard.layout import Shard, local_slice
 from megatron_dapo.reshard.slices import Coordinates, flat_range_slices, intersect

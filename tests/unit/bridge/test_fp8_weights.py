@@ -16,7 +16,6 @@ import torch
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sync_plan import SyncPlan, write_chunks
-from megatron_dapo.models.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import (
     SCALES,
     Fp8EngineLayout,

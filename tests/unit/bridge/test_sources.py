@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.sources import SOURCES
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, expected_parameters
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, local_slice, plan_sync, write_chunks
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.checksum import signed
 from megatron_dapo.reshard.layout import Shard, ShiftedLayout, TensorSpec

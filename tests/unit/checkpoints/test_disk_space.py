@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.checkpoints import disk_space
 from megatron_dapo.checkpoints.disk_space import checkpoint_space
-from megatron_dapo.config import ModelArchitecture, Config, ConfigError, config_from_dict
+from megatron_dapo.config import Config, ConfigError, config_from_dict
 from megatron_dapo.plan.memory import num_parameters
 from tests.unit.config import architectures
 from tests.unit.config.architectures import facts_of

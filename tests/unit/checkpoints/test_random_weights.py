@@ -2,9 +2,9 @@
 
 import torch
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan

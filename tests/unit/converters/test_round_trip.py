@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.cli.main import app

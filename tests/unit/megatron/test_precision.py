@@ -14,7 +14,6 @@ from fp8_checks import BLOCKWISE, EXPERTS, FAMILIES, TOKENS, WIDE, measured, set
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config.model_schema import PrecisionConfig

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.plan.cluster import GIB, Cluster
-from megatron_dapo.plan.memory import RunMemory, run_memory
 from megatron_dapo.files.durable import Files
+from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.measured_memory import RankMemory, exceeded
+from megatron_dapo.plan.memory import RunMemory, run_memory
 from megatron_dapo.trainer.memory_check import MemoryCheck, measure
 from tests.unit.config.architectures import QWEN_7B, facts_of
 

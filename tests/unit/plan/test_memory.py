@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import config_from_dict

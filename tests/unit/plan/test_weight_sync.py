@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.cli.plan_sync import bytes_between_nodes

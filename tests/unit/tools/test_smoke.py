@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.models.architecture import ModelArchitecture

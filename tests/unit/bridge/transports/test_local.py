@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.transports.local import local_weight_sync
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 

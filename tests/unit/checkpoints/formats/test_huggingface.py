@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.formats.huggingface_writer import hf_checkpoint_writer
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter
+from megatron_dapo.models.architecture import ModelArchitecture
 
 
 def _copy(source: HFCheckpoint, architecture: ModelArchitecture, target: Path, **options) -> None:

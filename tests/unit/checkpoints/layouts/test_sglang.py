@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.bridge import sync_plan
-from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.models.architecture import (
     EMBEDDING,
     FINAL_NORM,
@@ -26,8 +26,6 @@ from megatron_dapo.models.architecture import (
     MixtureOfExperts,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
-from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import ShiftedLayout, check_layout, shard_view
 from megatron_dapo.reshard.planner import plan

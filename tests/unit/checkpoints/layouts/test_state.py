@@ -11,9 +11,9 @@ from math import prod
 import pytest
 import torch
 
-from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.state import StateLayout
+from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, shard_view, slice_view
 from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece

@@ -18,13 +18,8 @@ from fake_server import FakeServer
 import megatron_dapo.engines.sglang.engine as engine_module
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
-from megatron_dapo.engines.sglang.engine import (
-    AllEnginesGone,
-    RequestGivenUp,
-    SglangEngine,
-    SglangEngineSettings,
-)
 from megatron_dapo.engines.sglang.dispatcher import Outcome, RequestAttempt
+from megatron_dapo.engines.sglang.engine import AllEnginesGone, RequestGivenUp, SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
