@@ -200,9 +200,10 @@ class TrainedModel:
             self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
+        parameters: dict[str, Any] = named_local_parameters(self.chunks)  # megatron-core adds `main_grad` to them
         if kind == "optimizer":
-            return list(state.optimizer_tensors(named_local_parameters(self.chunks), self.optimizer))
-        return list(self.gradients().values() if kind == "gradients" else named_local_parameters(self.chunks).values())
+            return list(state.optimizer_tensors(parameters, self.optimizer))
+        return [parameter.main_grad if kind == "gradients" else parameter for parameter in parameters.values()]
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The
