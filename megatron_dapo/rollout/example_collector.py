@@ -34,7 +34,8 @@ class ExampleCollector(Collector):
         self._after_poll(CollectProgress(0, num_groups, 0, 0, 0, 0))
         version = self._counters.train_step if training_version is None else training_version
         self._counters.generation_step += 1
-        builder, groups = StatisticsBuilder(), []
+        builder = StatisticsBuilder()
+        groups: list[Group] = []
         while len(groups) < num_groups and (name := self._stream.next()) is not None:
             groups.append(self._group(self._examples[name], version))
             builder.add_scored(groups[-1], KEPT)

@@ -59,8 +59,10 @@ class OpenGroup:
         continue the tokens held.
         """
         held = self.completions.get(index)
-        start = held.num_tokens if held is not None and is_partial(held) else 0
-        if start and not np.array_equal(completion.token_ids[:start], held.token_ids):
+        if held is not None and not is_partial(held):
+            held = None
+        start = held.num_tokens if held is not None else 0
+        if held is not None and not np.array_equal(completion.token_ids[:start], held.token_ids):
             raise ValueError(
                 f"response {completion.request_id}: the engine was to continue behind {start} tokens and returned others; "
                 "an engine returns the prefix it was given and the new tokens behind it"

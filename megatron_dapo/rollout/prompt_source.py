@@ -103,7 +103,7 @@ class PromptSource:
             prompt_id = self._draw()
             return None if prompt_id is None else (prompt_id, self._rollout.group_size)
         if not self._plan:
-            drawn = []
+            drawn: list[str] = []
             while len(drawn) < num_groups and (prompt_id := self._draw()) is not None:
                 drawn.append(prompt_id)
             budget, size = self._rollout.budget, self._rollout.group_size

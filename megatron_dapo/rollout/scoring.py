@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class SampleScorer:
     """
 
     scorer: Scorer
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Any], str]  # of token ids [T]
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     meter: VerifierPool | ShadowedPool | None = None
 

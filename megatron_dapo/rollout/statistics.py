@@ -155,10 +155,11 @@ class StatisticsBuilder:
         num_responses = max(1, self.num_scored_responses)
         # Counts that both classes have under one name.
         names = {entry.name for entry in fields(CollectStatistics)}
-        counts = {name: value for name, value in vars(self).items() if name in names}
+        counts: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
         # dataclasses.asdict would count the pairs of a Counter: mappings are plain dictionaries.
         counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(self.outcomes)}
         counts["sources"] = {name: dict(found) for name, found in self.sources.items()}
+        counts |= {f"{group}_lengths": LengthSummary.of(lengths) for group, lengths in self.lengths.items()}
         return CollectStatistics(
             **counts,
             num_unfinished=num_unfinished,
@@ -169,5 +170,4 @@ class StatisticsBuilder:
             num_responses=self.num_scored_responses,
             mean_accuracy=self.accuracy_sum / num_responses,
             mean_reward=self.reward_sum / num_responses,
-            **{f"{group}_lengths": LengthSummary.of(lengths) for group, lengths in self.lengths.items()},
         )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class MixturePool:
         mixed.set_running_or_notify_cancel()
         lock, open_futures = threading.Lock(), set(futures)
 
-        def on_done(name: str) -> None:
+        def on_done(name: str, _: Future[dict[Hashable, Score]]) -> None:
             with lock:
                 open_futures.discard(name)
                 if open_futures or mixed.done():
@@ -69,7 +70,7 @@ class MixturePool:
                 mixed.set_exception(error)
 
         for name, future in futures.items():
-            future.add_done_callback(lambda _, name=name: on_done(name))
+            future.add_done_callback(partial(on_done, name))
         return mixed
 
     def _mixed(self, scores: Mapping[str, Score]) -> Score:

@@ -32,7 +32,7 @@ from megatron_dapo.rewards.pool.dispatcher import MODEL_STARTUP_SECONDS, STARTUP
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rewards.pool.verifier_process import Job, Task, worker_environment
 from megatron_dapo.rewards.verifiers.verifier import PRESETS
-from megatron_dapo.types import Completion, Prompt, Repetition, Score
+from megatron_dapo.types import Completion, Outcome, Prompt, Repetition, Score
 
 
 class ScoreRequest(NamedTuple):
@@ -199,7 +199,7 @@ class VerifierPool:
         """Return the gold answers that no response could match, each with the reason."""
         tasks = [self._task(answer, "validate", "", answer) for answer in dict.fromkeys(answers)]
         problems = self._enqueue(tasks, lambda _, reply: _problem_of_reply(reply), {}).result()
-        return {answer: problem for answer, problem in problems.items() if problem is not None}
+        return {str(answer): problem for answer, problem in problems.items() if problem is not None}
 
     def statistics(self) -> PoolStatistics:
         """Return the counts so far."""
@@ -252,7 +252,7 @@ class VerifierPool:
         is_correct = reply["outcome"] == "correct" and not is_truncated
         default = self._reward_correct if is_correct else self._reward_incorrect
         reward = default if reply["reward"] is None else float(reply["reward"])
-        outcome = "truncated" if is_truncated and reply["outcome"] in ("correct", "wrong") else reply["outcome"]
+        outcome: Outcome = "truncated" if is_truncated and reply["outcome"] in ("correct", "wrong") else reply["outcome"]
         return Score(float(is_correct), reward, outcome, reply["extracted"], reply["detail"])
 
 

@@ -19,7 +19,7 @@ class TailLoop:
     repeats: int
 
 
-def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
+def ngram_repetition(token_ids: Sequence[int] | np.ndarray, n: int = 20) -> float:
     """1 - distinct n-grams / n-grams; 0 for fewer than n tokens. Exact."""
     total = len(token_ids) - n + 1
     if total <= 0:
@@ -52,7 +52,7 @@ def _matching_tail(tokens: np.ndarray, period: int) -> int:
         width *= 8
 
 
-def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 256) -> TailLoop:
+def tail_loop(token_ids: Sequence[int] | np.ndarray, min_repeats: int = 3, max_period: int = 256) -> TailLoop:
     """The loop that covers most of the end of the response, the shortest period among equals."""
     best, tokens = TailLoop(0, 0), np.asarray(token_ids)
     for period in range(1, min(max_period, len(token_ids) // min_repeats) + 1):
@@ -66,13 +66,13 @@ def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 
     return best
 
 
-def zlib_ratio(token_ids: Sequence[int]) -> float:
+def zlib_ratio(token_ids: Sequence[int] | np.ndarray) -> float:
     """Compressed / raw size of the ids as 32-bit words; 1 for an empty response."""
     raw = np.asarray(token_ids, dtype=np.int32).tobytes()
     return len(zlib.compress(raw, 6)) / len(raw) if raw else 1.0
 
 
-def repetition_numbers(token_ids: Sequence[int], n: int = 20) -> tuple[float, int, int, float]:
+def repetition_numbers(token_ids: Sequence[int] | np.ndarray, n: int = 20) -> tuple[float, int, int, float]:
     """Return n-gram repetition, period and repeats of the loop at the end, and zlib ratio of one response's token ids."""
     loop = tail_loop(token_ids)
     return ngram_repetition(token_ids, n), loop.period, loop.repeats, zlib_ratio(token_ids)

@@ -339,7 +339,7 @@ def _become_program(
     sys.stdin, sys.stdout, sys.stderr = (
         open(fd, mode, encoding="utf-8", newline=None) for fd, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     Path("solution.py").write_text(program, encoding="utf-8", errors="replace")
     sys.argv, sys.path[:0] = ["solution.py"], [os.getcwd()]
     code = 0

@@ -442,7 +442,7 @@ def _parsed(part: str) -> tuple[Any, ...]:
             f"${part}$",
             [LatexExtractionConfig()],
             fallback_mode="no_fallback",
-            parsing_timeout=None,  # type: ignore[arg-type]
+            parsing_timeout=None,
             raise_on_error=True,
         )
     except MemoryError:  # ends this process, which is replaced

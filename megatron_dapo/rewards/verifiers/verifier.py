@@ -40,10 +40,10 @@ class Verifier:
 
     name: str
     version: str
-    score: Callable[..., VerifierResult]  # of (response, answer), or of a RewardSample
+    score: Callable[..., Any]  # of (response, answer), or of a RewardSample: a VerifierResult, in batches a list of them
     gold_problem: Callable[[str], str | None]
     takes_sample: bool = False
-    score_later: Callable[..., Awaitable[VerifierResult]] | None = None  # instead of `score`, of an `async def`
+    score_later: Callable[..., Awaitable[Any]] | None = None  # instead of `score`, of an `async def`
     is_batched: bool = False  # both take a list of samples and return as many results, see `results_of`
 
 
