@@ -32,7 +32,7 @@ class CheckpointSpace:
     formula: str  # of `needed`, with its numbers
 
     def require(self) -> None:
-        """Raise ConfigError with both numbers where the space is not there."""
+        """Raise ConfigError with both numbers if the free space is too small."""
         if self.free >= self.needed:
             return
         values = {"needed": size(self.needed), "free": size(self.free), "directory": str(self.directory)}

@@ -5,7 +5,7 @@
     load    rank           each file from memory of the node, of another node, or from storage
 
 Storage comes first: a copy is one of a file that is on disk, and counts as what the manifest of a committed checkpoint names
-by its size and hash. Whatever goes wrong with a copy is a warning, and the run continues with storage alone.
+by its size and hash. A copy that fails is a warning, and the run continues with storage.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class KeeperClient:
     """A connection to the keeper of this node. Threads may share it."""
 
     def __init__(self, name: str) -> None:
-        """Connect. OSError where nothing of this user listens."""
+        """Connect. OSError if no keeper of this user listens."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         try:
@@ -117,7 +117,7 @@ class KeeperClient:
             raise
 
     def ask(self, operation: str, **arguments: Any) -> tuple[dict[str, Any], int]:
-        """Return the answer to a request, and a descriptor that came with it or -1. OSError where it failed."""
+        """Return the answer to a request, and a descriptor that came with it or -1. OSError if it failed."""
         with self._lock:
             try:
                 self._socket.send(json.dumps({"do": operation, **arguments}).encode())
@@ -167,7 +167,7 @@ class CopyTargets:
 def keep_copies(targets: CopyTargets, step: int, files: Sequence[tuple[FileEntry, memoryview]]) -> str:
     """Give the contents of files to the keepers; return why that failed, "" if it did not.
 
-    The peer gets its copies also where the node's own keeper has no room.
+    The peer gets its copies even if the node's keeper has no room.
     """
     problems = []
     copies = [(CopyId(step, entry.name, entry.size, entry.sha256), content) for entry, content in files]
@@ -211,7 +211,7 @@ def _keep_there(targets: CopyTargets, copy: CopyId, content: memoryview) -> None
 
 
 class MemoryCopies:
-    """The copies of one rank's node. Every rank of a run with copies has one, also where its keeper does not answer."""
+    """The copies of one rank's node. Every rank of a run with copies has one, even if its keeper does not answer."""
 
     def __init__(self, settings: KeeperSettings, token: str) -> None:
         self._client: KeeperClient | None = None
@@ -254,13 +254,13 @@ class MemoryCopies:
             self._client.close()
 
     def begin_load(self, from_memory: bool = True) -> None:
-        """Forget where files of the last load came from. `from_memory`: False for one from storage alone."""
+        """Forget where files of the last load came from. `from_memory`: False to read only storage."""
         self.release()
         self._is_read = from_memory
         self.loaded = {NODE: {}, PEER: {}, STORAGE: {}}
 
     def path(self, step: int, entry: FileEntry) -> Path | None:
-        """Return where to read a file of a checkpoint in memory, None where only storage has it. Open it before `release`."""
+        """Return where to read a file of a checkpoint in memory, None if only storage has it. Open it before `release`."""
         source, descriptor = "", -1
         if self._is_read and self._client is not None and entry.keepers:
             copy = CopyId(step, entry.name, entry.size, entry.sha256)
@@ -314,7 +314,7 @@ class CopiedFiles(Mapping[str, Path]):
 
 
 def peers_of(replicas: Sequence[frozenset[str]]) -> list[int]:
-    """Return the node that keeps a copy for each node; a permutation without a fixed point, the node itself where it is alone.
+    """Return the node that keeps a copy for each node; a permutation without a fixed point, or the node itself if there is only one.
 
     replicas: of every node, the replicas of a model that its ranks hold parts of. Nodes of one replica are placed together
     and are lost together more often than others, by a switch, a rack or a power supply: all nodes take the peer at the same

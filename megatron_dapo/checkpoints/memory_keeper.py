@@ -8,7 +8,7 @@
 The files have no name (O_TMPFILE in /dev/shm): the kernel frees them with the last process that holds one, however it ends.
 A copy is found once it is whole, by name, size and hash of the manifest of a checkpoint that was committed: what no
 manifest names is never read. The keeper ends when the run is over, or `keep_s` after the last trainer rank has gone. It is
-no child of a run's launcher and imports the standard library alone. `memory_copies` has the other side.
+no child of a run's launcher and imports only the standard library. `memory_copies` has the other side.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CopyId:
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> CopyId:
-        """Return that of a request. KeyError, TypeError or ValueError where it has none."""
+        """Read the identity from a request. Raises KeyError, TypeError or ValueError if there is none."""
         return cls(int(request["step"]), str(request["name"]), int(request["size"]), str(request["sha256"]))
 
 
@@ -72,11 +72,11 @@ class CopyStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies, those that are being written included."""
+        """Bytes of all copies, unfinished ones included."""
         return sum(copy.size for copies in (self._copies, self._unfinished) for copy in list(copies))
 
     def create(self, copy: CopyId) -> int:
-        """Return the descriptor of a file of the copy's size, to be written. OSError (ENOSPC) where there is no room."""
+        """Return the descriptor of a file of the copy's size, to be written. OSError (ENOSPC) if there is no room."""
         with self._lock:
             self._drop(copy.step, copy.name)
             if copy.size < 0 or self.limit_bytes and self.num_bytes + copy.size > self.limit_bytes:
@@ -109,7 +109,7 @@ class CopyStore:
             os.close(descriptor)
 
     def find(self, copy: CopyId) -> int:
-        """Return a new descriptor of a whole copy, -1 where there is none."""
+        """Return a new descriptor of a whole copy, -1 if there is none."""
         with self._lock:
             descriptor = self._copies.get(copy, -1)
             return os.dup(descriptor) if descriptor >= 0 else -1
@@ -162,7 +162,7 @@ class Keeper:
     def find(self, copy: CopyId, keepers: list[str]) -> tuple[int, str]:
         """Return a descriptor of a copy and who had it: this "node", or a "peer" of `keepers`, from which it was fetched.
 
-        -1 and "" where none has it, does not answer, or this keeper has no room.
+        -1 and "" if none has it, none answers, or this keeper has no room.
         """
         with self._fetching:  # ranks of a node may want the same file
             if (descriptor := self.copies.find(copy)) >= 0:
@@ -196,7 +196,7 @@ class Keeper:
 
 
 class RemoteKeeper:
-    """A connection to the keeper of another node. OSError or ValueError where it does not answer, or refuses."""
+    """A connection to the keeper of another node. OSError or ValueError if it does not answer or refuses."""
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")
@@ -223,7 +223,7 @@ class RemoteKeeper:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Return the next answer. OSError with its text where it is an error."""
+        """Return the next answer. OSError with its text if it is an error."""
         line = self.stream.readline(MESSAGE_BYTES)
         if not line:
             raise ConnectionError("it refused the request")
@@ -238,7 +238,7 @@ def _proof(token: str, nonce: bytes) -> str:
 
 
 def receive(stream: BufferedIOBase, descriptor: int, size: int) -> None:
-    """Read `size` bytes of a stream into a file. ConnectionError where it ends early."""
+    """Read `size` bytes of a stream into a file. ConnectionError if it ends early."""
     if not size:
         return
     with mmap.mmap(descriptor, size) as memory, memoryview(memory) as view:
@@ -420,7 +420,7 @@ def main() -> None:
     """Become a process that no launcher of a run ends, and keep copies as the command line says."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # The child of a process that has ended, in a session of its own: a launcher that ends its descendants does not see it.
+    # An orphan in its own session: a launcher that ends its descendants does not find it.
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -16,7 +16,7 @@ class KeepPolicy:
     """Rule by which checkpoints are kept."""
 
     last: int = 1  # newest valid ones
-    every: int = 0  # steps between those that are kept for good; 0: none
+    every: int = 0  # keep each multiple of so many steps for good; 0: none
     best: str = ""  # evaluation metric whose best checkpoint is kept; "": none
     best_is: str = "higher"  # or "lower"
 
@@ -37,7 +37,7 @@ def steps_to_delete(
 
     Args:
         newest: the step that was just saved, which stays.
-        steps: step -> True where its checkpoint is whole.
+        steps: step -> True if its checkpoint is complete.
         evaluations: step, as text -> metrics.
     """
     best = best_step(policy, [step for step, is_whole in steps.items() if is_whole], evaluations)
@@ -52,7 +52,7 @@ def steps_to_delete(
 
 
 def best_step(policy: KeepPolicy, steps: Sequence[int], evaluations: Mapping[str, Mapping[str, float]]) -> int | None:
-    """Return that of `steps` with the best evaluation, the newest of equal ones; None where none was evaluated."""
+    """Return the step with the best evaluation, the newest among equals; None if none of `steps` was evaluated."""
     sign = 1 if policy.best_is == "higher" else -1
     values = {step: evaluations.get(str(step), {}).get(policy.best, math.nan) for step in steps}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
@@ -62,7 +62,7 @@ def best_step(policy: KeepPolicy, steps: Sequence[int], evaluations: Mapping[str
 def most_checkpoints(policy: KeepPolicy, interval: int, total_steps: int) -> int:
     """Return the most checkpoints that are on disk at a time, the one that is being written included.
 
-    interval: train steps between two; 0: at the end of a run alone, and on a signal.
+    interval: train steps between two; 0: only at the end of a run and on a signal.
     """
     gap = max(interval, 1)
     # While the last one is written: the newest before it, and multiples of `every` that are older than those.

@@ -8,9 +8,9 @@
     status    idle, in flight, failed
     finish    agree on the end                                                 delete old checkpoints
 
-The copy lies in shared memory, one for each rank, which the next save uses again. Tensors must not change from `start` to
-the end of `wait_for_copy`; JSON is taken at once. Rank 0 sees the parts in the directory, which all nodes share, so that a
-checkpoint is in place without a word between ranks; that one of them failed they learn when they next meet.
+Each rank copies into shared memory, which the next save uses again. Tensors must not change from `start` to the end of
+`wait_for_copy`; JSON is encoded at once. Rank 0 sees the parts in the directory that all nodes share: the rename needs no
+communication, and a failure on any rank is reported at the next collective.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Region:
-    """Bytes of the shared memory that become one file; `tensors` follow each other behind `head`."""
+    """Bytes of the shared memory that become one file: `head`, then `tensors` one after another."""
 
     name: str
     start: int
@@ -138,7 +138,7 @@ class CopyingWriter(CheckpointWriter):
             place = region.start + len(region.head)
             for tensor in region.tensors:
                 size = tensor.numel() * tensor.element_size()
-                # Offsets are multiples of the type's width: widest types come first, behind a head of whole words.
+                # Every tensor is aligned to its type: the widest types come first, after a head of whole words.
                 memory[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
                 place += size
 
@@ -153,7 +153,7 @@ class CopyingWriter(CheckpointWriter):
 
 
 class _CopyMemory:
-    """The shared memory of a rank's file process as a tensor; its pages are locked for CUDA where the rank uses it."""
+    """The shared memory of a rank's file process as a tensor; its pages are locked if the rank uses CUDA."""
 
     def __init__(self, files: FileProcess) -> None:
         self._files = files
@@ -161,14 +161,14 @@ class _CopyMemory:
         self._is_locked = False
 
     def tensor(self, num_bytes: int, is_locked: bool) -> torch.Tensor:
-        """Return at least `num_bytes` of memory as uint8; what it held before is lost where it grows."""
+        """Return at least `num_bytes` of memory as uint8; growing loses what it held."""
         import torch
 
         if self._tensor is None or self._tensor.numel() < num_bytes:
             self.unlock()
             self._tensor = torch.frombuffer(self._files.copy_memory(num_bytes), dtype=torch.uint8)
         if is_locked and not self._is_locked:
-            # Where CUDA refuses, copies are slower and no less right.
+            # If CUDA refuses, copies are slower but still correct.
             code = torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self._tensor.nbytes, 0)
             self._is_locked = int(code) == 0
         return self._tensor
@@ -198,7 +198,7 @@ class _Save:
 class BackgroundSaves:
     """The saves of one rank, at most one in flight.
 
-    Without a file process (another system than Linux, one process alone) a save is done when `start` returns.
+    Without a file process (on other systems than Linux, in a single process) a save is done when `start` returns.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -212,7 +212,7 @@ class BackgroundSaves:
     ) -> None:
         """Begin to save what `write` gives its writer. Collective, and no save may be in flight.
 
-        CheckpointError on all ranks if there is no directory to write into; any other failure is told by `status`.
+        Raises CheckpointError on all ranks if the directory cannot be made; `status` reports any other failure.
         """
         assert not self.is_in_flight, "one save at a time"
         store, begun = self._store, time.monotonic()
@@ -229,7 +229,7 @@ class BackgroundSaves:
             self._copy(save, write, self._memory, store.files)
             if store.rank == 0:
                 save.commit = store.files.start(commit_when_written, *store.identity, step, dict(metadata or {}))
-        except Exception as error:  # the other ranks continue: they learn of it when all meet
+        except Exception as error:  # the other ranks continue and learn of it at the next collective
             save.problem = error
         finally:
             save.is_noted.set()
@@ -313,7 +313,7 @@ class BackgroundSaves:
             if self._store.copies is not None:
                 self._store.copies.warn(problem)
         done = save.begun
-        # Every part is there: only now, or rank 0 would wait for others in a place that counts as its own.
+        # Only after every rank's part is there: otherwise a rank 0 that waits for the others would count as hung itself.
         with require_together(store, save.step):
             if save.commit is not None:
                 done = save.commit.result()
@@ -361,13 +361,13 @@ def write_part(
         except FileExistsError:
             raise ValueError(written_twice(name)) from None
     part = directory / part_name(rank)
-    # In one piece: rank 0 takes it for the word that all this rank's files are on disk.
+    # Renamed in one step: to rank 0 its name means that all files of this rank are on disk.
     unfinished = part.with_suffix(".unfinished")
     HERE.write_json(unfinished, [entry.to_json() for entry in entries])
     os.replace(unfinished, part)
     if keepers is None:
         return ""
-    # Behind the part, so that the commit does not wait for it.
+    # After the part, so that the commit does not wait for the copies.
     contents = [work.memory[start:end] for _, start, end, _ in places]
     return keep_copies(keepers, step, [(entry, each) for entry, each in zip(entries, contents) if entry.pieces])
 

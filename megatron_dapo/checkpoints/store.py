@@ -1,12 +1,11 @@
-"""Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is
-loaded.
+"""Atomic checkpoints: written under a temporary name, verified, renamed; the newest valid one is loaded.
 
     <directory>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
     <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file, and its own) and renamed
 
-Files of tensors have a checksum of every tensor: a load verifies what it reads, and falls back to the checkpoint before.
+Files of tensors have a checksum of every tensor: a load verifies what it reads and falls back to the previous checkpoint.
 A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
-in place. What is saved comes from a callable.
+in place. The caller passes a function that writes the content.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or none can be loaded; the message says which, why and what is left.
 
-    `is_consequence`: this rank did nothing wrong, another one's message says why. `is_final`: it would repeat.
+    `is_consequence`: another rank failed, and its message says why. `is_final`: another attempt would fail in the same way.
     """
 
     is_consequence = is_final = False
@@ -89,7 +88,7 @@ class Checkpoint:
         return read_json(self._path(name))
 
     def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of one safetensors file, on the CPU. DamagedError where they are not what was written."""
+        """Tensors of one safetensors file, on the CPU. DamagedError if the file changed since it was written."""
         # Here: checkpoints are listed and checked without torch.
         from megatron_dapo.checkpoints.formats.safetensors import read_tensors
 
@@ -182,7 +181,7 @@ class CheckpointStore:
         self.copies: MemoryCopies | None = None  # of checkpoints in memory; on all ranks or on none
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of this store does, called where the files are written. Arguments and result are JSON."""
+        """Call a method of this store in the process that writes the files and return its result. Both ways carry JSON."""
         return self.files.run(_manage_checkpoints, *self.identity, method, *arguments)
 
     @property
@@ -298,8 +297,8 @@ class CheckpointStore:
     def open(self, step: int, with_copies: bool = False) -> Checkpoint:
         """The checkpoint of `step`, its manifest and file sizes checked (not its contents: `wrong_files`).
 
-        `with_copies`: its files are read in memory where copies of them are, and may then be missing in the directory. Raises
-        CheckpointError with the reason where it is not whole.
+        `with_copies`: files that have a copy in memory are read there and may be missing in the directory. Raises
+        CheckpointError with the reason if it is incomplete.
         """
         directory = self.path(step)
         checkpoint = _read_manifest(directory, step)
@@ -353,7 +352,7 @@ def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, me
 
 
 def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
-    """Those of `names` whose contents are not what was written (a full read)."""
+    """Return the files whose contents changed since they were written; reads each of `names` in full."""
     return [name for name in names if not is_intact(checkpoint.directory / name, checkpoint.files[name])]
 
 
@@ -386,15 +385,15 @@ def save_checkpoint(
 
 @contextmanager
 def require_together(store: CheckpointStore, step: int, give_up: Callable[[], object] | None = None) -> Iterator[None]:
-    """Make an error inside, on any rank, a CheckpointError of all, and the unfinished checkpoint of `step` go. Collective.
+    """Raise CheckpointError on all ranks if the body failed on any, after removing the unfinished checkpoint. Collective.
 
-    `give_up` is called before it goes; rank 0 alone has one, if any.
+    `give_up` is called before the removal; only rank 0 passes one.
     """
     problem = None
     try:
         yield
     except Exception as error:
-        # Agreed on before it is raised, or the other ranks would wait for this one.
+        # Ranks agree before they raise, or the others would wait for this one.
         problem = error
     if store.agree(problem is None):
         return
@@ -421,9 +420,9 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
 def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
     """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
 
-    With `load`, which loads this rank's part of it, files with checksums of their pieces are verified by that alone: its
-    DamagedError or OSError, on any rank, makes all ranks load the checkpoint before instead. None where there is no
-    checkpoint directory at all. A broken newer one is reported and skipped; if all are broken, CheckpointError.
+    `load` loads this rank's part and verifies the files of tensors while it reads them: if it raises DamagedError or
+    OSError on any rank, all ranks load the previous checkpoint instead. Broken checkpoints are reported and skipped.
+    Returns None if there is no checkpoint; raises CheckpointError if all are broken.
     """
     if store.rank == 0:
         store.clean()
@@ -436,7 +435,7 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
         if store.agree(problem is None):
             if load is None:
                 return store.open(step)
-            # Copies in memory first. Where one of them is wrong storage has the same checkpoint.
+            # Copies in memory come first. If one of them is wrong, storage has the same checkpoint.
             for with_copies in (True, False) if store.copies is not None else (False,):
                 checkpoint, problem = _loaded(store, step, load, with_copies)
                 if store.agree(problem is None):
@@ -459,7 +458,7 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
 
 
 def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
-    """Return why a checkpoint is broken, None if it is not, without what is verified by the load where it `is_loaded`."""
+    """Return why a checkpoint is broken, None if it is not. If it `is_loaded` next, the load verifies the files of tensors."""
     if store.copies is not None:
         store.copies.begin_load()
     try:
@@ -479,7 +478,7 @@ def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
 def _loaded(
     store: CheckpointStore, step: int, load: Callable[[Checkpoint], None], with_copies: bool
 ) -> tuple[Checkpoint | None, str | None]:
-    """Load a checkpoint; return it with None, or with why it cannot be loaded, "" where another rank knows."""
+    """Load a checkpoint; return it with None or the reason why it cannot be loaded, "" if another rank knows the reason."""
     if store.copies is not None:
         store.copies.begin_load(with_copies)
     checkpoint: Checkpoint | None = None
@@ -565,7 +564,7 @@ def _read_manifest(directory: Path, step: int) -> Checkpoint:
 
 
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
-    """Return the entry of a manifest. ValueError, KeyError or TypeError where it is none."""
+    """Return the entry of a manifest. Raises ValueError, KeyError or TypeError for anything else."""
     name, size, sha256, pieces = entry["name"], entry["size"], entry["sha256"], entry.get("pieces", "")
     keepers = entry.get("keepers", ())
     if len(keepers) > _MAX_KEEPERS or any(not _ADDRESS.fullmatch(each) for each in keepers):

@@ -1,8 +1,8 @@
 """Checksums of the pieces of a file, computed while it is written and verified by the reader of a piece.
 
 A piece is the header of a safetensors file or one of its tensors; pieces follow each other without gaps. As text:
-"1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports isal, where it is installed, and the standard
-library alone.
+"1024:9ae0daaf 16777216:0f7b2c11", size in bytes and CRC-32 of each. Imports only the standard
+library, and isal if it is installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PieceChecksums:
     """The checksums of a file's pieces, by the byte at which each begins."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError where the text is none."""
+        """Raises ValueError for any other text."""
         if not _PIECES.fullmatch(text):
             raise ValueError(f"checksums of pieces are {text[:100]!r}, not size:crc32 of each")
         self._pieces: dict[int, tuple[int, int]] = {}
@@ -71,6 +71,6 @@ class PieceSums:
 
     def text(self) -> str:
         """Return the checksums; every byte was taken."""
-        self._end_pieces()  # where all are empty
+        self._end_pieces()  # if all are empty
         assert len(self._done) == len(self._sizes), f"{len(self._done)} of {len(self._sizes)} pieces were written"
         return " ".join(self._done)

@@ -52,7 +52,7 @@ class FileEntry:
 
 
 class _Sums:
-    """Checksums of a file from its bytes in order: of its pieces where their sizes are given, else of all of it."""
+    """Checksums of a file from its bytes in order: of its pieces if their sizes are given, else of all of it."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._digest, self._pieces = hashlib.sha256(), PieceSums(sizes) if sizes else None
@@ -78,13 +78,13 @@ class OpenFile:
     """A file that is being written; its bytes are counted and hashed on the way."""
 
     def __init__(self, path: Path, mode: str, sizes: Sequence[int] = ()) -> None:
-        """mode: "w" for a file with these bytes alone, "x" for a new one, "a" to append. `sizes` of its pieces, if any."""
+        """mode: "w" to write a file anew, "x" for a new one, "a" to append. `sizes` of its pieces, if any."""
         self._path, self._is_appended = path, mode == "a"
         self._sums = _Sums(sizes)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS[mode], 0o644)
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Write a chunk. Raises OSError (ENOSPC where the disk is full)."""
+        """Write a chunk. Raises OSError (ENOSPC if the disk is full)."""
         view = memoryview(chunk).cast("B")
         self._sums.update(view)
         while view:  # os.write may take less than it was given
@@ -109,7 +109,7 @@ class Work:
 
 
 def write_direct(path: Path, content: memoryview, sizes: Sequence[int] = ()) -> FileEntry:
-    """Write a new file from memory that begins at a page, past the page cache where the file system can.
+    """Write a new file from memory that begins at a page, past the page cache if the file system can.
 
     The cache would cost a copy of everything, and push out what the run reads. Checksums, of pieces of these `sizes` if
     there are any, are computed meanwhile by another thread.
@@ -138,7 +138,7 @@ def _write_past_cache(descriptor: int, content: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # What is left is less than a page, or the file system has no way past the cache.
+    # The rest is less than a page, or the file system cannot write past the cache.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     while done < len(content):
         done += os.write(descriptor, content[done : done + _WRITE_BYTES])
@@ -150,14 +150,14 @@ class Files:
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments), a function of this package that works on files.
 
-        Its module imports the standard library alone; arguments and result are paths and what JSON holds.
+        Its module imports only the standard library; arguments and result are paths and JSON values.
         """
         return function(*arguments)
 
     def write(
         self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
     ) -> FileEntry:
-        """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC where the disk is full)."""
+        """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC if the disk is full)."""
         file = OpenFile(path, mode, sizes)
         try:
             for chunk in chunks:
@@ -195,7 +195,7 @@ class Files:
         self.run(_rename, partial, path)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory, and those above it, if it is not there."""
+        """Make a directory and its parents unless it exists."""
         self.run(_make_directory, path)
 
     def close(self) -> None:

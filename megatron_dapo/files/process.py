@@ -3,14 +3,14 @@
     rank: FileProcess                              file process: main
     run(function, arguments)   --- socket: JSON ->  calls the function by its name
     write(path, chunks)        --- shared memory -> hashes and writes one part while the rank copies the next
-    start(function, arguments) --- socket: JSON ->  calls the function in a thread, beside all other requests
+    start(function, arguments) --- socket: JSON ->  calls the function in a thread, while other requests go on
     result, or the same error  <-- socket: JSON --
 
 `copy_memory` is a second piece of shared memory, as large as a rank's part of a checkpoint: what is started reads it.
 
-The rank waits on the socket, where a signal or the watcher's word can end it. The kernel kills the file process when its
-rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It starts by its file
-and imports the standard library alone, and isal for checksums.
+The rank waits on the socket, where a signal or the watcher can end it. The kernel kills the file process when its
+rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It imports
+only the standard library, and isal for checksums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class BackgroundJob:
-    """Something that a file process does in a thread of its own, beside other requests."""
+    """A call that a file process does in a thread, while it serves other requests."""
 
     def __init__(self, files: FileProcess, number: int) -> None:
         self._files, self._number = files, number
@@ -69,7 +69,7 @@ class BackgroundJob:
 
 
 class FileProcess(Files):
-    """Writes files in a process of its own. Threads may share it: requests are done in the order in which they come."""
+    """Writes files in a separate process. Threads may share it: it does requests in the order in which they arrive."""
 
     IS_POSSIBLE = sys.platform.startswith("linux")
 
@@ -320,7 +320,7 @@ class _Log(logging.Handler):
 
 
 class _Server:
-    """Does one request after the other; what is started has a thread of its own."""
+    """Does one request after the other; each started job has its thread."""
 
     def __init__(self, connection: socket.socket, memory: mmap.mmap, copy: int) -> None:
         self._connection, self._sending = connection, threading.Lock()

@@ -51,7 +51,7 @@ class NodeCounters:
         self._at = 0.0
 
     def look(self, now: float) -> dict[str, float]:
-        """Return the metrics since the last look; the first one has levels alone. `now`: seconds on any clock."""
+        """Return the metrics since the last look; the first one has only levels. `now`: seconds on any clock."""
         counters = self._read()
         seconds, before = now - self._at, self._before
         self._before, self._at = counters, now
@@ -131,7 +131,7 @@ class NodeCounters:
             name.strip(): sum(int(fields.split()[index]) for index in (0, 8))
             for name, _, fields in (line.partition(":") for line in read_text(self._proc / "net/dev").splitlines()[2:])
         }
-        # Cards alone where there are any: bridges and bonds move the same bytes again.
+        # Only cards, if there are any: bridges and bonds move the same bytes again.
         cards = [name for name in moved if (self._sys / "net" / name / "device").exists()]
         chosen = cards or [name for name in moved if name != "lo"]
         infiniband = [
@@ -172,7 +172,7 @@ def _line(path: Path, begin: str) -> list[str]:
 
 
 def _pause_frames(interface: str) -> int | None:
-    """Return the pause frames of priority flow control that a card has sent, None where it does not count them."""
+    """Return the pause frames of priority flow control that a card has sent, None if it does not count them."""
     try:
         counts = [count for name, count in _card_statistics(interface) if _PAUSE.fullmatch(name)]
     except OSError:
@@ -181,7 +181,7 @@ def _pause_frames(interface: str) -> int | None:
 
 
 def _card_statistics(interface: str) -> list[tuple[str, int]]:
-    """Return what `ethtool -S` shows. Raises OSError where the card has no such statistics."""
+    """Return what `ethtool -S` shows. Raises OSError if the card has no such statistics."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
 
         def ask(request: bytearray) -> None:

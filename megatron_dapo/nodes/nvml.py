@@ -78,7 +78,7 @@ class Gpus:
         return {**sums, **means}
 
     def processes(self, bus_id: str) -> Mapping[int, int]:
-        """Return the bytes of each process, by its id, on the GPU with this PCI bus id; none where the driver does not tell."""
+        """Return the bytes of each process, by its id, on the GPU with this PCI bus id; empty if the driver does not tell."""
         device, count = ctypes.c_void_p(), ctypes.c_uint(_MOST_PROCESSES)
         if self._library is None or self._library.nvmlDeviceGetHandleByPciBusId_v2(
             ctypes.c_char_p(bus_id.encode()), ctypes.byref(device)

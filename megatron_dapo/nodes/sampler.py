@@ -4,7 +4,7 @@
     every rank of the node     hands it the page of its heartbeat (shared memory): phase, train step, seconds by phase
     RUN/nodes/node_K.jsonl     lines as `nodes.records` reads them, and every few seconds one with the seconds of its ranks
 
-It imports the standard library alone and runs at low priority. A file system that hangs or is full loses samples and
+It imports only the standard library and runs at low priority. A file system that hangs or is full loses samples and
 holds no rank.
 """
 
@@ -75,14 +75,14 @@ class SampleFile:
         self._has_header = False
 
     def append(self, lines: str) -> None:
-        """Append whole lines, in a new file where this one has grown too large."""
+        """Append whole lines, in a new file if this one has grown too large."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists() and self._path.stat().st_size + len(lines) > self._max_bytes:
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._has_header = False
             with open(self._path, "a", encoding="utf-8") as stream:
-                # Behind a line that a kill has torn, a line of its own.
+                # The newline ends a line that a kill has torn.
                 stream.write(lines if self._has_header else f"\n{self._header}{lines}")
             self._has_header = True
         except OSError:
@@ -159,7 +159,7 @@ def flush_seconds(period_s: float) -> float:
 def start_helper(module: str, argument: str, has_packages: bool, output: int = subprocess.DEVNULL) -> subprocess.Popen:
     """Start `python -m module argument` as a child that holds neither the log nor the standard input open.
 
-    has_packages: False for one that imports the standard library alone, which starts in a tenth of a second. output: where its
+    has_packages: False for one that imports only the standard library, which starts in a tenth of a second. output: where its
     standard output goes.
     """
     root = str(Path(__file__).resolve().parents[2])

@@ -1,7 +1,7 @@
 """The watch over all nodes of a run: who is unlike the others, and which rank is slowest in which phase.
 
     RUN/nodes/node_K.jsonl   every node's sampler writes them (nodes.sampler)
-    main                     a process of its own on the node of rank 0, at the lowest priority: every period it reads what is
+    main                     a separate process on the node of rank 0, at the lowest priority: every period it reads what is
                              new, runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
     NodeWatch                rank 0 starts it and reads what it says: a line in the log, metrics of the next step, and with
                              action "exclude" a stop as by SIGTERM: a checkpoint, then exit code 75
@@ -163,7 +163,7 @@ class RunWatch:
         self._is_stopping = False
 
     def look(self, now: float) -> dict[str, Any]:
-        """Read what is new and return what there is to tell: "alerts", "stragglers", and "exclude" where a node is to go."""
+        """Read what is new and return what there is to tell: "alerts", "stragglers", and "exclude" if a node is to be left out."""
         for file in self._files.values():
             file.read(now - self._settings.window_s)
         stragglers = self._stragglers()
@@ -183,7 +183,7 @@ class RunWatch:
         files = [file for file in self._files.values() if file.samples]
         if len(files) < MIN_NODES:
             return []
-        # torch, which comes with the detector, is loaded where there are nodes to judge.
+        # The detector needs torch, which is loaded only if there are nodes to judge.
         from megatron_dapo.nodes.denoiser import reference_denoisers
         from megatron_dapo.nodes.detection import DetectorSettings, detect
         from megatron_dapo.nodes.samples import METRICS, align
@@ -286,7 +286,7 @@ class NodeWatch:
             self.hear(json.loads(line))
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """Log what the watch has found, and stop the run where a node is to be left out."""
+        """Log what the watch has found, and stop the run if a node is to be left out."""
         if "problem" in message:
             logger.warning("%s", message["problem"])
             return

@@ -4,8 +4,8 @@
     {"attempt": 2, "alert": {"node": "node3", "metric": "cpu_throttled", ...}, "job": "17", "excluded": "node3"}
     {"attempt": 2, "ended": 1700003600.0, "reason": "stopped by a signal", "exit_code": 75}
 
-Rank 0 writes first and last line, the watch over the nodes those between; an attempt without the second one failed or was killed. Started again is what did not end by
-itself, as long as attempts make progress: train steps on record beyond those of all attempts before.
+Rank 0 writes the first and the last line, the watch over the nodes the alerts between them. An attempt without a last line
+failed or was killed, and is started again as long as attempts make progress: more train steps on record than ever before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Verdict:
 
     @property
     def leaves_nodes_healthy(self) -> bool:
-        """True if another attempt may start on the same nodes, beside servers that were kept there."""
+        """True if another attempt may start on the same nodes, next to servers that were kept there."""
         return self.exit_code == EXIT_CODE and not self.was_stopped and self.cause not in _NODE_CAUSES
 
     @property
@@ -97,7 +97,7 @@ def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: 
 
 
 def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) -> None:
-    """Raise FileNotFoundError where records of the run say that it saved checkpoints, of which none is there.
+    """Raise FileNotFoundError if the run's records say that it saved checkpoints and there is none.
 
     The one who calls it found none and is about to start from the initial policy. Attempts that ended by themselves or by a
     signal saved at their end, and others every `interval` train steps (0: never). A run that was killed before its first
@@ -118,7 +118,7 @@ def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) ->
 
 
 def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> Verdict | None:
-    """Judge the last attempt that began after `since`, in seconds since 1970; None where none did.
+    """Judge the last attempt that began after `since`, in seconds since 1970; None if none did.
 
     After `max_fruitless` attempts in a row without progress it is a failure, whatever ended them. Attempts of the batch
     job `job` count; outside one ("") those since `since`.
@@ -158,7 +158,7 @@ def _end(run_directory: Path, records: list[dict[str, Any]], attempt: int) -> Ve
 def _append(run_directory: Path, record: dict[str, Any]) -> None:
     run_directory.mkdir(parents=True, exist_ok=True)
     with open(run_directory / ATTEMPTS, "a", encoding="utf-8") as stream:
-        stream.write("\n" + json.dumps(record) + "\n")  # a line of its own, also behind one that a kill has torn
+        stream.write("\n" + json.dumps(record) + "\n")  # starts a new line, in case a kill has torn the last one
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ _KMSG_BYTES = 8192  # the longest record of the kernel's log
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a small file of the kernel, "" where it cannot be read."""
+    """Return the text of a small file of the kernel, "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read()
@@ -39,7 +39,7 @@ def read_text(path: str | Path) -> str:
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """Return the wait status of a process that has ended (os.WTERMSIG and so on apply), None where it is unknown.
+    """Return the wait status of a process that has ended (os.WTERMSIG and so on apply), None if it is unknown.
 
     The process is no child of the caller, and its parent may have reaped it already: the pidfd remembers on new kernels,
     on older ones the status is readable only until then.
@@ -77,7 +77,7 @@ class Activity:
 def activity(pid: int) -> Activity:
     """Return the counters of a process and of its descendants in the same session.
 
-    Servers and verifiers have sessions of their own: one that spins must not make a hung trainer look busy.
+    Servers and verifiers have other sessions: one that spins must not make a hung trainer look busy.
     """
     fields = _stat_fields(f"/proc/{pid}/stat")
     if not fields:
@@ -86,7 +86,7 @@ def activity(pid: int) -> Activity:
 
 
 def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
-    # utime and stime, and those of children that have ended: compilers are.
+    # utime and stime, also of children that have ended, such as compilers.
     cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
     # On a crowded machine a rank that wants to run may hardly get a CPU: waiting for one counts as work.
     delay = read_text(f"/proc/{pid}/schedstat").split()
@@ -138,7 +138,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _stat_fields(path: str) -> list[str]:
-    """Return the fields of a stat file behind the name, so that [0] is the state."""
+    """Return the fields of a stat file after the name: [0] is the state."""
     return read_text(path).rpartition(")")[2].split()
 
 
@@ -199,7 +199,7 @@ class OutOfMemory:
         self._log = _open_kernel_log()
 
     def look(self, now: float) -> None:
-        """Note the count, so that a death is explained by a kill of its last seconds alone."""
+        """Note the count: only a kill in the last seconds explains a death."""
         self._seen = [each for each in self._seen if now - each[0] < _OOM_S] or self._seen[-1:]
         self._seen.append((now, self._count()))
 

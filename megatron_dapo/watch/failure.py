@@ -2,7 +2,7 @@
 
 Once one rank fails, the others fail because of it: their connections break, their collectives time out. Such records are
 consequences and come after the cause, whatever was noticed first. `in_order` decides; docs/failures.md describes the file.
-This module needs the standard library alone: the watcher of a node uses it too.
+This module needs only the standard library, as the watcher uses it too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_dapo.untrusted import printable
 
 VERSION = 2  # of failure.json
 EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
-# Errors that repeat when the same program is started again with the same input; those of a network, a device or a
+# Errors that repeat when the same program is started again with the same input; errors of a network, a device or a
 # server may not.
 _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _MAX_ENTRIES = 64  # of failure.json: a thousand ranks that lost a connection say nothing more
 _ATTEMPT = "attempt"  # file with the number of the last start
-_RESERVE = ".failure_reserve"  # file that is given up for the record where the disk is full
+_RESERVE = ".failure_reserve"  # removed to make room for the record if the disk is full
 _RESERVE_BYTES = 1 << 18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -48,7 +48,7 @@ _ADVICE = {
     "exception": "see the traceback in failure.json",
     "connection lost": "see the log and the kernel log of the rank at the other end",
 }
-# Evidence of the kernel outranks what ranks report of themselves: a broken connection is noticed before the death behind it.
+# Evidence of the kernel outranks what ranks report of themselves: a broken connection is noticed before the death that caused it.
 _HARD = frozenset({"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system hung"})
 _BROKEN_CONNECTION = re.compile(
     r"gloo/|ncclRemoteError|ncclSystemError|remote process exited|c10d|TCPStore|Connection (reset|closed) by peer|Broken pipe"
@@ -70,7 +70,7 @@ class Failure:
     time: float = field(default_factory=time.time)  # seconds since 1970, of the node that decides
     attempt: int = 1  # start of the run in its output directory, from 1
     node_rank: int = 0
-    exit_code: int = EXIT_CODE  # of the run that ends by it: 75 where starting again may help, else 1
+    exit_code: int = EXIT_CODE  # of the run that ends by it: 75 if starting again may help, else 1
 
     @property
     def advice(self) -> str:
@@ -157,7 +157,7 @@ def to_document(failures: Sequence[Failure], writer: str) -> dict[str, Any]:
 def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str) -> bool:
     """Write failure.json unless it is there; then failure_<writer>.json. Return True if it is failure.json.
 
-    Two halves of a cut network may both write. Readers never see half a record. Where the disk is full the space that
+    Two halves of a cut network may both write. Readers never see half a record. If the disk is full, the space that
     `reserve_space` has taken is used.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def reserve_space(run_directory: Path) -> None:
 
 
 def read_failure(run_directory: Path) -> Failure | None:
-    """Return the first entry of failure.json, or None where there is none."""
+    """Return the first entry of failure.json, or None if there is none."""
     path = run_directory / "failure.json"
     if not path.is_file():
         return None

@@ -8,7 +8,7 @@
     exit, with code         <-- verdict ---------------
 
 The rank's only extra thread samples, once in half a second, what the main thread waits for: its own frames tell, so that no
-collective and no wait has to be instrumented. Where there is no watcher (another system than Linux, unit tests) the same
+collective and no wait has to be instrumented. Without a watcher (on other systems than Linux, in unit tests) the same
 object reports to stderr and failure.json.
 """
 
@@ -224,7 +224,7 @@ class Heartbeat:
         # A launcher that ends its other workers must not cut this one's report short.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._report(failure) or not self._verdict.wait(_VERDICT_S):
-            self._speak_for_itself(failure)
+            self._report_without_watcher(failure)
         elif self._culprit != self.rank:  # the culprit's line is printed, and its traceback is in failure.json
             say(f"rank {self.rank} ({self._node}): as a consequence: {failure.message}\n")
         return self._exit_code if self._verdict.is_set() else failure.exit_code
@@ -234,8 +234,8 @@ class Heartbeat:
         failure = replace(failure, attempt=self.attempt, detail=failure.detail[-_DETAIL_CHARS:])
         return self._send({"kind": "failure", "failure": asdict(failure)})
 
-    def _speak_for_itself(self, failure: Failure) -> None:
-        """Print and write a failure where there is no watcher, or one that does not answer."""
+    def _report_without_watcher(self, failure: Failure) -> None:
+        """Print and write a failure if there is no watcher or it does not answer."""
         failure = replace(failure, attempt=self.attempt)
         # stderr before files, which may hang.
         say(f"{failure.detail}\n{first_line(failure)}\n")
@@ -307,7 +307,7 @@ class Heartbeat:
         if idle_s > deadline_s:
             self._expire(Failure(self.rank, "deadline", message, self._node, self.phase_name, stacks()))
         elif idle_s < deadline_s / 2:
-            self._has_warned = False  # there was progress: the next silence gets a warning of its own
+            self._has_warned = False  # there was progress: the next silence is warned of again
         elif not self._has_warned:
             self._has_warned = True
             logger.warning("rank %d, phase %s: %s", self.rank, self.phase_name, message)
@@ -318,7 +318,7 @@ class Heartbeat:
         timer.daemon = True
         timer.start()
         if not self._report(failure):
-            self._speak_for_itself(failure)
+            self._report_without_watcher(failure)
             os._exit(EXIT_CODE)
 
     def _write_page(self) -> None:
@@ -339,7 +339,7 @@ class Heartbeat:
 
 @contextmanager
 def watched_alone(phase: str) -> Iterator[None]:
-    """Have a watcher of its own end this process if it hangs inside; for commands of one process."""
+    """Have a watcher end this process if it hangs in the body; for commands of one process."""
     heartbeat = Heartbeat()
     heartbeat.connect(Place(0, 1, 0, 0, 1, f"{os.getpid()}-{time.time_ns()}", ("127.0.0.1", 0)))
     try:
@@ -453,7 +453,7 @@ def _name_of(group: Any) -> str:
 
 
 def flight_record(num_entries: int = 20) -> str:
-    """Return the newest entries of torch's flight recorder as lines, "" where torch has none."""
+    """Return the newest entries of torch's flight recorder as lines, "" if torch has none."""
     module = sys.modules.get("torch._C._distributed_c10d")
     lines = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

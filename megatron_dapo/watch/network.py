@@ -1,7 +1,7 @@
 """The network as the watcher of a node sees it: messages to and from the other watchers, and whether this node's own link is lost.
 
 A node that hears nothing of another cannot tell which of them has lost its link, unless its own interface has no carrier.
-It then asks third machines: where none of those that answered before answers now, its own link is lost.
+It then probes third machines: if none of them answers that did before, its own link is lost.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
 
 
 def _local_host(family: int, towards: tuple[Any, ...]) -> str:
-    """Return this machine's address on the way to another, "" (all of them) where there is no way yet."""
+    """Return this machine's address on the way to another, "" (any address) if there is no route yet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(towards)  # sends nothing
         return str(probe.getsockname()[0])
@@ -210,7 +210,7 @@ class OwnLink:
     """The link of this node: lost if an interface has no carrier, or if no machine answers any more.
 
     A question is a datagram to a port without a listener. The kernel of the machine there says so by ICMP, which arrives
-    as ECONNREFUSED on a connected socket; it needs no privilege. Those asked are on the local network of the run's nodes.
+    as ECONNREFUSED on a connected socket; it needs no privilege. The machines are on the local network of the run's nodes.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class OwnLink:
                 pass  # no answer yet, or no route
 
     def _choose(self, node: str) -> None:
-        """Ask others in place of those that have not answered."""
+        """Replace the machines that have not answered by others."""
         others = [address for address in neighbors(node) if address not in self._asked]
         for address in [each for each in self._asked if each not in self._answered_at] if others else ():
             self._asked.pop(address).close()

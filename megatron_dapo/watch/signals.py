@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C: collecting stops, the state is saved where there is time, and the process ends with exit code 75.
+"""SIGTERM and Ctrl-C: collecting stops, the state is saved if there is time, and the process exits with code 75.
 
 A thread notes the signals, so the request is known, to other ranks too, while the main thread is inside native code.
-Signals shortly after the first are the same wish, sent to a whole group and to its members; a later one means "now".
+Signals shortly after the first repeat it (a launcher signals a process group and its members); a later one means "now".
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Time until the process is killed, infinite where it is not known."""
+        """Time until the process is killed, infinite if it is not known."""
         if self._notice_s:
             return self._notice_s - (time.monotonic() - self._first if self.signal_name else 0.0)
         return float("inf") if self._end_time is None else self._end_time - time.time()

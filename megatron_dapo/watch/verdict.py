@@ -1,4 +1,4 @@
-"""The verdict on a run: what the watchers have seen goes in, what went wrong comes out. Pure: no clock, no socket, no process.
+"""Judges a run from what its watchers have seen. Pure functions: no clock, no socket, no process.
 
     rank_failure    one rank, by the watcher of its node: stopped, held by a file system, silent outside any wait
     hang            all ranks, by the leader: silent in collectives, or on GPUs without a new collective
@@ -6,7 +6,7 @@
     decision        when the records are complete enough, and which of them is the culprit
 
 What shows a hang depends on how a rank waits. On a CPU (gloo) it sleeps: silence, i.e. neither CPU time, data nor a
-collective, tells within seconds, and where its main thread is tells whether it waits for others. On a GPU a rank that waits
+collective, shows within seconds, and the stack of its main thread shows whether it waits for others. On a GPU a rank that waits
 for NCCL spins and looks busy, so in phases that run there only counters tell: if no rank of the run has entered a
 collective, begun a micro-batch or changed its phase for `stalled_s`, and the members of a group have entered different
 numbers of collectives, the one that entered fewest holds up the others.
@@ -123,7 +123,7 @@ def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwri
 def hang(nodes: Sequence[NodeView], world_size: int, limits: WatchLimits, since_gone_s: float = 1e9) -> Failure | None:
     """Return the culprit if all ranks of the run wait for each other.
 
-    since_gone_s: since a node ended in good order; those that waited for it need time to end as well.
+    since_gone_s: since a node ended in good order; ranks that waited for it need time to end as well.
     """
     views = [view for node in nodes for view in node.views]
     living = [node for node in nodes if not node.is_gone]

@@ -84,7 +84,7 @@ class WatchedRank:
     def look(self, now: float, queues: Mapping[str, str] | None) -> None:
         """Note whether it has moved since the last look, and whether it is stopped.
 
-        queues: those of the machine's TCP connections, None where they were not read.
+        queues: of the machine's TCP connections, None if they were not read.
         """
         self.out_of_memory.look(now)
         page, seen = self.page, activity(self.pid)

@@ -49,7 +49,7 @@ from megatron_dapo.watch.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, Watch
 
 TICK_S = 0.5
 BEAT_S = 1.0
-_WORD_S = 1.0  # for the record of a lost node to be read
+_LOST_RECORD_S = 1.0  # to look for the record of a lost node
 STACKS_S = 1.0  # for ranks to write their stacks
 WRITE_S = 2.5  # for the record to be on disk before ranks end, and their launchers look for it
 KILL_S = 5.5  # from the verdict to SIGKILL
@@ -85,7 +85,7 @@ class Watcher:
         # Of the leader
         self._heard: dict[int, float] = {}
         self._nodes: dict[int, NodeView] = {}  # by number, as of their last messages
-        self._words: dict[int, tuple[int, float]] = {}  # by lost node: process that looks for its record, since when
+        self._lost_records: dict[int, tuple[int, float]] = {}  # by lost node: process that looks for its record, since when
         self._lost_links: set[int] = set()  # nodes that have recorded the loss of their link
         self._gone: set[int] = set()  # nodes that ended in good order
         self._gone_at = self._started  # the last of them
@@ -270,7 +270,7 @@ class Watcher:
                 self._note(failure, now)
 
     def _probe_files(self, now: float) -> None:
-        """Have a child write a small file beside the run's, to see whether the file system answers."""
+        """Have a child write a small file next to the run's, to see whether the file system answers."""
         if self._probe is not None or self._directory is None:
             return
         directory, name = self._directory, f".watcher_{self._node_rank}"
@@ -299,7 +299,7 @@ class Watcher:
         """Return what the ranks of this node do."""
         living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
         views = [rank.view(now, self._node_rank) for rank in living]
-        # The end of a rank is a move: those that waited for it have had no time to continue.
+        # The end of a rank counts as a move: ranks that waited for it have had no time to continue.
         idle_s = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
         stalled_s = min((view.stalled_s for view in views), default=0.0)
         is_still = idle_s > self._limits.silent_s / 2 or stalled_s > self._limits.stalled_s / 2
@@ -434,22 +434,22 @@ class Watcher:
             if failure is not None:
                 self._note(failure, now)
         failures = decision(self._failures, nodes, self._world_size, now, self._limits, self._attempt)
-        if failures is not None and self._words_are_in(failures, now):
-            self._decide([self._with_word_of_the_lost(failure) for failure in failures], now, is_writer=True)
+        if failures is not None and self._lost_nodes_are_read(failures, now):
+            self._decide([self._with_reported_cause(failure) for failure in failures], now, is_writer=True)
 
-    def _words_are_in(self, failures: Sequence[Failure], now: float) -> bool:
+    def _lost_nodes_are_read(self, failures: Sequence[Failure], now: float) -> bool:
         """Look whether lost nodes have left a cause in the run directory; True once that is known, or takes too long."""
-        for node in {failure.node_rank for failure in failures if failure.cause == "node lost"} - self._words.keys():
+        for node in {failure.node_rank for failure in failures if failure.cause == "node lost"} - self._lost_records.keys():
             if (directory := self._directory) is not None:
-                self._words[node] = _in_child(partial(_require_link_lost, directory, node)), now
-        for node, (process, since) in self._words.items():
+                self._lost_records[node] = _in_child(partial(_require_link_lost, directory, node)), now
+        for node, (process, since) in self._lost_records.items():
             if process and (code := _exit_code_of(process)) is not None:
-                self._words[node] = 0, since
+                self._lost_records[node] = 0, since
                 if code == 0:
                     self._lost_links.add(node)
-        return all(not process or now - since > _WORD_S for process, since in self._words.values())
+        return all(not process or now - since > _LOST_RECORD_S for process, since in self._lost_records.values())
 
-    def _with_word_of_the_lost(self, failure: Failure) -> Failure:
+    def _with_reported_cause(self, failure: Failure) -> Failure:
         """Return the record of a lost node with the cause that the node itself has left in the run directory, if any."""
         if failure.cause != "node lost" or failure.node_rank not in self._lost_links:
             return failure
@@ -516,7 +516,7 @@ class Watcher:
                 os.kill(process, signal.SIGKILL)  # effective unless the kernel holds it
 
     def _stacks(self) -> str:
-        """Return the stacks of this node's ranks; those of ranks that are alike are written once."""
+        """Return the stacks of this node's ranks; equal stacks are written once."""
         texts: dict[str, list[int]] = {}
         for rank in self._ranks.values():
             page = rank.page
