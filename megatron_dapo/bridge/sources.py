@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,12 +49,10 @@ class WeightSource:
         """Return this rank's buffers with the present weights."""
         return {name: tensor.detach() for name, tensor in self._actor.named_local_parameters().items()}
 
-    def as_served(self) -> AbstractContextManager[None] | None:
-        """Return a context in which the actor's parameters have the values that engines compute with.
-
-        None if engines hold the actor's values, except for their type.
-        """
-        return None
+    def as_served(self) -> AbstractContextManager[None]:
+        """Return a context in which the actor's parameters have the values that engines compute with: here the actor's own,
+        except for their type."""
+        return nullcontext()
 
 
 class Fp8WeightSource(WeightSource):

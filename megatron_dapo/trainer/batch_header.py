@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> lis
     return [replace(sample, **numbers_of(*pair)) for sample, pair in zip(samples, pairs, strict=True)]
 
 
-def numbers_of(group: Group, sample: ScoredSample) -> dict[str, torch.Tensor]:
+def numbers_of(group: Group, sample: ScoredSample) -> dict[str, Any]:
     """Return tokens, prompt and response, the response's log-probs, and the routing if it is replayed; the latter two share
     the completion's memory."""
     prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion

@@ -27,7 +27,7 @@ from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
 from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.base import CollectiveEngine
+from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
@@ -80,6 +80,7 @@ class NoEngine:
 
     policy_version = -1
     num_unfinished = 0
+    prefix_reuse = PrefixReuse()
 
     def __init__(self, commands: Rank0Commands) -> None:
         self._commands = commands
@@ -181,7 +182,7 @@ class SglangBuilder(EngineBuilder):
         if not leads or supervision is None or not config.keeps_servers:
             return None
         client = supervision.connect(config.run.output_dir, config.sglang.servers_per_node, config.sglang.keep_seconds)
-        stack.push(client)
+        stack.push(client.__exit__)
         return client
 
     def _start(self, stack: ExitStack) -> None:
@@ -300,7 +301,9 @@ class SglangBuilder(EngineBuilder):
                 f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.mem_fraction_static, or shorten them"
             )
         sizes, experts = self._architecture, self._architecture.experts
-        routing = experts and RoutingShape(sizes.num_layers, experts.num_experts_per_token, experts.num_experts)
+        routing = (
+            RoutingShape(sizes.num_layers, experts.num_experts_per_token, experts.num_experts) if experts is not None else None
+        )
         settings = SglangEngineSettings(
             longest,
             sizes.vocab_size,
@@ -375,6 +378,7 @@ class SglangBuilder(EngineBuilder):
         in_host_memory = self._config.sglang.shared_memory == "host"
         per_node = self._config.sglang.servers_per_node if in_host_memory else 1
         sync_plan = self._plan(source, engines, engines_per_node=per_node)
+        assert self._node_group is not None, "shared memory is between ranks of one node"
         transport = SharedMemoryTransport(
             sync_plan,
             handles,
@@ -406,12 +410,12 @@ class SglangBuilder(EngineBuilder):
         return sync_plan, P2PTransport(sync_plan, handles, self._coordination, settings)
 
     def _disk(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
+        assert isinstance(source, MegatronLayout), "checkpoints hold the trained weights; the validator refuses others"
         config, group = self._config, self._ranks.group
 
         def export(directory: Path, sources: Buffers) -> None:
             export_to_huggingface(directory, config.model.path, source, sources, group)
 
-        assert isinstance(source, MegatronLayout), "checkpoints hold the trained weights; the validator refuses others"
         sync_plan, directory = self._plan(source, engines), config.run.output_dir / "weights"
         return sync_plan, DiskTransport(sync_plan, handles, directory, export, self._coordination)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,8 +41,8 @@ def measure(rank: int, gpus: Gpus | None = None) -> RankMemory:
 
 
 def _bus_id() -> str:
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch declares no PCI address
+    return f"{device.pci_domain_id:08x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
 
 
 class MemoryCheck:

@@ -20,9 +20,9 @@ from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
-from megatron_dapo.types import Group, Score, ScoredSample, num_distinct
+from megatron_dapo.types import Group, Outcome, Score, ScoredSample, num_distinct
 
-OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
+OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -259,8 +259,11 @@ class Recorder:
             tokens: Mapping[str, Any] = {}
             if self._token_texts is not None and sample.completion.num_tokens <= left:
                 advantages = by_token.get(sample.sample_id)
-                is_whole = advantages is not None and len(advantages) == sample.completion.num_tokens
-                tokens = token_details(sample, self._token_texts, advantages.tolist() if is_whole else None)
+                if advantages is not None and len(advantages) != sample.completion.num_tokens:
+                    advantages = None
+                tokens = token_details(
+                    sample, self._token_texts, None if advantages is None else advantages.tolist()
+                )
                 left -= sample.completion.num_tokens
             records.append(sample_record(train_step, groups[group], index, shown.get(sample.sample_id), tokens))
         return records

@@ -115,7 +115,7 @@ class Rollout:
             is_error = isinstance(collected, Exception)
             facts = {
                 "generation_step": self._collector.generation_step,
-                "should_stop": not is_error and collected is not None and collected.should_stop,
+                "should_stop": isinstance(collected, RolloutBatch) and collected.should_stop,
                 "is_interrupted": isinstance(collected, Stopped),
                 "error": f"rollout rank 0 stopped: {type(collected).__name__}: {collected}" if is_error else "",
             }

@@ -24,7 +24,9 @@ from megatron_dapo.parallel.packing import MicroBatchLimits, plan_micro_batches
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
-    from megatron_dapo.megatron.trained_model import StepResult, TrainedModel
+    from megatron_dapo.megatron.actor import MegatronActor
+    from megatron_dapo.megatron.critic import MegatronCritic
+    from megatron_dapo.megatron.trained_model import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ class Updater:
     def __init__(
         self,
         name: str,
-        model: TrainedModel,
+        model: MegatronActor | MegatronCritic,
         counters: StepCounters,
         schedule: LearningRateSchedule,
         micro_batch_tokens: int,
