@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,7 +49,7 @@ def hf_to_megatron(
     from megatron_dapo.converters.torch_dist import write_torch_dist_model
 
     _refuse_run_checkpoint("hf-to-megatron", source)
-    sizes = {
+    sizes: dict[str, Any] = {
         "tensor": tensor,
         "pipeline": pipeline,
         "virtual_pipeline": virtual_pipeline,

@@ -101,7 +101,8 @@ def plan_sync(
     architecture = ModelArchitecture.from_directory(config.model.path)
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
     source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
-    # Engines beside the trainer's ranks share its nodes; those apart follow on nodes of their own.
+    assert source is not None, "the trainer has a layout"
+    # Engines next to the trainer's ranks share its nodes; separate ones follow on nodes after them.
     offset = -(-source.num_ranks // ranks_per_node) * ranks_per_node if has_own_nodes else 0
     destination: Layout = ShiftedLayout(engine, offset) if offset else engine
     reshard = plan(source, destination, ranks_per_node=ranks_per_node)

@@ -90,7 +90,7 @@ def plan_recipe(
         )
         if gpus:
             found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
-            report, lines, fits = found_json(found, gpu, gpus), found_lines(found, gpu, gpus), bool(found.layouts)
+            report, lines, fits = found_json(found, gpu, gpus), list(found_lines(found, gpu, gpus)), bool(found.layouts)
         else:
             plan, problems = own_plan(config, architecture, GPUS[gpu], machines, mean_response)
             report = {"gpu": gpu, **plan_json(plan), "problems": [str(one) for one in problems]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.config.hook_rules import hook_problems
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
@@ -59,7 +60,7 @@ def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[V
     except ValueError as error:
         return [Violation("critic.path", "a model directory this package knows", str(error))]
     # A critic may have been trained at another length, and has another head.
-    values = {
+    values: dict[str, Any] = {
         f"{field.name} of critic and policy": (of_critic, of_policy)
         for field in fields(policy)
         if field.name not in _OF_A_ROLE

@@ -444,8 +444,8 @@ def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Vio
     if path in leaf_fields() and (table := _table_of(leaf_fields()[path])):
         name = str(entry["loc"][-1])
         rule = f"tables [[{path}]] with the keys {', '.join(table.model_fields)}"
-        close = difflib.get_close_matches(name, table.model_fields, n=1)
-        hint = f" (did you mean {close[0]}?)" if close and name not in table.model_fields else ""
+        nearest = difflib.get_close_matches(name, table.model_fields, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest and name not in table.model_fields else ""
         return Violation(
             path, rule, f"change {name if len(entry['loc']) > 2 else path} in {origin}{hint}", {path: given}
         )

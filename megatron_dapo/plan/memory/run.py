@@ -87,9 +87,9 @@ class _Roles:
     def models(self) -> list[tuple[ModelMemory, str]]:
         """Models on the policy's processes, with what leaves the GPU while others use it."""
         offload, of_critic = self.config.model.offload, self.config.critic.offload
-        found = [(self.policy, offload)]
-        found += [(self.reference, offload)] if self.reference else []
-        return found + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
+        models: list[tuple[ModelMemory, str]] = [(self.policy, offload)]
+        models += [(self.reference, offload)] if self.reference else []
+        return models + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
 
     @property
     def resident(self) -> int:
