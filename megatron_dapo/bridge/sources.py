@@ -89,7 +89,7 @@ SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8Wei
 def expected_layouts(
     quantization: str, engines: SglangLayout, trainer: Layout | None = None
 ) -> tuple[Layout | None, EngineLayout]:
-    """Return both sides of a sync before there are servers to ask; without `trainer`, the engines' side alone."""
+    """Return both sides of a sync before there are servers to ask; without `trainer`, only the engines' side."""
     if quantization == "none":
         return trainer, engines
     served = Fp8EngineLayout(engines, expected_parameters(engines))

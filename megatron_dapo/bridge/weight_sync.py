@@ -4,7 +4,7 @@
                     any failure or a missed deadline -> UNSERVED
 
 Collective over the trainer's ranks; each engine's leader controls it. An engine that fails stays paused and leaves the
-sync; the others continue. It serves again only after a whole sync of its own (`update_engines`), after a restart if it is
+sync; the others continue. It serves again only after a whole, separate sync (`update_engines`), after a restart if it is
 dead. A trainer rank that is gone or late ends the sync on all other ranks with CoordinationError; no engine is resumed
 then. Every rank learns the state of every engine.
 
@@ -317,7 +317,7 @@ class WeightSync:
         # Each thread gets a copy: one that misses its deadline must not change the report later.
         drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
         calls = {e: Call(partial(steps, self.handles.controls[e], drafts[e])) for e in mine}
-        # Every step has a deadline of its own, whose error names it; this one only catches a thread beyond all of them.
+        # Every step has its own deadline, whose error names it; this one only catches a thread beyond all of them.
         deadline = SyncDeadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
             report, draft = reports[engine], drafts[engine]

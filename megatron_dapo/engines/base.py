@@ -80,7 +80,7 @@ class CollectiveEngine(RolloutEngine, Protocol):
 
 
 def check_request_ids(requests: Sequence[GenerationRequest], in_use: Collection[str]) -> None:
-    """Raise ValueError where a request id occurs twice or is in use."""
+    """Raise ValueError if a request id occurs twice or is in use."""
     names = [request.request_id for request in requests]
     clashes = {name for name, count in Counter(names).items() if count > 1 or name in in_use}
     if clashes:
@@ -138,8 +138,8 @@ def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: in
             f"request {name!r}: prefix ids span {token_ids.min()}..{token_ids.max()}, "
             f"but the model's vocabulary is 0..{vocab_size - 1}"
         )
-    if behind := stops_before_the_end(request.sampling, token_ids):
-        raise ValueError(f"request {name!r}: the prefix continues behind the stop ids {behind}")
+    if early_stops := stops_before_the_end(request.sampling, token_ids):
+        raise ValueError(f"request {name!r}: the prefix continues after the stop ids {early_stops}")
 
 
 def stops_before_the_end(sampling: SamplingParams, token_ids: np.ndarray) -> list[int]:
@@ -182,7 +182,7 @@ def is_complete(request: GenerationRequest) -> bool:
 
 
 def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
-    """The whole response: the request's prefix, then `rest`, which was generated behind it."""
+    """The whole response: the request's prefix, then `rest`, which was generated after it."""
     prefix = request.prefix
     if prefix is None:
         return replace(rest, versions=_merge_versions(rest.versions))

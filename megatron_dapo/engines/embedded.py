@@ -180,7 +180,7 @@ class EmbeddedEngine:
             )
         if version != self._version:
             self._current.clear()
-            # Not strict: columns behind the last row are free slots.
+            # Not strict: columns after the last row are free slots.
             for row, num_tokens in zip(self._rows, self._integers[_COLUMN].tolist(), strict=False):
                 row.starts.append((num_tokens, version))
         self._version = version
@@ -314,7 +314,7 @@ class EmbeddedEngine:
         return completions
 
     def _reason(self, index: int) -> FinishReason:
-        """ "stop" where the last token is a stop id, also at the length limit."""
+        """ "stop" if the last token is a stop id, also at the length limit."""
         last = int(self._integers[_TOKEN, index])
         return "stop" if last in self._rows[index].request.sampling.stop_token_ids else "length"
 

@@ -1,6 +1,6 @@
 """Memory that trainer and engine processes of one node share, one arena an engine rank: reply area, counters, slots.
 
-An arena is a file in a memory file system, readable by its owner alone. The trainer creates it and unlinks it as soon as
+An arena is a file in a memory file system, readable only by its owner. The trainer creates it and unlinks it as soon as
 all have mapped it. `remove_stale` removes the files of killed processes; the name carries the creator's pid.
 """
 

@@ -1,6 +1,6 @@
 """Messages of a weight sync between the trainer and one engine rank: commands, replies, and the buckets they announce.
 
-All of them travel as JSON; the bytes of a bucket travel beside them.
+All of them travel as JSON; the bytes of a bucket travel separately.
 """
 
 from __future__ import annotations

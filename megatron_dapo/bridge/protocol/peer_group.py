@@ -14,7 +14,7 @@ A group always has gloo connections. With the "nccl" backend they carry control 
 NCCL: its operations on a pair of ranks ignore tags and run one after the other, so that a reply awaited there would block
 the bytes sent after it.
 
-The store and gloo's connections have no authentication of their own. They listen on the given host alone (loopback
+The store and gloo's connections have no authentication of their own. They listen only on the given host (loopback
 unless a caller names an interface); what arrives must be checked against what an authenticated channel announced.
 """
 
@@ -95,7 +95,7 @@ class RendezvousStore:
     """The key-value store through which members find each other's addresses. It lives in one process, on one host."""
 
     def __init__(self, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
-        """Listen on `host` alone, on a free port. Raise OSError if the host is not this node."""
+        """Listen on a free port of `host` only. Raise OSError if the host is not this node."""
         listener = socket.create_server((host, 0))
         self.address = Address(host, listener.getsockname()[1])
         # The store takes the socket over: no moment in which another process could take the port.
@@ -139,7 +139,7 @@ class PeerGroup:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)  # of tensors sent with DATA_TAG
-        # A gloo connection stalls, including the replies behind it, once the buffer of a message it reads is freed.
+        # A gloo connection stalls, including the replies queued after it, once the buffer of a message it reads is freed.
         self.in_flight: set[Pending] = set()
         self.connected = set(range(size)) - {rank}  # members to which there may be a connection
         self._control = control

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 NUM_SLOTS = 2
-MAX_WRITERS = 1000  # a word each, behind the other counters
+MAX_WRITERS = 1000  # a word each, after the other counters
 LEFT = "it has left the weight sync"  # a writer ends its waiting; the engine's messenger knows the reason
 ABANDONED = "the trainer has abandoned the weight sync"
 _NUMBER, _STOPPED, _LOADED, _BEGUN, _WRITTEN = 0, 1, 2, 3, 4
@@ -67,7 +67,7 @@ class ArenaProgress:
 
     def count_written(self, writer: int, count: int) -> None:
         """Publish that this writer has written its share of the first `count` buckets."""
-        # A word of its own for every writer: an increment of a shared one is not atomic between processes.
+        # A separate word for every writer: an increment of a shared one is not atomic between processes.
         self._words[_WRITTEN + writer] = count
 
     def count_loaded(self, count: int) -> None:

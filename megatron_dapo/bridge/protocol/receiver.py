@@ -49,7 +49,7 @@ class WriteCoverage:
         for name, (shape, _, num_filled) in self._parameters.items():
             written = self._written[name]
             num_written = sum(bounds.volume for bounds in written)
-            # Counts alone would not see a chunk that arrived twice in place of another of equal size.
+            # Counts would not show a chunk that arrived twice in place of another of equal size.
             twice = overlapping(written)
             if twice is not None:
                 raise ValueError(f"weight sync: the elements {twice} of {name!r} {shape} arrived twice")

@@ -52,7 +52,7 @@ class EngineControl(Protocol):
         """Drop the KV cache, which the old weights filled."""
 
     def begin_weight_update(self) -> None:
-        """Open an update session, where the engine has such."""
+        """Open an update session, if the engine has them."""
 
     def end_weight_update(self) -> None:
         """Close the session of `begin_weight_update`."""
@@ -65,7 +65,7 @@ class EngineControl(Protocol):
 
 
 class ServerControl(EngineControl, Protocol):
-    """Control of an engine in processes of its own, which take weights as requests: SGLang's endpoints."""
+    """Control of an engine in separate processes, which take weights as requests: SGLang's endpoints."""
 
     def update_weights_from_tensor(
         self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
@@ -165,7 +165,7 @@ class EngineFailure(RuntimeError):
 
 
 class Call(Generic[Result]):
-    """A call in a thread of its own, so that waiting for it has a deadline."""
+    """A call in a separate thread, so that waiting for it has a deadline."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._function = function
@@ -213,7 +213,7 @@ def encode_payload(*commands: Command) -> bytes:
 
 
 class _EmptyTensor:
-    """Stand-in that is unpickled as an empty tensor; the loader reads the names alone.
+    """Stand-in that is unpickled as an empty tensor; the loader reads only the names.
 
     SGLang unpickles with a list of allowed modules. A tensor's own pickle names the function that reads its storage, which
     megatron-core (0.19) replaces by one of its own, and the server ends with "Blocked unsafe class loading".

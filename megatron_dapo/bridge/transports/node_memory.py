@@ -125,7 +125,7 @@ class NodeMemory:
                 continue
             try:
                 for engine_rank in ranks:
-                    # On a GPU the arena holds the reply and the counters alone.
+                    # On a GPU the arena holds only the reply and the counters.
                     slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
                     spec = create_arena(self._directory, f"{request.sync_id}-{engine_rank}", slot_bytes)
                     memory.linked[engine_rank] = spec

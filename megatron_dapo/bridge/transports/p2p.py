@@ -115,7 +115,7 @@ class _Rendezvous:
 
 @dataclass
 class _Share:
-    """One rank's share in the sync of one engine; filled in a thread of its own.
+    """One rank's share in the sync of one engine; filled in a separate thread.
 
     It names its sync: a thread that misses the deadline must not take the next sync for its own.
     """

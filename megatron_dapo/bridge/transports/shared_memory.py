@@ -8,7 +8,7 @@ watches the counters.
     ranks    write 0 | write 1 | write 2 | ...
     engine   begin   | load 0  | load 1  | ...   -> finish (coverage and checksums)
 
-A sync through new memory begins with a message of its own, so that an engine that cannot map it says so at once.
+A sync through new memory begins with a separate message, so that an engine that cannot map it says so at once.
 `node_memory` keeps the memory; `forwarding` carries chunks whose source is on another node.
 """
 

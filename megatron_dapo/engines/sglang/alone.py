@@ -17,7 +17,7 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 def started(settings: Sequence[ServerSettings]) -> Iterator[list[SglangServer]]:
     """Start servers side by side, wait until each serves its directory, and end them afterwards.
 
-    EngineStartError, with the first error of its log, where one does not come up.
+    EngineStartError, with the first error of its log, if one does not come up.
     """
     with ExitStack() as stack:
         servers = []
@@ -47,7 +47,7 @@ def serving_engine(
 
 
 def require_model(server: AttachedServer, model_path: str) -> None:
-    """Raise EngineStartError where a server that runs already was started from another directory than `model_path`."""
+    """Raise EngineStartError if a server that was given by its URL serves another directory than `model_path`."""
     served = server.info.model_path if server.info else ""
     if served != model_path:
         raise EngineStartError(

@@ -122,7 +122,7 @@ class SglangClient:
 
     Args:
         url: http://host:port of the server.
-        key: its API key, None where it has none.
+        key: its API key; None if it has none.
         api_version: what its version needs, see `versions.api_version_of`; None: no update session.
         name: how errors call the server; the URL by default.
     """
@@ -176,7 +176,7 @@ class SglangClient:
         vocab_size: int,
         routing: RoutingShape | None = None,
     ) -> Generation:
-        """Generate one response (or its rest, behind a prefix).
+        """Generate one response (or the rest of one, after a prefix).
 
         `rid` names it on the server, among those running and for `abort`; aborting a rid aborts every rid that begins
         with it, so no rid may begin another. The caller bounds the wait. Raises EngineError.
@@ -219,7 +219,7 @@ class SglangClient:
         await self.get(http, "/health", self.timeouts.health_s)
 
     async def get(self, http: aiohttp.ClientSession, path: str, seconds: float) -> bytes:
-        """Return the answer to GET `path` in an event loop; EngineError where it is not 200 within `seconds`."""
+        """Return the answer to GET `path` in an event loop; EngineError if it is not 200 within `seconds`."""
         timeout = aiohttp.ClientTimeout(seconds, sock_connect=min(self.timeouts.connect_s, seconds))
         status, body = await self._exchange(http, f"GET {path}", seconds, timeout)
         self._check_status(f"GET {path}", status, body.decode(errors="replace"))
@@ -329,7 +329,7 @@ class SglangClient:
     # HTTP
 
     def _call(self, endpoint: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:
-        """One call within `deadline`, repeated up to `retries` times where the connection was lost."""
+        """One call within `deadline`, repeated up to `retries` times if the connection is lost."""
         (method, path), end = endpoint.split(), time.monotonic() + deadline
         while True:
             try:
@@ -366,7 +366,7 @@ class SglangClient:
             raise EngineHttpError(self.name, endpoint, status, problem)
 
     def _answer(self, endpoint: str, response: httpx.Response) -> Any:
-        """The JSON of a good answer (None where there is none); EngineHttpError otherwise."""
+        """The JSON of a good answer (None if it has no body of JSON); EngineHttpError otherwise."""
         self._check_status(endpoint, response.status_code, response.text if response.status_code != 200 else "")
         if not response.headers.get("content-type", "").startswith("application/json"):
             return None
@@ -425,8 +425,8 @@ class ColocatedClient(SglangClient):
         generate | sleep: paused, cache and weights released | trainer's step | begin update: memory of the weights resumed
                  | weight sync, verified | resume: cache resumed, then generation
 
-    Weights come back first and the cache only after the weight sync, so that both are never there beside the buckets of
-    the sync and the trainer's own peak. Needs a server started with its memory saver (CUDA alone; not run on one yet).
+    Weights come back first and the cache only after the weight sync, so that both are never there with the buckets of
+    the sync and the trainer's own peak. Needs a server started with its memory saver (CUDA only).
     """
 
     _released: frozenset[str] = frozenset()  # SGLang ends where something is to come back that was not released

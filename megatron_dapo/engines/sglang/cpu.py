@@ -43,7 +43,7 @@ def apply_to_sglang() -> None:
     """Let a seed per request count on a CPU, and FP8 run (imports sglang). Call in every process of the engine.
 
     SGLang listens to seeds only in its deterministic mode, which accepts no CPU attention backend and swaps matrix
-    products for Triton kernels. torch's products on a CPU differ by rounding alone between batch sizes, so they stay.
+    products for Triton kernels. torch's products on a CPU differ only by rounding between batch sizes, so they stay.
     """
     if not is_needed():
         return

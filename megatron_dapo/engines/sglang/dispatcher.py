@@ -54,7 +54,7 @@ class HttpDispatcher:
     """Sends attempts and returns their outcomes in the order they arrive.
 
     An attempt fails once its server has answered nothing for the client's generate_s: a server with a small KV cache
-    queues requests, and one that waits behind others that finish is not late.
+    queues requests, and one that waits for its turn while others finish is not late.
     """
 
     def __init__(self, vocab_size: int, max_connections: int, routing: RoutingShape | None = None):

@@ -6,8 +6,8 @@
 
 A request is at any time waiting, in flight on one server under one attempt number, or ready: so it comes back exactly
 once. When a server dies its attempts are given up (a late answer has a number that is no longer known) and their requests
-wait again. A server that is dying tells nothing of what it had generated, so a response starts over from where it was
-handed in: from its prefix where it has one. On a server started with `seeded` sampling it then becomes the same
+wait again. A server that is dying tells nothing of what it had generated, so a response starts over from what was
+handed in: from its prefix if it has one. On a server started with `seeded` sampling it then becomes the same
 response; otherwise it is a fresh draw, which favors short responses a little (long ones are likelier to be hit).
 
 Requests go to the server with the fewest tokens in flight (prompt + expected response); those with one prompt stay
@@ -47,7 +47,7 @@ from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, Ver
 
 logger = logging.getLogger(__name__)
 
-_SPARE_CONNECTIONS = 4  # to each server: health probes beside the requests
+_SPARE_CONNECTIONS = 4  # to each server: health probes, next to the requests
 _RESERVED_FILES = 256  # data, logs, sockets of process groups
 # Weight of one response in the running mean of response lengths.
 _LENGTH_MEMORY = 1 / 32

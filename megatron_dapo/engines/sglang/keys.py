@@ -1,4 +1,4 @@
-"""The API key of a run: made for it, in a file that its owner alone can read, and in no command line or log."""
+"""The API key of a run: made for it, in a file that only its owner can read, and in no command line or log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_BYTES = 4096
 def create_key(directory: Path, name: str = _NAME) -> Path:
     """Write a fresh key into `directory` (made if missing) and return the file, mode 0600 from its first byte.
 
-    A key that is there already is replaced: a resumed run has servers of its own.
+    A key that is there already is replaced: a resumed run starts its own servers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
@@ -30,7 +30,7 @@ def create_key(directory: Path, name: str = _NAME) -> Path:
 
 
 def read_key(path: Path) -> str:
-    """The key in `path`. ValueError where the file is missing or empty, is not ours, or others may read or write it."""
+    """The key in `path`. ValueError if the file is missing or empty, belongs to another user, or others may read or write it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

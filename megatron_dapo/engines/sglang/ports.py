@@ -58,7 +58,7 @@ def require_reachable(address: ListenAddress, host: str, num_nodes: int) -> None
 class ReservedPort:
     """A port on `host`, held by a bound socket until `release`.
 
-    The socket was bound for us alone. `hand_over` then marks it reusable: a server that asks for SO_REUSEADDR (all do)
+    Only we can use the socket at first. `hand_over` then marks it reusable: a server that asks for SO_REUSEADDR (all do)
     can bind and listen while we keep holding the port, and every other process that wants it is still refused, also
     between the death of a server and its restart.
     """
@@ -79,7 +79,7 @@ class ReservedPort:
 def reserve_port(host: str) -> ReservedPort:
     """A free port on `host`, outside the range the kernel draws from, so that no outgoing connection takes it either.
 
-    ValueError where `host` is no address of this node; RuntimeError where no port is left.
+    ValueError if `host` is no address of this node; RuntimeError if no port is left.
     """
     family, address = _resolve(host)
     for number in _candidates():

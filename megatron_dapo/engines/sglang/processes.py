@@ -113,7 +113,7 @@ def _is_old_and_ours(file: Path) -> bool:
 
 
 class ProcessTree:
-    """A started server (leader of a session of its own) and all it has started since."""
+    """A started server (a session leader) and all it has started since."""
 
     def __init__(self, leader: subprocess.Popen[bytes]) -> None:
         self._leader = leader

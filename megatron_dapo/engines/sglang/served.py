@@ -75,7 +75,7 @@ class ServerInfo:
 
 def open_http(url: str, key_file: Path) -> httpx.Client:
     """Connections to a server, with its key."""
-    # No proxy from the environment: the key goes to the engine alone.
+    # No proxy from the environment: the key goes only to the engine.
     headers = {"Authorization": f"Bearer {read_key(key_file)}"}
     return httpx.Client(base_url=url, headers=headers, timeout=_CALL_S, trust_env=False)
 

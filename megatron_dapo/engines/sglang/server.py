@@ -33,7 +33,7 @@ _HEALTH_S = 15.0
 
 
 class SglangServer:
-    """A server started by this run: leader of a process session of its own."""
+    """A server started by this run, the leader of its own process session."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class SglangServer:
         return not self._is_closed and self._tree.exit_code is None and self._tree.ended_worker() is None
 
     def wait_until_healthy(self) -> ServerInfo:
-        """Wait until it generates, then check what it serves. EngineStartError, and no process left, where it fails."""
+        """Wait until it generates, then check what it serves. EngineStartError, and no process left, if it fails."""
         try:
             with open_http(self.url, self.key_file) as http:
                 self._wait_for_health(http)
@@ -116,7 +116,7 @@ class SglangServer:
         self.kill()
 
     def kill(self) -> None:
-        """End every process of it at once. RuntimeError where one stays (uninterruptible in the kernel)."""
+        """End every process of it at once. RuntimeError if one stays (uninterruptible in the kernel)."""
         if self._is_closed:
             return
         remaining = self._tree.kill(timeout_s=30.0)
@@ -163,7 +163,7 @@ class AttachedServer:
     info: ServerInfo | None = field(default=None, init=False)
 
     def is_alive(self) -> bool:
-        """Return True if it answers within 5 s (the HTTP process alone: a paused engine answers as well)."""
+        """Return True if it answers within 5 s (only the HTTP process does: a paused engine answers as well)."""
         with open_http(self.url, self.key_file) as http:
             return _answers(http, "/model_info", 5.0)
 
@@ -190,7 +190,7 @@ class AttachedServer:
         return f"engine {self.index} at {self.url} was not started here: its log is with its operator"
 
     def _require_running(self) -> None:
-        """Raise EngineStartError once its processes, where they are known, have ended."""
+        """Raise EngineStartError once its processes have ended, if they are known."""
 
 
 def _spawn(
@@ -215,7 +215,7 @@ def _spawn(
 
 
 def _new_log(directory: Path, index: int) -> Path:
-    """A file of its own for every start: the log of the one that died stays."""
+    """A new file for every start: the log of a server that died stays."""
     directory.mkdir(parents=True, exist_ok=True)
     attempt = 0
     while True:

@@ -87,7 +87,7 @@ class ServerSettings:
     more_arguments: tuple[str, ...] = ()
     """Further arguments for SGLang's server."""
     more_environment: tuple[str, ...] = ()
-    """Names of variables that it gets beside the allow-list."""
+    """Names of variables that it gets in addition to the allow-list."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.max_running_requests < 1:
@@ -223,7 +223,7 @@ def _cpu_environment(settings: ServerSettings) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
     }
     if settings.tensor_parallel > 1:
-        # SGLang wants one list of cores a rank where the ranks outnumber the memory nodes.
+        # SGLang wants one list of cores a rank if the ranks outnumber the memory nodes.
         num_cores = os.cpu_count() or 1
         cores = (str(rank % num_cores) for rank in range(settings.tensor_parallel))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _MODULE = "megatron_dapo.engines.sglang.supervisor"
-_CONNECT_S = 120.0  # under Slurm it starts beside the trainer
+_CONNECT_S = 120.0  # under Slurm both start at the same time
 _POLL_S = 0.05
 # For a kept server to answer. Its scheduler may still wait for weights of a trainer that is dead.
 _TAKE_OVER_S = 75.0
@@ -100,7 +100,7 @@ class SupervisorClient:
     """A connection to this node's supervisor. While it is open, servers are kept. Leave it as a context manager is left."""
 
     def __init__(self, address: str, num_servers: int) -> None:
-        """Connect. OSError where nothing listens; SupervisorGone where it is about to end."""
+        """Connect. OSError if nothing listens; SupervisorGone if it is about to end."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._lock = threading.Lock()  # of a request and its answer: engines are controlled by several threads
         try:
@@ -113,7 +113,7 @@ class SupervisorClient:
             raise
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Return the answer to a request. ValueError or RuntimeError where it failed, SupervisorGone where none comes."""
+        """Return the answer to a request. ValueError or RuntimeError if it failed, SupervisorGone if none comes."""
         try:
             with self._lock:
                 self._stream.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
@@ -140,7 +140,7 @@ class SupervisorClient:
 
     def _close(self) -> None:
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would wait for the stream's end
+            self._socket.shutdown(socket.SHUT_RDWR)  # only closing would wait for the stream's end
         self._socket.close()
 
 
@@ -160,7 +160,7 @@ class SupervisedServer(AttachedServer):
     def wait_until_healthy(self) -> ServerInfo:
         """Take the server over if it was kept, else wait until it generates; then check what it serves.
 
-        EngineStartError, and no process left, where it fails. One that cannot be taken over is replaced.
+        EngineStartError, and no process left, if it fails. One that cannot be taken over is replaced.
         """
         if self._has_served:
             try:

@@ -42,7 +42,7 @@ class Generation:
     token_ids: np.ndarray  # [N] int32, the new tokens, the stop token included
     logprobs: np.ndarray  # [N] float32, at the sampled temperature
     finish_reason: FinishReason
-    weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
+    weight_version: str  # the server's own label of its weights when it answered; "" if it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # of the whole sequence, see Completion
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
@@ -106,7 +106,7 @@ def parse_generation(
     text, experts = _without_experts(body)
     try:
         num_entries = _flatten_entries(text)
-        # A parser of its own for each answer: values of one refer to it for as long as they live.
+        # A new parser for each answer: values of one refer to it for as long as they live.
         answer = _object(simdjson.Parser().parse(text), "the answer")
         if answer.get("success") is False:
             raise AnswerError(f"success: false: {str(answer.get('message'))[:600]}; see the server's log")
@@ -262,7 +262,7 @@ _EXPERTS = b'"routed_experts":"'
 
 
 def _without_experts(body: bytes) -> tuple[bytearray, memoryview | None]:
-    """Cut the experts' base64 out of an answer, None where it has none.
+    """Cut the experts' base64 out of an answer, None if it has none.
 
     They are most of it, 2 KB a token with 48 layers of 8, and the parser would copy them twice. The key with its quotation
     marks cannot stand inside a string of JSON.
@@ -318,8 +318,8 @@ def _finish_reason(value: Any, token_ids: np.ndarray, request: GenerationRequest
     num_left = max_new_tokens_of(request)
     if len(token_ids) > num_left:
         raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were requested")
-    if behind := stops_before_the_end(request.sampling, token_ids):
-        raise AnswerError(f"the response continues behind the stop ids {behind}")
+    if early_stops := stops_before_the_end(request.sampling, token_ids):
+        raise AnswerError(f"the response continues after the stop ids {early_stops}")
     # SGLang reports not-a-number logits as a stop by text, which no request wants.
     matched = reason.get("matched")
     if kind == "stop" and (not len(token_ids) or type(matched) is not int or matched != token_ids[-1]):

@@ -355,7 +355,7 @@ def test_prefixes_that_cannot_be_continued_are_refused() -> None:
         "1 log-probs for 2 tokens": replace(prefix, logprobs=(-1.0,)),
         "do not cover its 2 tokens": replace(prefix, versions=(VersionRange(0, 1, 0),)),
         "prefix ids span 5..61": aborted_after("a", (5, 61)),
-        "behind the stop ids .9.": aborted_after("a", (9, 5)),
+        "after the stop ids .9.": aborted_after("a", (9, 5)),
     }
     for message, broken in cases.items():
         with pytest.raises(ValueError, match=message):

@@ -142,7 +142,7 @@ EXPECTED = {
     "unknown_reason": (EngineAnswerError, "unknown finish reason 'tired'"),
     "nan_stop": (EngineAnswerError, "stopped at 'NaN happened'"),
     "short": (EngineAnswerError, "at 2 tokens, 8 were requested"),
-    "behind_stop": (EngineAnswerError, "continues behind the stop ids"),
+    "behind_stop": (EngineAnswerError, "continues after the stop ids"),
     "unsuccessful": (EngineAnswerError, "success: false: the loader refused"),
 }
 
