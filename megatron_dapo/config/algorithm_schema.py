@@ -255,10 +255,10 @@ class AlgorithmConfig(Section):
     [advantage_estimation]); the two differ in their switches alone. tppo: the same over windows of responses
     ([window])."""
 
-    advantage: AdvantageConfig = Field(GrpoAdvantageConfig(), discriminator="name")
+    advantage: AdvantageConfig = Field(default=GrpoAdvantageConfig(), discriminator="name")
     """Advantages from groups: a name, or a table with a name and its keys. For name = dapo."""
 
-    loss: PolicyLossConfig = Field(PpoClipLossConfig(), discriminator="name")
+    loss: PolicyLossConfig = Field(default=PpoClipLossConfig(), discriminator="name")
     """The policy loss: a name, or a table with a name and its keys."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
