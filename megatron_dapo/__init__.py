@@ -5,7 +5,7 @@ The Python interface is imported on first use, so that `import megatron_dapo` co
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from megatron_dapo._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_dapo.algorithms.advantages import AdvantageInputs as AdvantageInputs

@@ -32,4 +32,4 @@ if [ "${PREFLIGHT:-1}" = 1 ]; then # every node is measured, and a slow one name
         --module megatron_dapo.cli.main preflight "$recipe" "${settings[@]}" "$@"
 fi
 exec python -m megatron_dapo.launch.torchrun --max-restarts 3 "${rendezvous[@]}" --master-port "${MASTER_PORT:-29500}" \
-    --module megatron_dapo.launch.worker "$recipe" "${settings[@]}" "$@"
+    --module megatron_dapo.run.worker "$recipe" "${settings[@]}" "$@"

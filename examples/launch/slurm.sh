@@ -75,7 +75,7 @@ if is_smaller; then
     requeue ""
     exit 75
 fi
-worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
+worker=(python -m megatron_dapo.run.worker "$layout" "${settings[@]}" "$@")
 # Every node is measured first, and a slow one named: see docs/nodes.md.
 if [ "${PREFLIGHT:-$((SLURM_JOB_NUM_NODES > 1))}" = 1 ]; then
     "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight "$layout" "${settings[@]}" "${options[@]}" \

@@ -24,9 +24,9 @@ from megatron_dapo.ablation.runs import (
     read_records,
     record_of,
 )
-from megatron_dapo.cli.plan import Machines
 from megatron_dapo.launch.environment import visible_devices
 from megatron_dapo.launch.lifetime import DirectoryLock
+from megatron_dapo.run.plan import Machines
 from megatron_dapo.watch.failure import EXIT_CODE
 
 

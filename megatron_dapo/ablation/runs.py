@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo import __version__
+from megatron_dapo._version import __version__
 from megatron_dapo.ablation.grid import Grid, Variant
-from megatron_dapo.cli.plan import Machines, Plan, make_plan
 from megatron_dapo.config.loader import is_input
 from megatron_dapo.config.rules import ConfigError, Violation, value_of
-from megatron_dapo.config.schema import Config, leaf_fields, pretraining_config
+from megatron_dapo.config.schema import Config, leaf_fields
 from megatron_dapo.evaluation.protocol import FREE_FIELDS, EvaluationResult, differing_fields
+from megatron_dapo.run.derive import pretraining_config
+from megatron_dapo.run.plan import Machines, Plan, make_plan
 from megatron_dapo.telemetry.summary import read_summary
 from megatron_dapo.trainer.recorder import RunPaths
 

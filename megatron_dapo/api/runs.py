@@ -15,9 +15,9 @@ from megatron_dapo.config.rules import ConfigError, Violation
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron_dapo.cli.plan import Inputs, Plan
     from megatron_dapo.config.schema import Config
     from megatron_dapo.evaluation.protocol import EvaluationResult
+    from megatron_dapo.run.plan import Inputs, Plan
     from megatron_dapo.telemetry.summary import RunSummary
 
 Turns = Sequence[Mapping[str, str]]  # chat turns: {"role": ..., "content": ...}
@@ -81,9 +81,9 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
     directory, and TrainingError with the first root cause of a run that fails or is stopped.
     """
     from megatron_dapo.checkpoints.disk_space import checkpoint_space
-    from megatron_dapo.cli.run import machines_of
     from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.launch.whole_run import is_done, run_workers
+    from megatron_dapo.run.plan import machines_of
+    from megatron_dapo.run.start import is_done, run_workers
     from megatron_dapo.telemetry.summary import read_summary
 
     file = recipe.write()
@@ -108,9 +108,9 @@ def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResul
     Its `metrics` have avg@k, pass@k and cons@k with their intervals. ConfigError or ValueError for a recipe or data that cannot be
     used, RuntimeError where servers fail.
     """
-    from megatron_dapo.cli.evaluate import evaluate_model
-    from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
-    from megatron_dapo.cli.run import for_evaluation
+    from megatron_dapo.run.derive import for_evaluation
+    from megatron_dapo.run.evaluate import evaluate_model
+    from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
 
     with tempfile.TemporaryDirectory(prefix="evaluation-") as directory:
         file = recipe.write(directory)
@@ -145,9 +145,9 @@ def generate(
 
     ConfigError or ValueError for what cannot be used, RuntimeError where servers fail.
     """
-    from megatron_dapo.cli.evaluate import opened_engine
     from megatron_dapo.evaluation.runner import evaluation_seed
     from megatron_dapo.evaluation.runner import generate as drive
+    from megatron_dapo.run.evaluate import opened_engine
     from megatron_dapo.trainer.build_rollout import read_model_inputs
     from megatron_dapo.types import GenerationRequest, SamplingParams
 
@@ -181,7 +181,7 @@ def generate(
 def _plan(
     file: Path, layout: str | None, machines: Any, inputs: Inputs, overrides: Sequence[str] = (), adapt: Any = None
 ) -> Plan:
-    from megatron_dapo.cli.plan import make_plan
+    from megatron_dapo.run.plan import make_plan
 
     adapted = {"adapt": adapt} if adapt else {}
     return make_plan(file, overrides, layout, None, machines, inputs=inputs, **adapted)

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_dapo import __version__
+from megatron_dapo._version import __version__
 from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
@@ -32,10 +32,11 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.cli.quantize import quantize
 from megatron_dapo.cli.recipes import quickstart, recipes_app
-from megatron_dapo.cli.run import evaluate, machines_of, pretrain_value, rejection_sample, replay, rounds, sft, train
+from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, replay, rounds, sft, train
 from megatron_dapo.cli.run_plan import RecipeOrCommand, plan_recipe
 from megatron_dapo.plan.cluster import NETWORK_GBIT
 from megatron_dapo.plan.device import GPUS
+from megatron_dapo.run.plan import machines_of
 
 app = typer.Typer(
     name="megatron-dapo",

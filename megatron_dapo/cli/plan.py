@@ -1,120 +1,14 @@
-"""Lines that sum up a configuration before the run starts, and the list of everything that is wrong with it."""
+"""Lines that sum up a configuration before the run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
-
 from megatron_dapo.cli.memory_plan import memory_lines
 from megatron_dapo.cli.precision_plan import precision_lines
-from megatron_dapo.config import Config, ConfigError, LoadedConfig, layout_overrides, load_config
+from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PolicyLossConfig
-from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.rules import UnusableInput, Violation
-from megatron_dapo.doctor.hub_inputs import local_copies
-from megatron_dapo.doctor.inputs import input_problems, quick_problems
-from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.plan.check import validate_and_check
-from megatron_dapo.plan.cluster import GPUS_PER_NODE, GPU_GIB, HOST_GIB, Cluster, cluster_for, server_gpus
-from megatron_dapo.trainer.topology import critic_layout, parallel_layout
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Machines of a run as far as they are known; None: as many as the layout asks for."""
-
-    num_nodes: int | None = None
-    gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
-    gpu_gib: float = GPU_GIB
-    host_gib: float = HOST_GIB
-    num_tasks: int | None = None  # processes that a launcher will start
-    gpus_here: int = 0  # of the machine of a dry run, where nothing else is said; 0: none, or not known
-
-
-# What is read of the inputs: nothing, what needs no heavy import, or everything.
-Inputs = Literal["none", "quick", "all"]
-ONE_NODE_OF_CPUS = Machines(num_nodes=1, gpus_per_node=0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A configuration that may be run."""
-
-    loaded: LoadedConfig
-    overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
-    layout: ParallelLayout  # of the policy
-    num_processes: int  # of the whole run
-    cluster: Cluster
-    architecture: ModelArchitecture | None = None  # of the policy
-
-
-def make_plan(
-    recipe: Path,
-    overrides: Sequence[str],
-    layout: str | None,
-    output_dir: Path | None,
-    machines: Machines,
-    adapt: Callable[[Config], Config] = lambda config: config,
-    inputs: Inputs = "none",
-) -> Plan:
-    """Load, check everything, and raise ConfigError with all violations at once.
-
-    `adapt`: to what is run where that is not the recipe's own run. `inputs`: check what is in the files that are named, too, and
-    for "all" (seconds) try what a run starts. Models and data of the Hub are downloaded for either.
-    """
-    merged = [*overrides]
-    merged += layout_overrides(layout) if layout else []
-    merged += [f"run.output_dir={output_dir}"] if output_dir else []
-    loaded = load_config(recipe, merged)
-    absent: list[Violation] = []
-    if inputs != "none":
-        copies, absent = local_copies(loaded)
-        if copies:
-            merged += copies
-            loaded = load_config(recipe, merged)
-    loaded = replace(loaded, config=adapt(loaded.config))
-    config = loaded.config
-    architecture, problems = check_inputs(config)
-    problems = [*absent, *(one for one in problems if one.path not in {other.path for other in absent})]
-    cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
-    processes = _processes(config, machines, cluster)
-    problems += validate_and_check(config, cluster, architecture, processes)
-    needed = processes + server_gpus(config)
-    if 0 < machines.gpus_here < needed and cluster.num_nodes == 1:
-        fix = f"use a layout for {machines.gpus_here}, or --gpus-per-node {needed} where it is for another machine"
-        problems.append(
-            UnusableInput(
-                "parallel", f"the run needs {needed} GPUs of its node, this machine has {machines.gpus_here}", fix
-            )
-        )
-    if inputs == "all":
-        problems += input_problems(config, is_here=cluster.num_nodes == 1)
-    elif inputs == "quick" and not problems:
-        problems += quick_problems(config)
-    if problems:
-        raise ConfigError(problems, str(recipe))
-    return Plan(
-        loaded=loaded,
-        overrides=tuple(merged),
-        layout=parallel_layout(config, processes),
-        num_processes=processes,
-        cluster=cluster,
-        architecture=architecture,
-    )
-
-
-def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:
-    """Return the processes of the run: those that the configuration names, else those that fill the machines that are given."""
-    if config.parallel.num_processes or machines.num_nodes is None:
-        return config.num_processes
-    if machines.num_tasks:
-        return machines.num_tasks
-    trainer_gpus = cluster.gpus_per_node - server_gpus(config)
-    return cluster.num_nodes * trainer_gpus if cluster.num_nodes > 1 and trainer_gpus > 0 else config.num_processes
+from megatron_dapo.run.plan import Plan
+from megatron_dapo.trainer.topology import critic_layout
 
 
 def describe(plan: Plan) -> list[str]:

@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,22 +28,12 @@ from megatron_dapo.cli.options import (
     SetOption,
     refuse,
 )
-from megatron_dapo.cli.plan import (
-    ONE_NODE_OF_CPUS,
-    Inputs,
-    Machines,
-    Plan,
-    describe,
-    describe_pretraining,
-    describe_sft,
-    make_plan,
-)
-from megatron_dapo.config import Config, ConfigError, pretraining_config
-from megatron_dapo.config.algorithm_schema import CriticConfig
-from megatron_dapo.config.process_limits import process_limits
+from megatron_dapo.cli.plan import describe, describe_pretraining, describe_sft
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.doctor.inputs import SAMPLING
-from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
 from megatron_dapo.plan.cluster import GIB
+from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, machines_of, make_plan
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -64,7 +54,7 @@ def train(
     inputs: InputsOption = True,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     plan = _plan(recipe, overrides, layout, output_dir, machines, inputs=_inputs(dry_run, inputs))
     for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
@@ -97,7 +87,7 @@ def pretrain_value(
             raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
         return pretraining_config(config, output_dir)
 
-    machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
     for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
         typer.echo(line)
@@ -122,7 +112,7 @@ def sft(
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
     from megatron_dapo.data.examples import sft_config
 
-    machines = machines_of(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     adapt = functools.partial(sft_config, directory=output_dir)
     plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
     for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
@@ -143,7 +133,7 @@ def rejection_sample(
 ) -> None:
     """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, _for_sampling, _inputs(False)).loaded.config
+    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, for_sampling, _inputs(False)).loaded.config
     from megatron_dapo.selection.run import EXAMPLES
     from megatron_dapo.selection.run import rejection_sample as run
 
@@ -296,7 +286,7 @@ def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | N
 
 
 def _evaluated(config: Config, name: str) -> EvaluationResult:
-    from megatron_dapo.cli.evaluate import evaluate_model
+    from megatron_dapo.run.evaluate import evaluate_model
 
     try:
         return evaluate_model(config, name)
@@ -314,22 +304,6 @@ def _read_result(path: Path) -> EvaluationResult:
         return EvaluationResult.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         refuse(f"--against {path}: {error}")
-
-
-def for_evaluation(config: Config) -> Config:
-    """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
-    held_out = {"train_paths": config.data.eval_paths, "sources": ()} if config.data.eval_paths else {}
-    data = config.data.model_copy(update=held_out)
-    telemetry = config.telemetry.model_copy(update={"references": ()})
-    # No weights are brought to servers that run already, so no transport is refused.
-    external = {"placement": "disaggregated", "weight_sync_transport": "disk"} if config.sglang.urls else {}
-    sglang = config.sglang.model_copy(update=external)
-    return config.model_copy(update={"critic": CriticConfig(), "data": data, "sglang": sglang, "telemetry": telemetry})
-
-
-def _for_sampling(config: Config) -> Config:
-    """Return the same with the training prompts."""
-    return for_evaluation(config).model_copy(update={"data": config.data})
 
 
 def _plan(
@@ -364,49 +338,17 @@ def _require_disk(plan: Plan, free_gib: float | None) -> str:
     return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
 
 
-_GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
-
-
-def machines_of(
-    dry_run: bool,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    gpu_memory: float | None = None,
-    host_memory: float | None = None,
-) -> Machines:
-    """Return the machines that a dry run is for, or this one."""
-    if dry_run:
-        job = slurm_allocation()
-        known = {
-            "num_nodes": nodes or job.num_nodes,
-            "num_tasks": None if nodes else job.num_tasks,
-            "gpus_per_node": gpus_per_node or job.gpus_per_node,
-            "gpu_gib": gpu_memory,
-            # Counted without torch, which takes seconds; a machine without any is not where the run is to start.
-            "gpus_here": 0 if nodes or gpus_per_node or job.num_nodes else len(list(_GPUS_OF_DRIVER.glob("*"))),
-            # The batch script runs on a node of the job, and its nodes are alike.
-            "host_gib": host_memory or (process_limits().usable_memory / GIB if job.num_nodes else None),
-        }
-        return Machines(**{name: value for name, value in known.items() if value})
-    if given := [name for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)) if value]:
-        refuse(
-            f"{' and '.join(given)}: only with --dry-run; a run on several nodes is started by examples/launch/slurm.sh"
-        )
-    # torch is imported only where there is a driver: it takes seconds.
-    if not DRIVER_DEVICE.exists():
-        return ONE_NODE_OF_CPUS
-    import torch
-
-    if not torch.cuda.device_count():
-        return ONE_NODE_OF_CPUS
-    gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    return Machines(1, torch.cuda.device_count(), gpu_gib, process_limits().usable_memory / GIB)
+def _machines(dry_run: bool, *named: Any) -> Machines:
+    try:
+        return machines_of(dry_run, *named)
+    except ValueError as error:
+        refuse(error)
 
 
 def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.launch.whole_run import is_done
+    from megatron_dapo.run.start import is_done
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
     config = plan.loaded.config
@@ -428,7 +370,7 @@ def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = (
 
 def _start_workers(recipe: Path, plan: Plan, arguments: tuple[str, ...], restarts: int = 0) -> int:
     """Start the workers and wait; the first root cause of a failure is the last line, and of one process the only such line."""
-    from megatron_dapo.launch.whole_run import run_workers
+    from megatron_dapo.run.start import run_workers
 
     end = run_workers(recipe, plan.loaded.config, plan.overrides, plan.num_processes, arguments, restarts)
     if end.reason and not end.is_printed:

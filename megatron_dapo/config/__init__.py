@@ -11,5 +11,5 @@ from megatron_dapo.config.loader import (
     write_resolved,
 )
 from megatron_dapo.config.rules import ConfigError, Violation
-from megatron_dapo.config.schema import Config, pretraining_config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid, schedule_steps, validate

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo import __version__
+from megatron_dapo._version import __version__
 from megatron_dapo.evaluation.comparison import Comparison, compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
 from megatron_dapo.report.anomalies import Anomaly, find_anomalies, train_steps_of, verdict_on

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.algorithms.selection import KEPT
-from megatron_dapo.cli.evaluate import opened_engine
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import prompt_id_of
 from megatron_dapo.data.sources import train_files
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.run.evaluate import opened_engine
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of
 from megatron_dapo.selection.embed import Embed, by_ngrams, hidden_states, sentence_encoder

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo import __version__
+from megatron_dapo._version import __version__
 
 PROVENANCE = "provenance.json"
 _PACKAGES = (

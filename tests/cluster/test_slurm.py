@@ -71,7 +71,7 @@ def test_torchrun_on_every_node(two_nodes: VirtualCluster, job_environment: dict
     for rank, name in enumerate(two_nodes.nodes):
         arguments = ["python", "-m", "megatron_dapo.launch.torchrun", "--nnodes=2", "--nproc-per-node=1"]
         arguments += [f"--node-rank={rank}", "--master-addr=node0", "--master-port=29400"]
-        arguments += ["--module", "megatron_dapo.launch.worker", str(layout)]
+        arguments += ["--module", "megatron_dapo.run.worker", str(layout)]
         with (tmp_path / f"{name}.log").open("w") as log:
             command = two_nodes.command(name, arguments, cwd=tmp_path)
             started.append(subprocess.Popen(command, env=job_environment, stdout=log, stderr=subprocess.STDOUT))

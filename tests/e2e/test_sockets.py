@@ -20,7 +20,7 @@ def start_ranks(recipe: Path, directory: Path) -> list[subprocess.Popen[str]]:
     names = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "megatron_dapo.launch.worker", *arguments],
+            [sys.executable, "-W", "ignore", "-m", "megatron_dapo.run.worker", *arguments],
             env={**os.environ, **names, "PYTHONPATH": str(ROOT), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,7 +48,7 @@ def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
     files = [run.directory, *run.directory.rglob("*")]
     assert len(files) > 5 and not [path for path in files if path.stat().st_mode & 0o077]
     # torchrun's store, and gloo's connections of the workers.
-    assert {socket.program for socket in sockets} == {"megatron_dapo.launch.torchrun", "megatron_dapo.launch.worker"}
+    assert {socket.program for socket in sockets} == {"megatron_dapo.launch.torchrun", "megatron_dapo.run.worker"}
     assert all(socket.is_loopback for socket in sockets), sorted(sockets)
     for other, output in zip(others, outputs):
         assert other.returncode == 1, output

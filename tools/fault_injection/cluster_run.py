@@ -222,7 +222,7 @@ class ClusterRun:
         found = {
             pid: rank
             for node in self.cluster.nodes
-            for pid in self.processes("megatron_dapo.launch.worker", node)
+            for pid in self.processes("megatron_dapo.run.worker", node)
             if (rank := _rank_process(node, pid)) is not None
         }
         # A rank that starts a process is there twice until that one has become its own program.

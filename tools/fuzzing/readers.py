@@ -140,7 +140,7 @@ def _write_recipe(directory: Path) -> None:
 
 
 def _read_recipe(directory: Path) -> None:
-    from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, make_plan
+    from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, make_plan
 
     make_plan(directory / "recipe.toml", [], None, None, ONE_NODE_OF_CPUS)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file
 from megatron_dapo.checkpoints.state_difference import compare_states
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, make_plan
 from megatron_dapo.engines.sglang.ports import reserve_port
 from megatron_dapo.launch.local import torchrun_command
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, make_plan
 from tools.resume_proof.compare_runs import document_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
 
 def _save_again(arguments: Sequence[str]) -> None:
     from megatron_dapo.launch.environment import process_environment
-    from megatron_dapo.launch.worker import load_run, parse_arguments
+    from megatron_dapo.run.worker import load_run, parse_arguments
     from megatron_dapo.trainer.run import prepared_run
 
     process = process_environment()

@@ -2,7 +2,7 @@
 
     trainer rank --- connection: a JSON object a line, and an answer ---> supervisor ---> SglangServer of each slot
 
-The first rank of a node starts it under torchrun, the batch script under Slurm (`launch/worker.py --keep-servers`). It stays
+The first rank of a node starts it under torchrun, the batch script under Slurm (`run/worker.py --keep-servers`). It stays
 while a trainer is connected and `keep_s` longer. It ends its servers and itself when a trainer says that the run is over,
 when its launcher has ended, and after SIGTERM as soon as no trainer is connected. If it is killed, its servers end by
 themselves (`processes.end_with_starter`). `supervised.py` is the trainer's side.

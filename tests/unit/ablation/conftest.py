@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.ablation.grid import Grid, read_grid
 from megatron_dapo.ablation.runs import Run, plan_runs
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
 from tests.unit.cli.conftest import recipe  # noqa: F401
 
 GRID = """

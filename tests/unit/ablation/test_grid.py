@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.ablation.runs import plan_runs, settings_hash
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
 from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
 from tests.unit.ablation.conftest import GRID, planned
 
 WriteGrid = Callable[..., Path]

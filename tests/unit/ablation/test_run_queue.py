@@ -16,7 +16,7 @@ from megatron_dapo.ablation import command
 from megatron_dapo.ablation.command import ablate
 from megatron_dapo.ablation.run_queue import Limits, RunQueue, run_environment
 from megatron_dapo.ablation.runs import RESULTS, append_record, matching, read_records, record_of
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
 from tests.unit.ablation.conftest import COMMAND, GRID, planned
 
 WriteGrid = Callable[..., Path]

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.ablation.runs import plan_runs
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS
 from megatron_dapo.config import load_config
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "examples" / "grids"
 GRIDS = sorted(path for path in DIRECTORY.glob("*.toml") if "[[variants]]" in path.read_text(encoding="utf-8"))

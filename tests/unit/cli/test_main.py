@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.config import load_config, pretraining_config
+from megatron_dapo.config import load_config
 from megatron_dapo.files.durable import HERE
-from megatron_dapo.launch import whole_run
-from megatron_dapo.launch.whole_run import WORKER
-from megatron_dapo.launch.worker import parse_arguments
+from megatron_dapo.run import start as whole_run
+from megatron_dapo.run.derive import pretraining_config
+from megatron_dapo.run.start import WORKER
+from megatron_dapo.run.worker import parse_arguments
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.watch.failure import Failure, write_failures
 
@@ -167,12 +168,12 @@ def test_eval_refuses_without_data(whole_recipe: Path) -> None:
 
 
 def test_eval_does_not_ask_for_the_critic(whole_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron_dapo.cli.evaluate", types.ModuleType("evaluate"))
+    monkeypatch.setitem(sys.modules, "megatron_dapo.run.evaluate", types.ModuleType("evaluate"))
 
     def reached(*arguments: object) -> None:
         raise ValueError("it evaluates")
 
-    sys.modules["megatron_dapo.cli.evaluate"].evaluate_model = reached
+    sys.modules["megatron_dapo.run.evaluate"].evaluate_model = reached
     critic = ["--set", "critic.parallel.tp_size=2", "--set", "critic.path=/gone"]
     result = runner.invoke(app, ["eval", str(whole_recipe), *PRETRAIN, *critic])
     assert "error: it evaluates" in result.output, result.output

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, describe, make_plan
+from megatron_dapo.cli.plan import describe
 from megatron_dapo.config import ConfigError
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 
 
 def violated(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import load_config, pretraining_config, validate
+from megatron_dapo.config import load_config, validate
+from megatron_dapo.run.derive import pretraining_config
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = [

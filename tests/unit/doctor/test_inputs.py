@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.inputs import input_problems, quick_problems
+from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
 

@@ -92,7 +92,7 @@ def test_tasks_share_all_cores_and_jobs_no_port(script: str, tmp_path: Path) -> 
     (code, first), (_, second) = (run_script(script, tmp_path, job) for job in (123456, 123457))
     assert code == 0 and first[0] == "port 13456 host node0 end 1795341600"
     assert second[0] == "port 13457 host node0 end 1795341600"
-    assert {"--cpus-per-task=12", "--cpu-bind=none", "--kill-on-bad-exit=1", "megatron_dapo.launch.worker"} <= set(
+    assert {"--cpus-per-task=12", "--cpu-bind=none", "--kill-on-bad-exit=1", "megatron_dapo.run.worker"} <= set(
         first
     )
     assert first[-2:] == ["--set", "run.name=x"]
@@ -139,7 +139,7 @@ def test_several_nodes_are_measured_first_and_a_slow_one_ends_the_job(tmp_path: 
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, PREFLIGHT="")
     assert code == 1 and "requeue 17" not in lines
     assert lines[lines.index("preflight") + 1] == "layout.toml" and "run.name=x" in lines, "with the groups of the layout"
-    assert "megatron_dapo.launch.worker" not in lines, "nothing is trained"
+    assert "megatron_dapo.run.worker" not in lines, "nothing is trained"
     assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT=0)[1]
     assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT="", SLURM_JOB_NUM_NODES=1, nodes_left=1)[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_dapo.config.schema import RunConfig
-from megatron_dapo.launch import worker
+from megatron_dapo.run import worker
 from megatron_dapo.watch.verdict import WatchLimits
 
 RECIPE = """
@@ -28,7 +28,7 @@ output_dir = "{directory}/run"
 def run_worker(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(directory=directory))
-    command = [sys.executable, "-m", "megatron_dapo.launch.worker", str(recipe)]
+    command = [sys.executable, "-m", "megatron_dapo.run.worker", str(recipe)]
     environment = {**os.environ, **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

@@ -13,7 +13,7 @@ from megatron_dapo.launch.local import launch_workers
 from megatron_dapo.watch.attempts import is_finished, verdict
 from megatron_dapo.watch.failure import clear_failures, first_line, read_failure
 
-WORKER = "megatron_dapo.launch.worker"
+WORKER = "megatron_dapo.run.worker"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One process of a run, started by torchrun or srun: python -m megatron_dapo.launch.worker RECIPE [--set a.b=c]..."""
+"""One process of a run, started by torchrun or srun: python -m megatron_dapo.run.worker RECIPE [--set a.b=c]..."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _STARTED = time.time()  # seconds since 1970; near the start of the process, bef
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the recipe and the overrides, as `megatron-dapo train` passes them on."""
-    parser = argparse.ArgumentParser(prog="megatron_dapo.launch.worker")
+    parser = argparse.ArgumentParser(prog="megatron_dapo.run.worker")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--replay", type=Path, help="directory of a dumped rollout batch: train only on it")
@@ -90,8 +90,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def load_run(parsed: argparse.Namespace) -> LoadedConfig:
     """Return the configuration that the arguments name, that of value pretraining or fine-tuning if they ask for it."""
     from megatron_dapo.config.loader import load_config
-    from megatron_dapo.config.schema import pretraining_config
     from megatron_dapo.data.examples import sft_config
+    from megatron_dapo.run.derive import pretraining_config
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     for directory, adapted in ((parsed.pretrain_value, pretraining_config), (parsed.sft, sft_config)):

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from typer.testing import CliRunner
 
-from megatron_dapo.cli.evaluate import loaded_engine
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
+from megatron_dapo.run.evaluate import loaded_engine
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
 WORDS = ["<eos>", "<unk>", "Answer", ":", *"0123456789+=?"]

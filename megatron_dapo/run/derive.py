@@ -1,0 +1,99 @@
+"""Configurations that are made from a configuration. Each is validated like one that was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_dapo.config.algorithm_schema import CriticConfig
+from megatron_dapo.config.rules import ConfigError, Violation
+from megatron_dapo.config.schema import Config
+
+
+def derive(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return `config` with `changes`, nested by section. ConfigError for a name or a type that the schema does not have."""
+    try:
+        return Config.model_validate(_merged(config.model_dump(), changes))
+    except ValidationError as error:
+        problems = [
+            Violation(".".join(map(str, one["loc"])), one["msg"], "correct the derived value", {"value": one["input"]})
+            for one in error.errors(include_url=False)
+        ]
+        raise ConfigError(problems, "derived configuration") from None
+
+
+def _merged(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in changes.items():
+        is_section = isinstance(value, Mapping) and isinstance(tree.get(name), dict)
+        tree[name] = _merged(tree[name], value) if is_section else value
+    return tree
+
+
+SUBDIRECTORY = "value_pretraining"  # of the run's directory, and of its checkpoints' where those have one of their own
+
+
+def pretraining_config(config: Config, directory: Path | None = None) -> Config:
+    """Every group is learned from, whole, none is evaluated, and the policy makes no step. `directory`: where it writes.
+
+    It never writes where the run itself will: a run that found these checkpoints would continue from them. A critic.path that
+    names what pretraining is to write is where the run starts from; pretraining itself then starts from the policy.
+    """
+    directory = directory or config.run.output_dir / SUBDIRECTORY
+    start = config.critic.path
+    if start and Path(start).resolve() == (directory / "critic").resolve():
+        start = ""
+    checkpoints = str(Path(config.checkpoint.output_dir) / SUBDIRECTORY) if config.checkpoint.output_dir else ""
+    changes = {
+        "run": {
+            "output_dir": directory,
+            "total_steps": config.value_pretraining.max_steps,
+            "max_generation_steps": 0,
+            "max_train_seconds": 0.0,
+        },
+        "rollout": {"filter_groups": False, "dynamic_sampling": "hard"},
+        "data": (
+            {"train_paths": config.value_pretraining.train_paths, "sources": ()}
+            if config.value_pretraining.train_paths
+            else {}
+        ),
+        # Returns are those of whole responses, and there are no advantages.
+        "algorithm": {
+            "name": "vapo",
+            "kl_loss_coefficient": 0.0,
+            "kl_reward_coefficient": 0.0,
+            "gkl": {"coefficient": 0.0},
+        },
+        "advantage_estimation": {
+            "lambda_rule": "fixed",
+            "policy_lambda": 1.0,
+            "critic_lambda": 1.0,
+            "whiten": True,
+            "clip": 0.0,
+        },
+        # The policy's, which makes no step: how its rate would move over so few says nothing.
+        "optimizer": {"schedule": "constant"},
+        "critic": {"path": start, "warmup_train_steps": 0},
+        "checkpoint": {"output_dir": checkpoints},
+        "evaluation": {"interval": 0, "at_start": False, "at_end": False},
+    }
+    return derive(config, changes)
+
+
+def for_evaluation(config: Config) -> Config:
+    """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
+    changes: dict[str, dict[str, Any]] = {"telemetry": {"references": ()}, "critic": CriticConfig().model_dump()}
+    if config.data.eval_paths:
+        changes["data"] = {"train_paths": config.data.eval_paths, "sources": ()}
+    if config.sglang.urls:
+        # No weights are brought to servers that run already, so no transport is refused.
+        changes["sglang"] = {"placement": "disaggregated", "weight_sync_transport": "disk"}
+    return derive(config, changes)
+
+
+def for_sampling(config: Config) -> Config:
+    """Return the same with the training prompts."""
+    data = {"train_paths": config.data.train_paths, "sources": config.data.sources}
+    return derive(for_evaluation(config), {"data": data})
