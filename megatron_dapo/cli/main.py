@@ -150,7 +150,7 @@ def compare(
     """
     from megatron_dapo.cli.compare import comparison_table, difference_lines, remarks
     from megatron_dapo.evaluation.comparison import compare_with, rule_from
-    from megatron_dapo.evaluation.reference import read_record
+    from megatron_dapo.evaluation.reference import Unit, read_record
 
     if run.is_file():
         from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -161,10 +161,11 @@ def compare(
         except (ValueError, OSError) as error:
             refuse(error)
         return
-    if unit not in (None, "train_step", "optimizer_step"):
+    units: dict[str | None, Unit | None] = {None: None, "train_step": "train_step", "optimizer_step": "optimizer_step"}
+    if unit not in units:
         refuse(f"--unit {unit}: choose train_step or optimizer_step")
     try:
-        comparison = compare_with(run, read_record(reference, unit), dict(map(rule_from, metric or ())))
+        comparison = compare_with(run, read_record(reference, units[unit]), dict(map(rule_from, metric or ())))
     except (ValueError, OSError) as error:
         refuse(error)
     if json_output:

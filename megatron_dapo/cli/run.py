@@ -173,7 +173,7 @@ def rounds(
     except (ValueError, OSError) as error:
         refuse(error)
     code, launched = 0, {"layout": layout, "restarts": restarts}
-    commands = {"sft": (sft, launched), "rejection-sample": (rejection_sample, {}), "train": (train, launched)}
+    commands: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"sft": (sft, launched), "rejection-sample": (rejection_sample, {}), "train": (train, launched)}
     for number, stage in enumerate(sequence, start=1):
         typer.echo(f"stage {number} of {len(sequence)}: {stage.command} in {stage.directory}")
         command, options = commands[stage.command]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dapo.config import Config, ConfigError, LoadedConfig, layout_overrides, load_config
 from megatron_dapo.config.inputs import check_inputs
@@ -128,7 +128,7 @@ def machines_of(
     """Return the machines that a dry run is for, or this one. ValueError for machines that are named without a dry run."""
     if dry_run:
         job = slurm_allocation()
-        known = {
+        known: dict[str, Any] = {
             "num_nodes": nodes or job.num_nodes,
             "num_tasks": None if nodes else job.num_tasks,
             "gpus_per_node": gpus_per_node or job.gpus_per_node,

@@ -275,12 +275,13 @@ def test_a_filter_that_raises_names_itself(own: str) -> None:
 
 MISTRAL = (
     '{"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4, '
-    '"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}'
+    '"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64, '
+    '"vocab_size": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false}'
 )
 
 
 def test_a_model_family_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dapo.models.families.FAMILIES", dict(FAMILIES))
+    monkeypatch.setitem(FAMILIES, "mistral", None)  # taken out after the test
     (tmp_path / "config.json").write_text(MISTRAL)
     family = f"{EXAMPLES}/model_family.py:MISTRAL"
     configuration(tmp_path, {"model": {"family": family}})

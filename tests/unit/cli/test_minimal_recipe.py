@@ -1,4 +1,4 @@
-"""A recipe of a model and data alone is valid: every other key has a default that fits."""
+"""A recipe needs only a model and data: every other key has a default that fits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typer.testing import CliRunner
 from megatron_dapo.cli.main import app
 
 SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 128,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "hidden_size": 64,
