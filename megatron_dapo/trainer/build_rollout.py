@@ -284,10 +284,12 @@ def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
 
 def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool | MixturePool:
     """Start the processes that score this run's responses by `verifier` (default: reward.verifier, which may be a mixture)."""
-    if (verifier or reward.verifier) == "mix":
-        return _open_mixture(reward)
     name = verifier or reward.verifier
-    # Each process gets the settings, and the key, of its own preset alone.
+    return _open_mixture(reward) if name == "mix" else _open_pool(reward, name)
+
+
+def _open_pool(reward: RewardConfig, name: str) -> VerifierPool:
+    # Each process gets the settings and the key of its preset only.
     presets = {name: getattr(reward, name).model_dump(mode="json")} if name in SET_PRESETS else {}
     keys = [own["key_variable"] for own in presets.values() if own.get("key_variable")]
     keys += MODEL_ENVIRONMENT if name == "reward_model" else []
@@ -314,7 +316,7 @@ def _open_mixture(reward: RewardConfig) -> MixturePool:
     """Start the processes of every table [[reward.mix]]."""
     with ExitStack() as stack:  # closes those that started where one does not
         components = [
-            MixtureComponent(name, stack.enter_context(open_verifier_pool(reward, one.verifier)), one.weight)
+            MixtureComponent(name, stack.enter_context(_open_pool(reward, one.verifier)), one.weight)
             for name, one in zip(reward.part_names, reward.mix, strict=True)
         ]
         deciding = next((name for name, one in zip(reward.part_names, reward.mix, strict=True) if one.decides), None)
@@ -368,7 +370,7 @@ def self_test(config: Config, inputs: ModelInputs, pool: Any, prompts: Sequence[
     )
 
 
-def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
+def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool | MixturePool) -> PromptDataset:
     """Load the held-out problems, each once."""
     template = prompt_template(config.data, inputs.tokenizer)
     return load_eval_sources(eval_sources(config.data), template, config.data.max_prompt_tokens, pool.validate_answers)

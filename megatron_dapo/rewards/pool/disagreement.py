@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dapo.rewards.pool.mixture import MixturePool
 from megatron_dapo.rewards.pool.pool import ScoreRequest, VerifierPool
 from megatron_dapo.types import Repetition, Score
 
@@ -60,8 +61,8 @@ class ShadowedPool:
 
     def __init__(
         self,
-        primary: VerifierPool,
-        shadow: VerifierPool,
+        primary: VerifierPool | MixturePool,
+        shadow: VerifierPool | MixturePool,
         on_disagreement: Callable[[Disagreement], None],
         max_waiting: int = 16384,
     ) -> None:
