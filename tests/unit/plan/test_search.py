@@ -21,6 +21,8 @@ from tests.unit.plan.models import MODELS, RECIPES
 
 # The fewest GPUs of 80 GB that hold each model with its optimizer: none, for the others there are layouts.
 NONE_FITS = {("235B-A22B", 8), ("235B-A22B", 16), ("235B-A22B", 32)}
+# One node's engine holds it next to a cache only in FP8, which VAPO's and T-PPO's recipes take with a correction.
+NEEDS_FP8_ENGINES = {"235B-A22B"}
 SECONDS = 10.0
 
 
@@ -45,13 +47,17 @@ QUICK = [*(("dapo", model, 128) for model in MODELS), ("tppo", "7B", 16384), ("v
 )
 def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int) -> None:
     config, facts = config_of(algorithm), facts_of(MODELS[model])
-    # CPU seconds: other programs run beside a test.
+    # CPU seconds, as other programs run at the same time.
     started = time.process_time()
     found = found_for(config, model, gpus)
     assert time.process_time() - started < SECONDS
     if (model, gpus) in NONE_FITS:
         assert not found.layouts and found.reasons
         return
+    if model in NEEDS_FP8_ENGINES and algorithm != "dapo":
+        assert not found.layouts and 'Fix: set algorithm.off_policy.correction = "tis"' in found.refused
+        config = apply(config, {"algorithm.off_policy.correction": "tis"})
+        found = found_for(config, model, gpus)
     assert found.layouts, (found.reasons, found.refused)
     seconds = [one.plan.total for one in found.layouts]
     assert seconds == sorted(seconds) and seconds[0] > 0
