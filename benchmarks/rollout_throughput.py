@@ -36,13 +36,13 @@ from tiny import TINY_STEP
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.dataset import load_prompts
+from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.trainer.build_rollout import read_model_inputs
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

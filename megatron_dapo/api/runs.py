@@ -145,10 +145,10 @@ def generate(
 
     ConfigError or ValueError for what cannot be used, RuntimeError where servers fail.
     """
+    from megatron_dapo.data.model_inputs import read_model_inputs
     from megatron_dapo.evaluation.runner import evaluation_seed
     from megatron_dapo.evaluation.runner import generate as drive
     from megatron_dapo.run.evaluate import opened_engine
-    from megatron_dapo.trainer.build_rollout import read_model_inputs
     from megatron_dapo.types import GenerationRequest, SamplingParams
 
     if isinstance(prompts, str):

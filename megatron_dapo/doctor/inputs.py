@@ -24,7 +24,7 @@ from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.untrusted import one_line, read_json
 
 if TYPE_CHECKING:
-    from megatron_dapo.trainer.build_rollout import ModelInputs
+    from megatron_dapo.data.model_inputs import ModelInputs
     from megatron_dapo.types import Prompt
 
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
@@ -241,7 +241,7 @@ def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violati
     # torch and transformers take seconds: what is wrong without them is known by now.
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it names what is not installed
     from megatron_dapo.data.dataset import prompt_template
-    from megatron_dapo.trainer.build_rollout import read_model_inputs
+    from megatron_dapo.data.model_inputs import read_model_inputs
 
     problems: list[Violation] = []
     try:
@@ -293,7 +293,7 @@ def _rendered(rows: Sequence[Row], template: Any, field: str, problems: list[Vio
 
 def _reward_problems(config: Config, inputs: ModelInputs, prompts: dict[str, list[Prompt]]) -> Iterator[Violation]:
     """Start one verifier process and let it see gold answers and made-up responses."""
-    from megatron_dapo.trainer.build_rollout import open_verifier_pool, self_test
+    from megatron_dapo.rewards.build import open_verifier_pool, self_test
 
     reward = config.reward.model_copy(update={"num_workers": 1})
     trained = next((found for field, found in prompts.items() if field != "data.eval_paths"), [])
@@ -309,6 +309,6 @@ def _reward_problems(config: Config, inputs: ModelInputs, prompts: dict[str, lis
                         words = f"{len(bad)} gold answers cannot be used by {verifier}, such as {answer!r}: {why}"
                         yield UnusableInput(name, words)
                 if trained:
-                    self_test(config, inputs, pool, trained)
+                    self_test(reward, inputs.tokenizer, pool, trained)
         except (ValueError, RuntimeError) as error:
             yield UnusableInput(field, str(error))

@@ -17,22 +17,19 @@ import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
+from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.engines.sglang.alone import require_model, serving_engine, started
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
-from megatron_dapo.trainer.build_rollout import (
-    evaluation_protocol,
-    load_eval_dataset,
-    open_verifier_pool,
-    read_model_inputs,
-)
 from megatron_dapo.watch.heartbeat import watched_alone
 
 logger = logging.getLogger(__name__)

@@ -13,20 +13,17 @@ from typing import Any
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.sources import train_files
+from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.run.evaluate import opened_engine
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of
 from megatron_dapo.selection.embed import Embed, by_ngrams, hidden_states, sentence_encoder
-from megatron_dapo.trainer.build_rollout import (
-    evaluation_protocol,
-    load_eval_dataset,
-    load_train_dataset,
-    open_verifier_pool,
-    read_model_inputs,
-)
+from megatron_dapo.trainer.build_rollout import load_train_dataset
 from megatron_dapo.types import Prompt
 from megatron_dapo.untrusted import printable
 from megatron_dapo.watch.heartbeat import watched_alone

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.data.dataset import PromptDataset
+from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import evaluate
@@ -22,7 +23,6 @@ from megatron_dapo.watch.signals import Stopped
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.cluster import SglangEngines
     from megatron_dapo.rollout.async_collector import AsyncCollector
-    from megatron_dapo.trainer.build_rollout import ModelInputs
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _read_tokenizer(directory: Path) -> None:
-    from megatron_dapo.trainer.build_rollout import read_model_inputs
+    from megatron_dapo.data.model_inputs import read_model_inputs
 
     read_model_inputs(directory, trust_remote_code=False)
 

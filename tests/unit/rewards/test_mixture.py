@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import config_from_dict, validate
+from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.rewards.pool.mixture import MixtureComponent, MixturePool
 from megatron_dapo.rewards.pool.pool import VerifierPool
-from megatron_dapo.trainer.build_rollout import open_verifier_pool
 
 FIELDS = {"messages": [], "data_source": "", "extra_info": {}, "finish_reason": "stop", "group_index": 0}
 CODE = """
