@@ -30,8 +30,8 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
 from megatron_dapo.models.architecture import ModelArchitecture
 
-# Those of trainer.metrics.evaluation_metrics by which checkpoints may be compared.
-EVALUATION_METRICS = (
+# Metrics that may select the best checkpoint.
+SELECTION_METRICS = (
     *("eval/avg_at_k", "eval/avg_at_k_low", "eval/avg_at_k_high", "eval/pass_at_k", "eval/cons_at_k"),
     *("eval/truncated_share", "eval/response_tokens_mean"),
 )
@@ -119,7 +119,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "verifier_presets": VERIFIER_PRESETS,
         "gold_presets": GOLD_PRESETS,
         "built_in_parts": BUILT_IN_PARTS,
-        "evaluation_metrics": EVALUATION_METRICS,
+        "evaluation_metrics": SELECTION_METRICS,
     }
 
 

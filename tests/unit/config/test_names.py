@@ -19,7 +19,7 @@ from megatron_dapo.config import algorithm_schema, model_schema
 from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import union_names
-from megatron_dapo.config.validator import EVALUATION_METRICS
+from megatron_dapo.config.validator import SELECTION_METRICS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
@@ -75,4 +75,4 @@ def test_metrics_of_an_evaluation_agree() -> None:
         rates={"truncation_rate": 0.0, "mean_response_tokens": 7.0},
         sources=(),
     )
-    assert set(evaluation_metrics(result, 1.0)) == {*EVALUATION_METRICS, "eval/seconds"}
+    assert set(evaluation_metrics(result, 1.0)) == {*SELECTION_METRICS, "eval/seconds"}
