@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -369,8 +370,8 @@ def test_tiles_of_another_product_are_reduced_by_the_kernel_as_by_torch() -> Non
 @pytest.mark.skipif(interpreter_is_broken(), reason="Triton below 3.7 has an interpreter that NumPy 2.4 breaks")
 @pytest.mark.parametrize("chosen", [INTERPRETED, pytest.param("", marks=pytest.mark.long)], ids=["each path", "all"])
 def test_triton_passes_the_same_cases_in_its_interpreter(chosen: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", __file__, "-k", chosen]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=400)
     assert finished.returncode == 0, finished.stdout[-6000:]
-    assert "triton" in finished.stdout and " passed" in finished.stdout
+    assert re.search(r"^PASSED .*\[.*triton", finished.stdout, re.MULTILINE), finished.stdout

@@ -54,7 +54,7 @@ def test_weights_are_those_of_the_file_in_the_order_of_hugging_face(directory: P
 def test_the_directory_is_one_that_a_run_takes(directory: Path) -> None:
     architecture = ModelArchitecture.from_directory(directory)
     assert (architecture.num_layers, architecture.vocab_size, architecture.rope_theta) == (30, 49152, 100000.0)
-    assert architecture.tie_word_embeddings and architecture.dtype == torch.float32
+    assert architecture.tie_word_embeddings and architecture.dtype == "float32"
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.eos_token_id == 2
     assert len(tokenizer("1234").input_ids) == 4, "digits are tokens of their own"
