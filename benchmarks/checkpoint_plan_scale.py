@@ -1,11 +1,11 @@
-"""Seconds and memory of the plan of a checkpoint at scale: what each rank saves, and the index of all files.
+"""Time and memory to plan a checkpoint at scale: what each rank saves, and the index of all files.
 
     python benchmarks/checkpoint_plan_scale.py [--json] [--tiny]
 
-Qwen2.5-32B in bf16 with the distributed optimizer, TP8 PP4. Every case runs in a process of its own. `first_plan_seconds` is
-that of rank 0, which computes its own pieces and the index of all ranks; another rank computes the same without the index.
-`cached_plan_ms` is what a later save asks of the plan. `balance` is the largest number of saved elements over the mean,
-`written_ratio` all saved elements over those of the model. Limits: 30 s, 5 ms, 1 GB of resident memory.
+Qwen2.5-32B in bf16 with the distributed optimizer, TP8 PP4. Every case runs in a separate process. `first_plan_seconds`
+is measured on rank 0, which plans its own pieces and the index of all ranks; the other ranks skip the index.
+`cached_plan_ms` is what planning costs a later save. `balance` is the largest number of elements saved by a rank over
+the mean, `written_ratio` all saved elements over those of the model. Limits: 30 s, 5 ms, 1 GB of resident memory.
 """
 
 from __future__ import annotations

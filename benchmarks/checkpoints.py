@@ -8,19 +8,20 @@ A random Qwen2 in fp32 with the distributed optimizer at TP2 x DP2. In one run, 
     torch_dist   megatron-core, fully reshardable, asynchronous, parallel over data-parallel ranks, no checksums
     dcp          torch.distributed.checkpoint.async_save of as many bytes, sharded as FSDP2 does, no checksums
     bytecheckpoint
-                 0.0.2, fast_saving, as many bytes under FSDP2, where `make .venv-bytecheckpoint` installed it
-    copy         the same tensors into memory that is there
+                 0.0.2, fast_saving, as many bytes under FSDP2, if `make .venv-bytecheckpoint` installed it
+    copy         the same tensors into memory that is already allocated
 
-A save stands beside a run whose steps are matrix products: a rollout, in which nothing changes, then steps. Files are
-pushed out of the page cache before they are loaded, into tensors that are there. Ours and torch_dist fill each parameter on both
-data-parallel ranks, a third more bytes than they read; dcp and bytecheckpoint hold each element once, as FSDP2 does.
+A save runs next to a run whose steps are matrix products: first a rollout, in which nothing changes, then steps. Files
+are evicted from the page cache before they are loaded into existing tensors. Ours and torch_dist fill each parameter on
+both data-parallel ranks, a third more bytes than they read; dcp and bytecheckpoint hold each element once, as FSDP2
+does.
 
-    blocked_vs_sync   seconds our run waits / the fastest save of all sides from its begin to the commit
+    blocked_vs_sync   seconds our run waits / the fastest side's save, from its start to the commit
     blocked_vs_copy   seconds our run waits / the copy
     step_slowdown     a step while we write / one without, times the share of the CPUs that our writers leave
     written_ratio     bytes of our files / bytes of the state, each counted once
     read_ratio        bytes that our ranks read in a load / bytes of the state
-    balance           bytes of the rank that writes most / the mean
+    balance           bytes written by the busiest rank / the mean
     save_vs_best, load_vs_best, reshard_vs_best
                       the other sides' best seconds / ours: to the commit; in the layout that saved; at PP2 x DP2
 

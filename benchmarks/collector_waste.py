@@ -9,9 +9,9 @@ random order.
     python benchmarks/collector_waste.py [--json] [--tiny] [--steps 60] [--groups 64] [--group-size 16]
 
 `waste_ratio` is the largest (generated / trained) / bound over the pass-rate mixtures, at the default oversample = 1.
-`oversampled` is the ratio with half as many groups again in flight, and nothing carried over; `partial` carries the
-groups over that were started beyond a batch, at staleness bounds 0 to 2: finished before the batch is trained
-("restart" with a bound of 0: dropped), or continued after it. There, `token_waste_ratio` counts tokens:
+`oversampled` is the ratio with 1.5 times as many groups in flight and nothing carried over; `partial` carries over the
+groups that were started beyond a batch, at staleness bounds 0 to 2: they finish before the batch is trained
+("restart" with a bound of 0 drops them) or continue after it. Its `token_waste_ratio` counts tokens:
 (generated / trained) / bound.
 """
 
@@ -69,8 +69,8 @@ class Running:
 
 
 class CoinEngine:
-    """Answers right with the probability (in millionths) in the second prompt token. Everything that runs gets a token
-    at a poll, and a random third of it finishes.
+    """Answers right with the probability (in millionths) in the second prompt token. Every poll gives each running
+    response one token and finishes a random third of them.
     """
 
     def __init__(self) -> None:

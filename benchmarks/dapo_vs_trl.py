@@ -5,17 +5,17 @@
 
 Both sides run one after the other on the same two cores, from the recipe (the quickstart): groups, group size, response
 length, sampling, verifier and overlong punishment, clip bounds, optimizer steps a rollout batch, AdamW, warm-up. TRL
-is installed from its lock into `.venv-trl`, beside the packages of this environment, and runs with the settings that
-were fastest of `CANDIDATES`; `--tune` times them all again. The clock of both sides runs while they train: model
-loading, evaluation and checkpoints are not in it.
+is installed from its lock into `.venv-trl`, on top of this environment's packages, and runs with the fastest of
+`CANDIDATES`; `--tune` times them all again. Both sides are timed while they train: model loading, evaluation and
+checkpoints do not count.
 
     samples_per_s_ratio      responses trained on per second, ours / TRL's, over the steps both have made but the first
     time_to_accuracy_ratio   seconds of training until held-out avg@k first reaches the target, TRL's / ours
 
 Ours also generates the groups that dynamic sampling filters out, more of them the better the policy gets: its
 `generated_samples_per_s` counts them. TRL trains on groups that are all right or all wrong, which teach nothing: its
-`useful_samples_per_s` leaves them out. So the samples of the two sides are not alike, and the second key is the one
-that a user feels.
+`useful_samples_per_s` leaves them out. So the two sides' samples are not comparable, and the second key is the one
+that a user notices.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUM_CORES = 2
 ROLLOUT_PHASES, TRAIN_PHASES = ("generate",), ("logprobs", "advantages", "train")
 QUICK_STEPS = 3
 TUNE_STEPS = 3
-TINY_STEPS = 2  # a speed leaves the first one out
+TINY_STEPS = 2  # speeds leave out the first step
 TRL_MISSING = "make .venv-trl installs TRL"
 TINY_TRL = {"processes": 1, "rows_per_pass": 8}
 
@@ -152,7 +152,7 @@ def seconds_to(target: float, evaluations: Sequence[Settings]) -> float | None:
 
 
 def interpolated_seconds_to(target: float, evaluations: Sequence[Settings]) -> float | None:
-    """The same on the straight lines between evaluations, which does not depend on how often they come."""
+    """The same, interpolated linearly between evaluations, so that it does not depend on how often they run."""
     for before, after in zip(evaluations, evaluations[1:]):
         if before["accuracy"] < target <= after["accuracy"]:
             share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
@@ -161,7 +161,7 @@ def interpolated_seconds_to(target: float, evaluations: Sequence[Settings]) -> f
 
 
 def compare(ours: Settings, theirs: Settings, target: float) -> dict[str, Any]:
-    """The two keys and what belongs to them."""
+    """Return the two keys and the figures that go with them."""
     common = min(ours["train_steps"], theirs["train_steps"])
     speed, peer_speed = warm_speed(ours, common), warm_speed(theirs, common)
     useful = peer_speed * theirs["useful_samples"] / theirs["trained_samples"]
@@ -227,7 +227,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run both sides, one after the other."""
-    # Both sides inherit the same cores; the kernel may not give one of them more.
+    # Both sides inherit the same cores, so the kernel cannot give one of them more.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     if arguments.tiny:
         arguments.overrides = [*TINY_STEP, *arguments.overrides]

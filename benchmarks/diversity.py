@@ -1,9 +1,9 @@
 """Fine-tuning on a diverse selection of correct responses against a random one of equal size, through the command.
 
 For each seed the recipe's model is sampled once; the random selection draws from these responses as
-`rejection_sampling.selection = "random"` does, equal ones once. The model is fine-tuned on either and evaluated on the
-held-out problems. The difference of the accuracies is paired by problem and averaged over seeds; its interval is the
-bootstrap's, over problems.
+`rejection_sampling.selection = "random"` does, without duplicates. The model is fine-tuned on each selection and
+evaluated on the held-out problems. The difference in accuracy is paired by problem and averaged over seeds; its
+interval is bootstrapped over problems.
 
     python benchmarks/diversity.py [--json] [--tiny] [--recipe R] [--seeds 3] [--prompts 256] [--samples 16] [--set a.b=c]...
 """
@@ -58,7 +58,7 @@ def drawn_at_random(examples: Sequence[Row], responses: Sequence[Row], seed: int
     rows = []
     for prompt_id, prompt in prompts.items():
         whole = [row for row in responses if row["prompt_id"] == prompt_id]
-        # `sft` counts equal rows once: drawn with its copies, a response would make this selection the smaller one.
+        # `sft` counts equal rows once, so duplicates would make this selection the smaller one.
         first = {row["response"]: row for row in reversed(whole)}
         own = [row for row in whole if first[row["response"]] is row]
         texts, lengths = [row["response"] for row in own], [row["response_tokens"] for row in own]
@@ -110,7 +110,7 @@ def compare(recipe: Path, seeds: int, directory: Path, overrides: Sequence[str])
 
 
 def head_of(path: Path, num_lines: int, target: Path) -> str:
-    """Write the first lines of `path` to `target`; return the list of it, as `--set` wants it."""
+    """Write the first lines of `path` to `target`; return `target` as a list in `--set` syntax."""
     with path.open(encoding="utf-8") as stream:
         target.write_text("".join(islice(stream, num_lines)), encoding="utf-8")
     return json.dumps([str(target)])

@@ -1,25 +1,26 @@
 """Data plane of the rank that drives the rollout: from the first byte of the servers' JSON to the train batch.
 
-A made-up fleet of servers on loopback (a process of its own) answers real HTTP requests with bytes in stock SGLang's JSON:
-text, output_ids, and meta_info with output_token_logprobs as [[log-prob, token id, null], ...]. Answers are made once and
-repeated. The driver is the one that trains: SglangEngine, GroupCollector, train samples. Scoring is left out: responses are
-not decoded, every score is made up, and the statistics that are computed with it are counted apart.
+A fake fleet of servers on loopback (in a separate process) answers real HTTP requests with bytes in stock SGLang's
+JSON: text, output_ids, and meta_info with output_token_logprobs as [[log-prob, token id, null], ...]. Answers are made
+once and repeated. The driver is the one used in training: SglangEngine, GroupCollector, train samples. Scoring is left
+out: responses are not decoded, scores are made up, and the statistics computed from them are timed separately.
 
     python benchmarks/driver_throughput.py [--json] [--tiny] [--groups 512] [--group-size 16] [--tokens 20000]
                                            [--servers 64] [--data-parallel 16] [--fleet-rate 200000] [--routing]
 
-`cpu_vs_orjson`: CPU time of the driver's process (all threads, user and kernel) a token, requests, HTTP, checks and batch
-included, over that of `orjson.loads` of the same bytes in the same run, half before and half after, both with Python's garbage
-collector on, as programs run. `cpu_vs_orjson_without_gc`: the same of an eighth of the groups with the collector off on both
-sides: with it on, most of orjson's time is the collector's, which looks at an answer's 20,000 lists again and again.
-`simdjson_vs_orjson`: simdjson's parse of the same bytes alone, no number taken out, over orjson, collector off: what no driver
-with this parser can get below. `bytes_per_token`: growth of resident memory a response token once the batch is assembled: all
-completions, and the numbers of the train samples in the share of one of `--data-parallel` ranks. `interpreter_share`: CPU time
-of the threads that collect beside the main thread, a second, from a fleet that generates `--fleet-rate` tokens a second: no
-thread can hold the interpreter for longer than it runs, so training is not delayed by more. `longest_hold_ms`: the longest of
-its calls that holds the interpreter, the reading of one answer. `routed_*` (`--routing`: only these): CPU of the
-dispatcher, and the reading of an answer in it, a token of prompt or response with the experts of 48 layers, 8 a token. `max_files`: open files of the driver, its sockets among them.
-Defaults are 164 M tokens: 2 GB and four minutes.
+`cpu_vs_orjson`: CPU time per token of the driver's process (all threads, user and kernel; requests, HTTP, checks and
+batch included) over that of `orjson.loads` of the same bytes in the same run, half before and half after. Python's
+garbage collector is on for both, as in training. `cpu_vs_orjson_without_gc`: the same for an eighth of the groups with
+the collector off on both sides: with it on, most of orjson's time goes to the collector, which visits an answer's
+20,000 lists again and again. `simdjson_vs_orjson`: simdjson only parsing the same bytes, without extracting a number,
+over orjson, collector off: a lower bound for any driver with this parser. `bytes_per_token`: growth of resident memory
+per response token once the batch is assembled: all completions, and the numbers of the train samples of one of
+`--data-parallel` ranks. `interpreter_share`: CPU seconds per second of the collecting threads, which run next to the
+main thread, with a fleet that generates `--fleet-rate` tokens per second. A thread cannot hold the interpreter for
+longer than it runs, so this bounds the delay of training. `longest_hold_ms`: the longest of its calls that holds the
+interpreter, which reads one answer. `routed_*` (`--routing`: only these): CPU time of the dispatcher, and of its
+reading of an answer, per token of prompt or response, with the experts of 48 layers, 8 per token. `max_files`: open
+files of the driver, sockets included. The defaults are 164 M tokens: 2 GB and four minutes.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ from megatron_dapo.types import GenerationRequest, Prompt, RoutingShape, Samplin
 VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
 TEXT_BYTES_PER_TOKEN = 4  # of English text and formulas
-NUM_ANSWERS = 16  # different ones
+NUM_ANSWERS = 16  # distinct answers
 NUM_ROUTED_ANSWERS = 2  # the same with routing: 12 MB each
 EXPERTS = RoutingShape(num_layers=48, experts_per_token=8, num_experts=128)  # Qwen3-30B-A3B
-BURST_RATE = 1_000_000  # tokens a second: five real fleets; unlimited, the answers on their way would fill the memory
+BURST_RATE = 1_000_000  # tokens per second, five real fleets; without a limit, answers in flight would fill memory
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def make_answers(num_tokens: int, is_routed: bool) -> list[bytes]:
 
 
 def serve(num_servers: int, num_tokens: int, seconds: float, is_routed: bool) -> None:
-    """Be the fleet until stdin ends; the first line of stdout has the ports."""
+    """Serve as the fleet until stdin closes; the first line of stdout lists the ports."""
     raise_open_files_limit()
     answers = make_answers(num_tokens, is_routed)
 
@@ -237,7 +238,7 @@ def parse_seconds(parse: Callable[[bytes], Any], answers: Sequence[bytes], num_l
 
 
 def assemble(batch: RolloutBatch, data_parallel: int) -> list[TrainSample]:
-    """Return the train samples of the batch as the first data-parallel rank holds them: the numbers of its share alone."""
+    """Return the train samples as the first data-parallel rank holds them, with numbers only for its share."""
     release_freed_memory()
     samples = BatchHeader.of(batch.groups, batch.training_version).samples()
     limits = MicroBatchLimits(max_tokens=2 * samples[0].num_tokens)

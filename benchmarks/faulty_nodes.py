@@ -2,11 +2,12 @@
 
     python benchmarks/faulty_nodes.py [--json] [--tiny] [--nodes 1500] [--tasks 9] [--healthy 2] [--jitters 18 ...]
 
-SIMULATED: node_faults/simulation.py makes up every sample. The figures are set by that generator and do not reproduce
-the paper's (precision 0.904, recall 0.883); what is compared are orderings. Tasks are of 900 s with one fault of 180 to 600 s,
-or healthy; seeds are 0, 1, ... An alert of another node counts as a false positive and a false negative, one on a healthy task
-as a false positive. `golden`: of the specification's own toy simulator, which needs no denoiser. With 4 minutes no fault
-shorter than that can be found: `recall_bound` is the share of faults that last as long and show in any metric.
+SIMULATED: node_faults/simulation.py makes up every sample. The figures depend on that generator and do not reproduce
+the paper's (precision 0.904, recall 0.883); only orderings are compared. A task lasts 900 s and has one fault of 180 to
+600 s, or none; seeds are 0, 1, ... An alert for the wrong node counts as a false positive and a false negative, one on
+a healthy task as a false positive. `golden`: the specification's own toy simulator, which needs no denoiser. A
+continuity of 4 minutes cannot find a shorter fault: `recall_bound` is the share of faults that last as long and show in
+any metric.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def ours(
 
 
 def concatenated(samples: NodeSamples, denoisers: Mapping[str, Denoiser]) -> str | None:
-    """Return the node that is found by one distance over all seven metrics."""
+    """Return the node with the largest distance over all seven metrics together."""
     found = detect_concatenated(with_metrics(samples, PUBLISHED_METRICS), FOUR, denoisers)
     return None if found is None else samples.nodes[found.node]
 
 
 def mahalanobis(samples: NodeSamples, denoisers: Mapping[str, Denoiser]) -> str | None:
-    """Return the node that is found by the Mahalanobis distance of moments."""
+    """Return the outlier by the Mahalanobis distance of moments."""
     found = detect_by_mahalanobis(with_metrics(samples, PUBLISHED_METRICS), FOUR)
     return None if found is None else samples.nodes[found.node]
 
@@ -72,8 +73,8 @@ METHODS: dict[str, Method] = {
     "manhattan": ours(replace(FOUR, distance="manhattan")),
     "chebyshev": ours(replace(FOUR, distance="chebyshev")),
 }
-SHIPPED = ("continuity 240 s", "continuity 240 s, all candidates")  # whose seconds a decision are the result
-# (better, worse) of the paper, by F1.
+SHIPPED = ("continuity 240 s", "continuity 240 s, all candidates")  # their seconds per decision are the result
+# (better, worse) by F1, according to the paper.
 ORDERINGS = {
     "with continuity above without": ("continuity 240 s", "without continuity"),
     "denoised above raw": ("continuity 240 s", "raw"),

@@ -2,15 +2,15 @@
 
     python benchmarks/fp8_costs.py [--only filling | gradients] [--json] [--tiny] [--repeats 3] [--layers 1 2 4 8]
 
-FILLING. A model of 334 M parameters of one rank, in bfloat16 and in float32, is written into buckets of 32 MiB for an
-engine that serves bfloat16 and for one that serves FP8, as every update does it: the rounding, the copy and the check
-sums, one thread, CPU seconds, the least of the repeats. `scales` is the part that reads every weight for the largest
-magnitude of its blocks. `extra_mb` is by how much the process's largest memory grew while FP8 was filled.
+FILLING. One rank's model of 334 M parameters, in bfloat16 and in float32, is written into buckets of 32 MiB for an
+engine that serves bfloat16 and for one that serves FP8, as every update does: rounding, copy and checksums. Times are
+CPU seconds of one thread, the least of the repeats. `scales` is the part that reads every weight to find the largest
+magnitude of its block. `extra_mb` is the growth of the process's peak memory while FP8 was filled.
 
 GRADIENTS. A random Qwen3 of L layers (hidden size 128) computes log-probs and gradients of a packed batch in fp32, in
-emulated `fp8_blockwise` and in bfloat16, of the same weights. `relative_error` is |difference| / |gradient in fp32|, 2-
-norms of all parameters together; `expected` is what errors of either sign add up to over the products that a gradient
-comes through (docs/precision.md).
+emulated `fp8_blockwise` and in bfloat16, with the same weights. `relative_error` is |difference| / |gradient in fp32|,
+2-norms over all parameters; `expected` is what errors of either sign add up to over the products that a gradient
+passes through (docs/precision.md).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ TRAINED = {
 SCALE = 0.08  # of random matrices
 LENGTHS = (5, 17, 30, 70, 3, 40, 2, 8, 8, 9, 8, 64)
 TEMPERATURE = 0.8
-# Relative rms error of rounding numbers evenly spread in logarithm to 3 bits behind the leading one, and of a product of
-# two rounded operands.
+# Relative rms error of rounding log-uniform numbers to 3 bits after the leading one, and of a product of two rounded
+# operands.
 ROUNDING = math.sqrt((1 / 8) ** 2 / 12 * 3 / (8 * math.log(2)))
 PRODUCT = math.sqrt(2) * ROUNDING
 
@@ -98,7 +98,7 @@ def largest_memory() -> int:
 
 
 def fill(source: Layout, engine: EngineLayout, sources: Mapping[str, torch.Tensor], slot: torch.Tensor) -> float:
-    """CPU seconds in which every bucket of the one engine rank is written, each into the same memory."""
+    """Return the CPU seconds to write every bucket of the only engine rank, each into the same memory."""
     sync_plan = SyncPlan(plan(source, engine), engine, BUCKET_BYTES)
     checksums, buckets = ExpectedChecksums(sync_plan), sync_plan.buckets(0)
     return cpu_seconds(lambda: [write_chunks(sync_plan, bucket, 0, sources, slot, checksums) for bucket in buckets])[0]
@@ -143,7 +143,7 @@ def filling(repeats: int, served: Mapping[str, Any] = SERVED) -> dict[str, Any]:
 
 
 def load_random(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-    """The same weights for every type, by the names and shapes of the whole tensors."""
+    """Return the same weights for every type, drawn by the names and shapes of the whole tensors."""
     whole = {name: SCALE * random_normal(7, name, spec.shape) for name, spec in tensors.tensors.items()}
     for name in whole:
         whole[name] += float("norm" in name)
@@ -174,7 +174,7 @@ def gradient(num_layers: int, recipe: str, dtype: str) -> torch.Tensor:
 
 
 def batch(layout: ParallelLayout) -> Any:
-    """Random tokens and advantages, every sequence after its first token a response."""
+    """Return random tokens and advantages; everything after a sequence's first token is response."""
     from megatron_dapo.parallel.packing import pack
     from megatron_dapo.types import TrainSample
 
@@ -195,7 +195,7 @@ def batch(layout: ParallelLayout) -> Any:
 
 
 def gradients(layers: list[int]) -> list[dict[str, float]]:
-    """A row a number of layers."""
+    """Return one row per number of layers."""
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -2,12 +2,12 @@
 
     python benchmarks/fp8_learning.py [--steps 6] [--recipes fp32 fp8_blockwise] [--set a.b=value ...] [--json] [--tiny]
 
-FP8 in blocks wants sizes that 128 divides; the quickstart's model has a hidden size of 96 and 4 heads of 24. It is set
-in zeros: hidden size 128 (norms, whose mean runs over more values then, are scaled to give the same), 16 heads of which
-12 are zero. That is the same function, and stays it in training: nothing reaches a weight between two zeros.
+Blockwise FP8 needs sizes divisible by 128; the quickstart's model has a hidden size of 96 and 4 heads of 24. It is
+padded with zeros: hidden size 128 (norms are scaled, as their mean then runs over more values), 16 heads of which 12
+are zero. The function is the same and stays the same in training, as no gradient reaches a weight between two zeros.
 
-The engine samples in the model's type, so that an FP8 trainer's log-probs differ from it from the first step on: TIS
-corrects for that, and `mismatch` says how large it is. Steps have half of the quickstart's prompts. --save writes
+The engine samples in the model's type, so an FP8 trainer's log-probs differ from the engine's from the first step on:
+TIS corrects for that, and `mismatch` is its size. Steps have half of the quickstart's prompts. --save writes
 results/fp8_learning_cpu.json.
 """
 
@@ -48,7 +48,7 @@ SMALLER = (
 
 
 def widen(source: Path, target: Path, hidden: int = HIDDEN, heads: int = HEADS) -> None:
-    """Write the Qwen2 model of `source` with more hidden values and heads, all of them zero, as the same function."""
+    """Write the Qwen2 model of `source` padded with zero hidden values and heads; its function is unchanged."""
     config = json.loads((source / "config.json").read_text())
     narrow, head_dim = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
     tensors = {
@@ -69,7 +69,7 @@ def widen(source: Path, target: Path, hidden: int = HIDDEN, heads: int = HEADS) 
 
 def _widened(name: str, tensor: torch.Tensor, narrow: int, hidden: int, attention: int) -> torch.Tensor:
     if name.endswith("norm.weight"):
-        # The mean of squares is over `hidden` values of which `narrow` are not zero.
+        # The mean of squares runs over `hidden` values, of which `narrow` are not zero.
         tensor = tensor * math.sqrt(narrow / hidden)
     shape = [hidden if size == narrow else size for size in tensor.shape]
     for part, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
@@ -148,7 +148,7 @@ def machine() -> dict[str, str]:
 
 
 def table(runs: dict[str, dict[str, list[float]]]) -> str:
-    """A line a step and recipe."""
+    """Return one line per step and recipe."""
     lines = [f"{'step':>4} {'recipe':<14} " + " ".join(f"{name:>12}" for name in FIGURES)]
     for step in range(min(len(figures["accuracy"]) for figures in runs.values())):
         for recipe, figures in runs.items():

@@ -2,21 +2,21 @@
 
     python benchmarks/gae.py [--json] [--tiny] [--responses 8192] [--repeats 7]
 
-METHOD. Lengths are log-normal, median 5,000 and sigma 0.8 of the logarithm, cut at 20,480 tokens (the hard maximum of
-DAPO), the shape that long reasoning has: few short ones, a heavy tail, 4 % at the limit. Values are random, the
-reward is on the last token, lambda is VAPO's, of each response's length; float32, one thread. `gae` gives advantages
-and returns of finished responses, `egae` of windows of which half are unfinished, `decoupled` advantages of one lambda and
-returns of another (two recurrences), `gaps` is `gae` with a tenth of the tokens masked.
+METHOD. Lengths are log-normal (median 5,000, sigma 0.8), cut at 20,480 tokens (DAPO's hard maximum), as in long
+reasoning: few short ones, a heavy tail, 4 % at the limit. Values are random, the reward is on the last token, lambda
+is VAPO's for each response's length; float32, one thread. `gae` computes advantages and returns of finished responses,
+`egae` of windows of which half are unfinished, `decoupled` advantages with one lambda and returns with another (two
+recurrences); `gaps` is `gae` with a tenth of the tokens masked.
 
-The pass reads what they read (values, rewards, mask) and writes what they write (advantages, returns), two plain
-torch operations into memory fresh from the system, as every call's results are; `warm_pass` writes where memory is
-there already and `vs_warm_pass` is against that. The sides take turns; figures are the least of the repeats, for
-other programs on the machine only add to them. `vs_pass` is the larger one of gae and egae.
+The pass reads what they read (values, rewards, mask) and writes what they write (advantages, returns): two plain
+torch operations into memory fresh from the system, as in every call; `warm_pass` writes into memory that is already
+mapped, and `vs_warm_pass` compares with it. The sides take turns; figures are the least of the repeats, as other
+programs on the machine only add to them. `vs_pass` is the larger of gae's and egae's.
 
-`loop` is one over the tokens of each response on Python numbers, of a sample of the responses and scaled by its
-tokens; `column_loop` one over the columns of the padded batch [responses, 20480], a vector operation a time step, as
-trainers on padded batches have it: on its last 1,024 columns, and scaled to all. Both give the advantages of `gae`,
-which is checked.
+`loop` runs over the tokens of each response in Python numbers, on a sample of the responses, and is scaled by tokens;
+`column_loop` runs over the columns of the padded batch [responses, 20480], one vector operation per time step, as
+trainers on padded batches do: on its last 1,024 columns, and scaled to all. Both are checked to give the advantages of
+`gae`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_dapo.algorithms.token_rewards import outcome_rewards
 
 MAX_LENGTH = 20480
 MEDIAN_LENGTH, SIGMA = 5000.0, 0.8
-SAMPLE = 64  # responses of the loop over tokens
+SAMPLE = 64  # responses in the loop over tokens
 SAMPLE_COLUMNS = 1024
 GAMMA = 1.0
 
@@ -60,13 +60,13 @@ def draw_inputs(num_responses: int) -> ValueInputs:
 
 
 def with_gaps(inputs: ValueInputs) -> ValueInputs:
-    """A tenth of the tokens in masked runs of 50."""
+    """Return a mask that leaves out a tenth of the tokens in runs of 50."""
     place = torch.arange(inputs.values.numel(), dtype=torch.int32)
     return replace(inputs, loss_mask=(place.remainder(500) >= 50).float())
 
 
 def one_pass(inputs: ValueInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every input read once and every output written once."""
+    """Read every input once and write every output once."""
     return inputs.values + inputs.rewards, inputs.loss_mask * 0.5
 
 
@@ -90,7 +90,7 @@ def loop_over_tokens(
 def loop_over_columns(
     values: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, lambdas: torch.Tensor
 ) -> torch.Tensor:
-    """Advantages [responses, columns] of a batch that is padded behind the responses."""
+    """Return the advantages [responses, columns] of a right-padded batch."""
     advantages = torch.empty_like(values)
     following, carried = torch.zeros_like(lambdas), torch.zeros_like(lambdas)
     for column in range(values.shape[1] - 1, -1, -1):
@@ -164,7 +164,7 @@ def measure(num_responses: int, repeats: int) -> dict[str, Any]:
         "decoupled": lambda: (estimate_values(inputs, GAMMA, lambdas), estimate_values(inputs, GAMMA, 1.0)),
         "gaps": lambda: estimate_values(gaps, GAMMA, lambdas),
     }
-    # Sides take turns, and the least of their rounds counts: other programs only add to a time.
+    # Sides take turns and the least of their rounds counts, as other programs only add to a time.
     rounds = [{name: timed(run) for name, run in sides.items()} for _ in range(repeats)]
     seconds = {name: min(each[name] for each in rounds) for name in sides}
     return summary(

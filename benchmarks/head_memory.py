@@ -4,16 +4,16 @@
 
 Sides: `chunked`, log-prob and entropy of every token in tiles; `kept`, the same with the logits kept for the backward pass
 (`model.logprob_kept_gb`); `logits`, the same two values from the logits (torch's
-cross_entropy, and the entropy without a gradient, as trainers report it); `cross_entropy`, the log-prob alone from the
+cross_entropy, and the entropy without a gradient, as trainers report it); `cross_entropy`, only the log-prob, from the
 logits. All backpropagate the log-probs to hidden states and weight. Every run is a fresh process of one thread, the
 sides take turns, and a side's least figure over the rounds counts, so that other load on the machine hits all. Times
-are CPU seconds of that thread, user and system, which waiting for a core is no part of; those of the clock stand
-beside them. Peak memory is the process's high-water mark beyond what stood before the forward pass (hidden states,
+are CPU seconds of that thread, user and system, without waiting for a core; wall-clock seconds are listed next to
+them. Peak memory is the process's high-water mark beyond what was allocated before the forward pass (hidden states,
 weight) and beyond the gradients.
 
-`memory_ratio` and `time_ratio` are chunked / logits, those that end in `_cross_entropy` are chunked / cross_entropy, those that
-begin with `kept_` kept / chunked (time) and kept / logits (memory). Computing every product of logits a second time makes
-8 / 6 of the arithmetic.
+`memory_ratio` and `time_ratio` are chunked / logits, those that end in `_cross_entropy` are chunked / cross_entropy,
+those that begin with `kept_` are kept / chunked (time) and kept / logits (memory). Computing every logit twice costs 8
+/ 6 of the arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-TOLERANCE = 1e-3  # of the loss over tokens and of gradient norms, relative: what is compared is the same computation
+TOLERANCE = 1e-3  # relative, of the loss over tokens and of gradient norms: sides must compute the same
 
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
@@ -79,7 +79,7 @@ def status_bytes(field: str) -> int:
 
 
 def run_side(side: str, num_tokens: int, width: int, vocab_size: int) -> dict[str, float]:
-    """One forward and backward in this process; a tiny one comes first, so that nothing is loaded for the first time."""
+    """Run one forward and backward in this process, after a tiny one that loads everything lazy."""
     torch.set_num_threads(1)
     _forward_backward(side, 4, 8, 16)
     inputs = _inputs(num_tokens, width, vocab_size)
@@ -123,7 +123,7 @@ def run_rounds(rounds: int, shape: tuple[int, int, int]) -> dict[str, list[dict[
     rows: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
-            # A process of its own for each: the high-water mark of a process never falls.
+            # Each runs in a separate process, as the high-water mark of a process never falls.
             command = [sys.executable, __file__, "--side", side]
             command += [part for name, size in zip(SHAPE, shape, strict=True) for part in (f"--{name}", str(size))]
             output = subprocess.run(command, check=True, capture_output=True, text=True, env=_environment()).stdout
@@ -138,7 +138,7 @@ def _environment() -> dict[str, str]:
 
 
 def compare(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Ratios of the least figures; ValueError where the sides did not compute the same."""
+    """Ratios of the least figures; ValueError if the sides did not compute the same."""
     theirs = rows["logits"][0]
     for ours in (rows["chunked"][0], rows["kept"][0]):
         pairs = [(ours["loss"], theirs["loss"]), (ours["entropy"], theirs["entropy"])]

@@ -1,13 +1,14 @@
-"""Programs and answers made to hang, to break limits and to get out: what `benchmarks/rewards.py` scores, and looks after.
+"""Programs and answers that try to hang, break limits and escape; `benchmarks/rewards.py` scores and checks them.
 
-A program calls `escaped(what)` where it got what it must not have. Names in capitals are filled in: SECRET_FILE, OUTSIDE (a directory
-that the user may write), PORT (listening on loopback), ABSTRACT (a listening abstract UNIX socket), PARENT (a process of the user).
+A program calls `escaped(what)` if it got what it must not have. Names in capitals are filled in: SECRET_FILE, OUTSIDE
+(a directory that the user may write), PORT (listening on loopback), ABSTRACT (a listening abstract UNIX socket), PARENT
+(a process of the user).
 """
 
 from __future__ import annotations
 
 LIMITS = {"seconds_per_test": 1.0, "memory_limit_mb": 256, "max_processes": 12}  # of the preset code
-SLEEP = "98765"  # seconds, by which a process that was left behind is known
+SLEEP = "98765"  # seconds; this number identifies a process that was left behind
 PRELUDE = """
 import ctypes, mmap, os, resource, signal, socket, struct, subprocess, sys, tempfile, threading, time
 def escaped(what):
@@ -130,7 +131,7 @@ _NETWORK = {
 
 
 def programs() -> dict[str, str]:
-    """Return the hostile programs by name, without values for their names in capitals."""
+    """Return the hostile programs by name; their names in capitals are not filled in yet."""
     found = {
         f"read {path}": f"t = attempt(lambda: open({path!r}, 'rb').read(32) if not os.path.isdir({path!r}) else os.listdir({path!r}))\nif t: escaped(t)"
         for path in _READS

@@ -1,8 +1,8 @@
 """Lengths of the responses that are trained against the lengths of those that are sampled, on a simulated engine.
 
-A collector that trains the groups which finish first trains short responses. The collector of this project trains groups
-in order of their start, and this program measures what is left of the bias: with the sampling settings of the 32B recipe
-and others that oversample more, for several distributions of lengths, with correctness that depends on the length.
+A collector that trains the groups that finish first prefers short responses. This project's collector trains groups in
+the order in which they started, and this program measures the remaining bias: with the sampling settings of the 32B
+recipe and others that oversample more, for several distributions of lengths, with correctness that depends on length.
 
     python benchmarks/length_bias.py [--json] [--tiny] [--steps 12] [--recipe examples/recipes/dapo_qwen2.5_32b.toml]
 
@@ -84,7 +84,7 @@ POPULATIONS: dict[str, Population] = {
 
 
 class SimulatedEngine:
-    """Continuous batching: what runs advances together, requests beyond the slots wait their turn."""
+    """Continuous batching: running responses advance together, requests beyond the slots wait their turn."""
 
     def __init__(self, population: Population, limit: int) -> None:
         self.policy_version = 0
@@ -171,7 +171,7 @@ def measure(
     trained: list[int] = []
     ages: list[int] = []
     num_discarded = 0
-    of_filter = dict.fromkeys(("skipped", "audited", "tokens_saved"), 0)  # counted anew by each collection
+    of_filter = dict.fromkeys(("skipped", "audited", "tokens_saved"), 0)  # each collection counts from zero
     for version in range(num_steps):
         engine.policy_version = version
         batch = collector.collect(num_groups)
@@ -199,7 +199,7 @@ def measure(
 
 
 def lengths_of_passing_groups(outcomes: Mapping[str, tuple[int, bool]], rollout: RolloutConfig) -> list[int]:
-    """Return the lengths of all responses of the groups that the filter would keep, whether or not they were finished."""
+    """Return the lengths of all responses of groups that the filter would keep, finished or not."""
     groups: dict[str, list[tuple[int, bool]]] = {}
     for name, outcome in outcomes.items():
         groups.setdefault(name.split("/")[0], []).append(outcome)

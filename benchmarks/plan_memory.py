@@ -6,7 +6,7 @@ Models of a few million parameters, layouts (TP, sequence parallelism, PP, VPP, 
 drawn by the seed. Each makes two train steps; in the second, storages are counted, each once:
 
     weights, gradients       parameters and their fp32 sums
-    main_params, moments     of the ranks' shares, where the optimizer is distributed
+    main_params, moments     of the ranks' shares if the optimizer is distributed
     activations              tensors that autograd keeps (saved_tensors_hooks), at their peak over all micro-batches in flight
     head                     hidden states of the log-prob head, and what its operators make and hold, at their peak
 

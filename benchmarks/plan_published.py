@@ -186,7 +186,7 @@ def planned(row: Published) -> StepPlan:
                 "algorithm": {**algorithm, **({"off_policy": {"correction": "tis"}} if is_apart else {})},
             }
         )
-        # Servers apart have as many nodes of their own.
+        # Disaggregated servers have as many nodes as the trainer.
         cluster = Cluster(processes // GPUS_PER_NODE, GPUS_PER_NODE, GPUS["H100"].memory_gib, HOST_GIB)
         facts = ModelArchitecture.from_directory(config.model.path)
         return plan_step(config, facts, processes, cluster, GPUS["H100"], row.mean - PROMPT)

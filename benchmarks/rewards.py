@@ -239,8 +239,8 @@ TESTS = {"inputs": [""], "outputs": ["no program prints this"]}
 def measure_as_ordinary_user(every: int) -> dict[str, Any]:
     """Return `measure_hostile` of a process of uid 65534. Needs root.
 
-    Directories above the interpreter that only root may enter (/root, say) are replaced by ones that have the interpreter alone, in a
-    mount namespace of that process's own.
+    Directories above the interpreter that only root may enter (/root, say) are replaced by ones that have only the
+    interpreter, in a mount namespace of that process's own.
     """
 
     def become_ordinary() -> None:

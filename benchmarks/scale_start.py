@@ -16,7 +16,7 @@ a network namespace, and the bytes of the nodes' interfaces are compared with th
     cpu_seconds_N      the same in CPU time of the process, which other load on the machine hardly changes
 
 N counts GPUs. Both ways of placing engines are measured (`LAYOUTS`): on the trainer's GPUs through shared memory, and on
-GPUs of their own by point-to-point, where half of the GPUs train.
+separate GPUs by point-to-point, with half of the GPUs training.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def free_port() -> int:
 
 
 class Namespaces:
-    """Network namespaces on a bridge of their own; all are removed at the end. Needs root and iproute2."""
+    """Network namespaces on a private bridge; all are removed at the end. Needs root and iproute2."""
 
     def __init__(self, num_nodes: int) -> None:
         self._names = [f"scale{os.getpid()}-{node}" for node in range(num_nodes)]

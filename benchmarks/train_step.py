@@ -137,7 +137,7 @@ def measure(name: str, num_sequences: int, rounds: int) -> dict[str, Any]:
     sequences = make_sequences(num_sequences, shape["vocab_size"])
     with tempfile.TemporaryDirectory() as directory:
         packed = make_model(Path(directory), shape)
-        # A model of its own: the packed one trains during the comparison.
+        # A separate model, as the packed one trains during the comparison.
         padded = make_model(Path(directory), shape)
         steps = {
             "megatron": megatron_step(Path(directory), sequences),

@@ -1,12 +1,13 @@
 """A recipe of ours, trained by TRL's GRPOTrainer in the place of `megatron-dapo train`: a grid's `program`, e.g. of
-examples/grids/smollm2_gpu.toml, or a command of its own.
+examples/grids/smollm2_gpu.toml, or a separate command.
 
     python benchmarks/trl_recipe.py [RECIPE] [--set a.b=c]... [--output-dir DIR] [--trl-packages PATH] [--json] [--tiny]
 
 TRL has the recipe's model, data files, chat template, verifier, rewards, groups, lengths, sampling, clip bounds, optimizer and
-run.max_train_seconds or run.total_steps. It generates with vLLM in its own process where vLLM is installed on a GPU, else with
-transformers. Its model is then evaluated by `megatron-dapo eval` with the recipe, so by our engine, problems and seeds, and
-DIR has what `train` leaves: metrics.jsonl, evaluations, summary.json, huggingface. Called again, it does what is left.
+run.max_train_seconds or run.total_steps. It generates with vLLM in its own process if vLLM is installed on a GPU,
+otherwise with transformers. Its model is then evaluated by `megatron-dapo eval` with the recipe, so by our engine,
+problems and seeds, and DIR has what `train` leaves: metrics.jsonl, evaluations, summary.json, huggingface. Called
+again, it does what is left.
 
 TRL has no dynamic sampling and trains on groups that teach nothing; give it rollout.filter_groups = false.
 TRL comes from --trl-packages, .venv-trl (make .venv-trl) or this environment.
@@ -60,7 +61,7 @@ def rows_per_pass(config: Config, processes: int) -> int:
 
 
 def generation_settings(device: str, packages: Path | None) -> dict[str, Any]:
-    """Return TRL's settings of generation: vLLM in its own process where that can be imported on a GPU."""
+    """Return TRL's settings of generation: vLLM in its own process if that can be imported on a GPU."""
     places = [*([str(packages)] if packages else []), *sys.path]
     found = device == "cuda" and importlib.machinery.PathFinder.find_spec("vllm", places) is not None
     return dict(VLLM) if found else {}
@@ -162,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
-    """Train, evaluate and write. Raises ValueError where TRL is missing or cannot train the recipe."""
+    """Train, evaluate and write. Raises ValueError if TRL is missing or cannot train the recipe."""
     begun = time.monotonic()
     packages = arguments.trl_packages or installed_packages("trl")
     if packages is None and importlib.machinery.PathFinder.find_spec("trl") is None:

@@ -5,7 +5,7 @@
 THE LANGUAGE. A prompt is a lock with a secret key of 6 letters out of 6. A response is letters and an end token, 64
 tokens at most. The next letter of the key opens one stage, another letter does nothing, the end token ends. It is
 correct (+1) if all stages are open at its end, else wrong (-1), also if it is cut. The best policy is always right.
-The state behind a prefix is (prompt, stages open, tokens), so under any policy the values V, the action values Q and
+The state after a prefix is (prompt, stages open, tokens), so under any policy the values V, the action values Q and
 the probability of a correct response come out of dynamic programming, without sampling.
 
 1. VALUES. A fixed policy; a small network learns from sampled Monte-Carlo returns with the project's value loss.
@@ -21,7 +21,7 @@ the probability of a correct response come out of dynamic programming, without s
 Where the small task differs from the paper (arXiv 2504.05118): responses have 8 to 36 tokens and not thousands, so
 alpha of the length-adaptive lambda is 0.5 and not 0.05 (at 40 tokens it gives the 0.95 that the paper's gives at
 400), and everything that long responses do to PPO is weak here. Without pretraining, the critic starts where a reward
-model does that has learned the ends of responses alone.
+model does that has learned only the ends of responses.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
 
-    ours      `WeightSync` over each transport; the engine is a stock SGLang server where --engine-python names an
-              environment that has one, else its two ranks' weight loaders in processes of their own
+    ours      `WeightSync` over each transport; the engine is a stock SGLang server if --engine-python names an
+              environment that has one, otherwise its two ranks' weight loaders in separate processes
     mbridge   `export_weights` of the same live parameters: every tensor whole on every rank, which is where mbridge
               ends and an engine's update begins. It is checked to export the same bits
     floor     the same bytes between the same pairs of ranks over the same transport, from and into plain buffers:
@@ -20,7 +20,7 @@ Medians. Our seconds end when every byte is in the engine's parameters. `with_ve
 machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
 compared; `verify_seconds` is the difference. The keys at the
 top are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
-`.venv-mbridge`, beside the packages of this environment.
+`.venv-mbridge`, on top of this environment's packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Threads that may touch the GPU of their rank. Modules that import torch start no others (tests/unit/test_layers.py).
+"""Threads that may use their rank's GPU. Modules that import torch start no others (tests/unit/test_layers.py).
 
-The current device belongs to the thread, and a new thread starts with GPU 0. One CUDA call in it, and the rank has a context
-of about 500 MiB on GPU 0 until it ends; eight ranks of a node take 4 GiB there.
+The current device is per thread, and a new thread starts with GPU 0. After a single CUDA call in it, the rank keeps a
+context of about 500 MiB on GPU 0 until it ends; eight ranks of a node take 4 GiB there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def device_thread_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def _current_device() -> int | None:
-    torch = sys.modules.get("torch")  # also called in processes that never import it
+    torch = sys.modules.get("torch")  # this also runs in processes that never import torch
     return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 
 

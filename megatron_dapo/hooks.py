@@ -1,6 +1,6 @@
-"""Functions and objects of a user in place of built-in ones, named "package.module:name" or "path/to/file.py:name".
+"""User functions and objects that replace built-in ones, named "package.module:name" or "path/to/file.py:name".
 
-Nothing here imports torch: configurations are checked without it. docs/python.md has the table of hooks.
+Nothing here imports torch, because configurations are checked without it. docs/python.md lists the hooks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_dapo.untrusted import one_line
 
-# Field of the configuration -> the parameters that its function is called with.
+# Configuration field -> parameters that its function is called with.
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "algorithm.loss.function": ("inputs",),
     "algorithm.advantage.function": ("inputs",),
@@ -30,20 +30,20 @@ FAMILY, CALLBACKS = "model.family", "run.callbacks"
 
 
 class HookError(ValueError):
-    """Error that a user's hook raised, or a result of it that cannot be used; the message names the hook."""
+    """A user's hook raised an error or returned an unusable result; the message names the hook."""
 
 
 class Callback:
     """Base of callbacks (run.callbacks). They are called on rank 0, in order; an error in one ends the run.
 
-    A subclass overrides what it needs. It is created once a process, without arguments.
+    A subclass overrides what it needs. It is created once per process, without arguments.
     """
 
     def on_run_start(self, config: Mapping[str, Any]) -> None:
         """See the resolved configuration, nested by section, before the first step of this process."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See the metrics of train step `step`, from 1; they are written already."""
+        """See the metrics of train step `step`, from 1; they are already written."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See the evaluation of the policy after `step` train steps."""
@@ -56,11 +56,12 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def load_hook(path: str, field: str) -> Any:
-    """Return the object that `path` names. ValueError in one line for one that cannot be imported or called as `field` needs."""
+    """Return the object that `path` names. Raise a one-line ValueError if it cannot be imported or called as `field`
+    needs."""
     module_name, _, name = path.rpartition(":")
     try:
         module = import_place(module_name)
-    except Exception as error:  # an import runs whatever the module has
+    except Exception as error:  # an import runs arbitrary module code
         raise ValueError(
             one_line(f"{field} = {path!r}: cannot import {module_name!r} ({type(error).__name__}: {error})")
         ) from error
@@ -76,13 +77,13 @@ def load_hook(path: str, field: str) -> Any:
 
 
 def check_parameters(function: Any, parameters: Sequence[str], what: str) -> None:
-    """Raise ValueError where `function` cannot be called with so many positional arguments."""
+    """Raise ValueError if `function` cannot be called with these positional arguments."""
     written = f"write it as ({', '.join(parameters)})"
     if not callable(function):
         raise ValueError(f"{what}: it is of type {type(function).__name__}, no function; {written}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a built-in, which does not tell
+    except (TypeError, ValueError):  # a built-in without a signature
         return
     try:
         signature.bind(*parameters)
@@ -102,21 +103,22 @@ def _check_callback(hook: Any, what: str) -> None:
 
 
 def import_place(place: str) -> ModuleType:
-    """Import the module before the colon of a user's path: "package.module" or "path/to/file.py". Raises what the import raises."""
+    """Import the module before the colon of a user's path: "package.module" or "path/to/file.py". Errors of the import
+    propagate."""
     return _file_module(Path(place)) if place.endswith(".py") else _module(place)
 
 
 def _module(name: str) -> ModuleType:
-    # Workers, which are started by `python -m`, import from the current directory: a check in a console script has to as well.
+    # Workers start with `python -m` and import from the current directory, so a check in a console script must too.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Import a file once a process; what lies beside it can be imported by it."""
+    """Import a file once per process; it can import its neighboring files."""
     path = path.resolve()
-    # No file of a user hides a module of another package that has the same name.
+    # A user's file must not hide another package's module of the same name.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -125,7 +127,7 @@ def _file_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -146,10 +148,10 @@ def named(path: str, field: str) -> Iterator[None]:
 
 
 class Callbacks:
-    """The callbacks of a run, in their order."""
+    """The callbacks of a run, in order."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Raise ValueError for one that cannot be imported, HookError for one that cannot be created."""
+        """Raise ValueError if one cannot be imported, HookError if one cannot be created."""
         self._hooks: list[tuple[str, Any]] = []
         for path in paths:
             hook = load_hook(path, CALLBACKS)
@@ -157,7 +159,7 @@ class Callbacks:
                 self._hooks.append((path, hook()))
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of each callback that has it. HookError where one raises."""
+        """Call the method `event` of each callback that has it. Raise HookError if one fails."""
         assert event in EVENTS, f"{event} is none of {EVENTS}"
         for path, hook in self._hooks:
             if method := getattr(hook, event, None):

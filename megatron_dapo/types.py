@@ -1,4 +1,4 @@
-"""Data of a step: one frozen dataclass a hop.
+"""Data of a step: one frozen dataclass per hop.
 
     Prompt -> GenerationRequest -> Completion -> ScoredSample -> Group -> TrainSample -> MicroBatch
 
@@ -18,12 +18,12 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
-FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected"]  # of dynamic sampling, on a group
+FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected"]  # dynamic sampling's decision on a group
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem of the data set after the chat template, ready to be generated from."""
+    """One problem of the data set with the chat template applied, ready for generation."""
 
     prompt_id: str  # hash of (messages, answer): equal problems have equal ids
     messages: tuple[Mapping[str, str], ...]  # chat turns: {"role": ..., "content": ...}
@@ -47,7 +47,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """Sizes of a mixture-of-experts model's routing; layers without experts count."""
+    """Sizes of a mixture-of-experts model's routing; layers without experts count too."""
 
     num_layers: int
     experts_per_token: int
@@ -55,7 +55,7 @@ class RoutingShape:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Smallest type of an expert's number that torch can index and send."""
+        """Smallest integer type for expert numbers that torch can index and send."""
         return np.uint8 if self.num_experts <= 256 else np.int16
 
 
@@ -72,19 +72,19 @@ class VersionRange:
 class Completion:
     """An engine's response: ids and log-probs at the sampled temperature, one per response token.
 
-    Both are arrays from the engine to the loss, 8 bytes a token, and read-only by convention. Other sequences of
-    numbers are converted. Equal completions have equal fields, bit for bit.
+    Both stay arrays from the engine to the loss, at 8 bytes per token, and are read-only by convention. Other sequences
+    of numbers are converted. Equal completions have equal fields, bit for bit.
 
-    `routing` has the experts that every layer chose for each token that the engine read, prompt included: all T tokens of the
-    sequence but the last one. In a continued response each token has those of the reading in which it was sampled.
+    `routing` has the experts that every layer chose for each token that the engine read, including the prompt: all T
+    tokens of the sequence but the last. In a continued response, each token has those of the pass that sampled it.
     """
 
     request_id: str
-    token_ids: np.ndarray  # [R] int32, the stop token included
+    token_ids: np.ndarray  # [R] int32, including the stop token
     logprobs: np.ndarray  # [R] float32
     finish_reason: FinishReason
     versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
-    routing: np.ndarray | None = None  # [T - 1, layers, experts a token] uint8 or int16; None: not asked for
+    routing: np.ndarray | None = None  # [T - 1, layers, experts per token] uint8 or int16; None: not requested
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
@@ -119,16 +119,16 @@ def _bits(numbers: np.ndarray | None) -> bytes | None:
 
 
 def num_distinct(completions: Iterable[Completion]) -> int:
-    """Return the number of different responses, by their tokens."""
+    """Return the number of responses with different tokens."""
     return len({completion.token_ids.tobytes() for completion in completions})
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to be sampled. `seed` and the position alone (not the batch it runs in) determine its random numbers.
+    """One response to sample. Its random numbers depend only on `seed` and the position, not on the batch it runs in.
 
-    With `prefix` (an aborted completion of the same request) the engine continues after its tokens, whose keys and values
-    it computes again, and returns the whole response: the prefix with its log-probs and versions, then the new tokens.
+    With `prefix` (an aborted completion of the same request), the engine recomputes the keys and values of its tokens,
+    continues after them, and returns the whole response: the prefix with its log-probs and versions, then new tokens.
     `sampling.max_new_tokens` bounds the whole response.
     """
 
@@ -137,7 +137,7 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     prefix: Completion | None = None
-    with_routing: bool = False  # the completion has the experts that were chosen
+    with_routing: bool = False  # the completion then has the chosen experts
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ class Score:
     accuracy: float  # 0 or 1
     reward: float  # the verifier's own scale, e.g. +1 / -1
     outcome: Outcome
-    extracted: str | None = None  # the answer that was found in the response
+    extracted: str | None = None  # the answer found in the response
     detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a response that one generation step made (T-PPO, arXiv 2506.15050): its tokens from `start` on."""
+    """The part of a response from one generation step (T-PPO, arXiv 2506.15050): its tokens from `start` on."""
 
     start: int = 0
     is_finished: bool = True  # the response ended in it, or must not continue
@@ -161,7 +161,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Signs of a response that repeats itself, from its token ids, see `rewards.pool.repetition`."""
+    """Signs that a response repeats itself, from its token ids; see `rewards.pool.repetition`."""
 
     ngram: float = 0.0  # share of its 20-grams that are copies
     loop_period: int = 0  # it ends in `loop_repeats` copies of its last `loop_period` tokens; 0, 0: it does not loop
@@ -171,10 +171,10 @@ class Repetition:
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A response with its score and the parts its total reward is the sum of.
+    """A response with its score and the parts that add up to its total reward.
 
-    With a window, the completion holds all tokens up to the window's end. Where the response continues after it, the
-    score is 0 with outcome "unfinished" and there are no reward parts.
+    With a window, the completion holds all tokens up to the window's end. If the response continues after it, the score
+    is 0 with outcome "unfinished", and there are no reward parts.
     """
 
     sample_id: str  # "<group_id>/<index in group>"
@@ -196,39 +196,39 @@ class Group:
 
     group_id: str
     prompt: Prompt
-    samples: tuple[ScoredSample, ...]  # G; of windows those that this generation step worked on
+    samples: tuple[ScoredSample, ...]  # G; with windows, only those that this generation step worked on
     policy_version: int  # the oldest version that sampled a token of it
     generation_step: int
 
 
 @dataclass(frozen=True)
 class CriticContext:
-    """Facts of a response that value-based advantages need beside its tokens."""
+    """Facts about a response that value-based advantages need in addition to its tokens."""
 
-    reward: float  # total; 0 where the response continues
+    reward: float  # total; 0 if the response continues
     is_correct: bool
     window: Window
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sequence as the trainer sees it. Response token j stands at tokens[prompt_length + j]."""
+    """One sequence as the trainer sees it. Response token j is tokens[prompt_length + j]."""
 
     sample_id: str
     group_index: int  # index of its group within the rollout batch
     # [T] int32. Tokens, log-probs and routing have no memory on ranks that do not pack the sample.
     tokens: torch.Tensor
     prompt_length: int
-    loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
+    loss_mask: torch.Tensor  # [R] float32, 1 if the token is trained
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32, from the engine
     staleness: torch.Tensor | None = None  # [R] float32, policy versions behind the trained one; None: 0 everywhere
-    critic_context: CriticContext | None = None  # where a critic makes the advantages
-    values: torch.Tensor | None = None  # [R] float32, the critic's, of the state each token was drawn in
+    critic_context: CriticContext | None = None  # set if advantages come from a critic
+    values: torch.Tensor | None = None  # [R] float32, the critic's values of the states in which tokens were drawn
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
-    kl_penalties: torch.Tensor | None = None  # [R] float32, taken off the tokens' rewards; None: 0 everywhere
-    positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
-    routing: torch.Tensor | None = None  # [T - 1, layers, experts a token], see Completion; None: not replayed
+    kl_penalties: torch.Tensor | None = None  # [R] float32, subtracted from the tokens' rewards; None: 0 everywhere
+    positive_weight: float = 0.0  # weight of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
+    routing: torch.Tensor | None = None  # [T - 1, layers, experts per token], see Completion; None: not replayed
 
     @property
     def num_tokens(self) -> int:
@@ -260,12 +260,12 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # [P] float32
     sample_ids: tuple[str, ...]  # N
     staleness: torch.Tensor | None = None  # [P] float32, see TrainSample; None: 0 everywhere
-    values: torch.Tensor | None = None  # [P] float32, like the two below 0 where no critic said anything
+    values: torch.Tensor | None = None  # [P] float32; this and the next two are 0 at positions without a critic's value
     returns: torch.Tensor | None = None  # [P] float32
     positive_weights: torch.Tensor | None = None  # [P] float32
     response_positions: torch.Tensor | None = None  # [R] int64, ascending: they predict response tokens; None: all
-    routing: torch.Tensor | None = None  # [P, layers, experts a token], the engine's; None: the router's own everywhere
-    is_routed: torch.Tensor | None = None  # [P] bool: `routing` holds there; not at padding nor a sequence's last token
+    routing: torch.Tensor | None = None  # [P, layers, experts per token], the engine's; None: the router's
+    is_routed: torch.Tensor | None = None  # [P] bool: `routing` applies; not padding or last tokens
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ MUST_BE_FINITE = ("actor/loss", "actor/grad_norm")
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """ValueError where the run has not written the file."""
+    """Raises ValueError if the run has not written the file."""
     if not path.is_file():
         raise ValueError(f"{path} is not there: the run did not come that far")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -27,7 +27,7 @@ from typer.main import get_command
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT))  # mkdocs loads this file alone
+sys.path.insert(0, str(ROOT))  # mkdocs loads only this file
 
 import megatron_dapo  # noqa: E402
 from megatron_dapo.cli.main import app  # noqa: E402

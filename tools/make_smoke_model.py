@@ -40,7 +40,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 
 def write(target: Path, size: str) -> None:
-    """An ordinary Hugging Face directory in bf16. ValueError where it exists, or the size does not."""
+    """Write an ordinary Hugging Face directory in bf16. ValueError if it exists or the size is unknown."""
     if size not in SIZES:
         raise ValueError(f"size {size!r} is unknown; choose one of {', '.join(SIZES)}")
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)

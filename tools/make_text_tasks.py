@@ -77,7 +77,7 @@ def rows(name: str, task: Task, seed: int) -> Iterator[dict[str, Any]]:
 def split(
     tasks: Mapping[str, Task], num_train: int, num_heldout: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return `num_train` and `num_heldout` different problems, equally many of each task where it has as many."""
+    """Return `num_train` and `num_heldout` different problems, equally many of each task if it has as many."""
     heldout: list[dict[str, Any]] = []
     train: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -89,7 +89,7 @@ def split(
 
 
 def _different(problems: Iterator[dict[str, Any]], seen: set[str], count: int) -> list[dict[str, Any]]:
-    """Take `count` problems that were not seen, fewer where a task repeats itself."""
+    """Take `count` unseen problems, or fewer if a task repeats itself."""
     taken: list[dict[str, Any]] = []
     misses = 0
     for row in problems:

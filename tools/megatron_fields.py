@@ -3,7 +3,7 @@
     python -m tools.megatron_fields 0.16.1=SITE_PACKAGES 0.19.2=UNPACKED_WHEEL [--output FILE]
 
 Reads the sources of the given versions, so that a version whose Python is another one can be read as well. Without
-arguments the installed version is compared with the table; exit code 1 where they differ.
+arguments the installed version is compared with the table; exit code 1 if they differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def kinds_of(annotation: ast.expr) -> list[Any]:
 
 
 def fields_of(directory: Path) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yield part, name and kinds of every field of one version. FileNotFoundError where it is not in `directory`."""
+    """Yield part, name and kinds of every field of one version. FileNotFoundError if it is not in `directory`."""
     for part, classes in CLASSES.items():
         for path, wanted in classes:
             tree = ast.parse((directory / path).read_text(encoding="utf-8"))

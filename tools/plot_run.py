@@ -1,4 +1,4 @@
-"""Draw a run's accuracy and response length over train steps as an SVG, from metrics.jsonl and evaluations.jsonl alone.
+"""Draw a run's accuracy and response length over train steps as an SVG, only from metrics.jsonl and evaluations.jsonl.
 
 python tools/plot_run.py runs/quickstart docs/quickstart.svg
 """

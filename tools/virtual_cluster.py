@@ -1,4 +1,4 @@
-"""A cluster with real Slurm on one machine: every node is a set of Linux namespaces with a slurmd of its own.
+"""A cluster with real Slurm on one machine: every node is a set of Linux namespaces with its own slurmd.
 
     python -m tools.virtual_cluster up WORK --nodes 2          # node0 10.77.0.10, node1 10.77.0.11, ctl 10.77.0.1
     python -m tools.virtual_cluster run WORK ctl -- sinfo      # any command on any node, in the current directory
@@ -92,7 +92,7 @@ class ClusterSettings:
 
     num_nodes: int = 2
     cpus: int = 128  # that a node claims
-    gpus: int = 8  # that a node claims: CUDA_VISIBLE_DEVICES is set, no device is behind it
+    gpus: int = 8  # GPUs that a node claims: CUDA_VISIBLE_DEVICES is set, but there is no device
     memory_gib: float = 0.0  # limit of a node's cgroup; 0: none
     cpu_cores: float = 0.0  # CPU time of a node, in cores; 0: no limit
     slurmd_timeout_s: int = 30  # silence after which slurmctld gives a node up (Slurm's default: 300)
@@ -102,7 +102,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a batch job as `scontrol show job` tells it."""
+    """State of a batch job as reported by `scontrol show job`."""
 
     job_id: int
     state: str
@@ -265,7 +265,7 @@ class VirtualCluster:
         """Inject a fault into a node.
 
         crash: every process dies at once and the kernel closes its connections. power-off: the cable is unplugged first,
-        so peers hear nothing. unplug: the cable alone. mute: the node hears and is not heard. deafen: it is heard and
+        so peers hear nothing. unplug: only the cable. mute: the node hears and is not heard. deafen: it is heard and
         does not hear. throttle: it sends at 1 Mbit/s. plug: the link is whole again. kill-slurmd: jobs continue. boot: a node that is off starts.
         """
         if kind == "boot":
@@ -273,7 +273,7 @@ class VirtualCluster:
         elif kind in ("unplug", "plug"):
             self._cable(name, "down" if kind == "unplug" else "up")
             for is_own in (True, False) if kind == "plug" else ():
-                # A cable without a queue of its own has none that could be deleted: then this fails, as it may.
+                # A cable without its own queue has none to delete: the command may fail.
                 subprocess.run(self._queue(name, "del", is_own), capture_output=True, check=False)
         elif kind in ("mute", "deafen", "throttle"):
             # A queue of length 0 drops all that goes through it.
@@ -441,7 +441,7 @@ def _enter_cgroup(cluster: VirtualCluster, name: str) -> None:
 
 
 def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
-    """Give the node a /sys of its own network whose cgroup directory shows the node's own memory controller."""
+    """Give the node a /sys for its own network whose cgroup directory shows the node's own memory controller."""
     own = cluster.work / name / "cgroup"
     own.mkdir(exist_ok=True)
     _mount("-t", "tmpfs", "tmpfs", str(own))
@@ -508,7 +508,7 @@ def unavailable() -> str:
 
 
 def install() -> None:
-    """Install the packages with apt-get where programs are missing. A failure is printed: `unavailable` says the rest."""
+    """Install the packages with apt-get if programs are missing. A failure is printed; `unavailable` reports what is missing."""
     if os.geteuid() != 0 or not missing_programs() or shutil.which("apt-get") is None:
         return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

@@ -1,15 +1,15 @@
-"""Time and memory of the log-prob head on a GPU, forward and backward, beside the peers that are installed.
+"""Time and memory of the log-prob head on a GPU, forward and backward, compared with the peers that are installed.
 
     python benchmarks/gpu/head.py [--json] [--save] [--only triton,te_fp8] [--shape 8192,4096,151936]
 
 Cases are "<side> <tokens>x<width>x<vocabulary>". Sides: this package's `reference`, `chunked`, `triton`, `triton_tuned` and
 `te_fp8`, those that end in `_kept` with the logits kept for the backward pass (three products, as 6 T H V counts them);
-Liger's fused linear cross entropy, verl's and Apple's kernels where they can be imported. bf16 hidden states and weight; all
-backpropagate the log-probs to both. Every figure is the median over rounds of events on the device. Effective TFLOP/s count
-the three products that training needs (6 T H V), whatever a side computes twice; `tflops_with_recompute` counts a fourth
-(8 T H V). Peak memory is beyond what stood before and beyond the gradients. `triton` also names the blocks it was compiled
-with, `--blocks 128,128,64,8,4` (tokens, columns, width, warps, stages) tries others. How it runs and what a result holds:
-`program.py`. `--tiny` checks the program on any machine; its figures mean nothing.
+Liger's fused linear cross entropy, verl's and Apple's kernels if they can be imported. bf16 hidden states and weight;
+all backpropagate the log-probs to both. Every figure is the median over rounds of events on the device. Effective
+TFLOP/s count the three products that training needs (6 T H V), whatever a side computes twice; `tflops_with_recompute`
+counts a fourth (8 T H V). Peak memory is beyond what stood before and beyond the gradients. `triton` also names the
+blocks it was compiled with, `--blocks 128,128,64,8,4` (tokens, columns, width, warps, stages) tries others. How it runs
+and what a result holds: `program.py`. `--tiny` checks the program on any machine; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PEERS: dict[str, Callable[[HeadSpec], Loss]] = {"liger": liger, "apple": apple, 
 
 
 def loss_of(side: str, place: HeadSpec) -> Loss:
-    """Missing where it cannot run here."""
+    """Raise Missing if it cannot run here."""
     if side not in PEERS:
         return own(side, place)
     try:
@@ -89,7 +89,7 @@ def loss_of(side: str, place: HeadSpec) -> Loss:
 
 
 class Stopwatch:
-    """Milliseconds on the device, or of the clock where there is none."""
+    """Milliseconds on the device, or of the clock if there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"

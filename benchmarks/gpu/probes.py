@@ -5,12 +5,13 @@
 
     queues        Two streams: the first has a spinning kernel and another one after it, the second a single short kernel.
                   With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the short kernel waits for the spinning one,
-                  which is how streams of several communicators deadlock; with 8 it does not. Milliseconds until it is done
+                  which is how streams of several communicators deadlock; with 8 it does not. Reports the milliseconds
+                  until the short kernel is done
     colocated     A server as the layouts start it, next to a trainer of the same 1.5 B model: start, sleep, train step,
                   verified weight sync and generation, five times; memory by process in each state; mean |log-prob
-                  difference| of both sides; GET /health while the server sleeps, and whether it then serves again
-    retraction    A server of three layers of Qwen3-30B-A3B answers with the experts of every token from a cache that is
-                  too small for its requests, so that SGLang retracts some; then requests are aborted in the middle
+                  difference| between the two; GET /health while the server sleeps, and whether it serves again after
+    retraction    A server with three layers of Qwen3-30B-A3B returns the experts of every token. Its cache is too small
+                  for its requests, so SGLang retracts some; then requests are aborted in the middle
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine; its figures mean nothing.
 """
@@ -61,7 +62,7 @@ PACKAGES = ("torch", "megatron-core", "transformer_engine", "sglang")
 CASES = ("queues", "colocated", "retraction")
 SPIN = 1 << 30  # cycles: about 0.6 s
 HEALTH_S, SETTLE_S = 5.0, 3.0
-START_MARGIN_S = 60.0  # seconds that a case keeps for everything but the server's start
+START_MARGIN_S = 60.0  # part of a case's time reserved for everything but the server's start
 GIB = 1 << 30
 
 # Prints the milliseconds until the short kernel is done, and until the spinning one is.
@@ -88,7 +89,7 @@ print(json.dumps({"short_ms": 1e3 * done, "spinning_ms": 1e3 * whole}))
 
 
 def queues(arguments: argparse.Namespace, device: torch.device) -> Row:
-    """Starts a process for each setting: CUDA reads the number of queues once, at its start."""
+    """Starts one process per setting, as CUDA reads the number of queues only once, at its start."""
     if device.type != "cuda":
         raise Missing("torch sees no CUDA device")
     row = {}
@@ -108,7 +109,7 @@ def queues(arguments: argparse.Namespace, device: torch.device) -> Row:
 def serving(
     directory: Path, device: torch.device, arguments: argparse.Namespace, **fields: Any
 ) -> Iterator[tuple[SglangServer, SglangClient, dict[str, Any]]]:
-    """A server with the kernels that the arguments name, its client, and figures of its start."""
+    """A server with the kernels named in the arguments, its client, and figures of its start."""
     if arguments.engine_python is None:
         raise Missing("--engine-python names no interpreter with SGLang")
     settings = ServerSettings(
@@ -271,7 +272,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def health(server: SglangServer) -> tuple[str, bool]:
-    """Return what GET /health says, a status or the kind of error, and whether all processes run some seconds later."""
+    """Return the status or the kind of error of GET /health, and whether all processes still run some seconds later."""
     headers = {"Authorization": f"Bearer {read_key(server.key_file)}"}
     try:
         answer = str(httpx.get(f"{server.url}/health", headers=headers, timeout=HEALTH_S).status_code)
@@ -282,7 +283,7 @@ def health(server: SglangServer) -> tuple[str, bool]:
 
 
 def memory_by_process(names: Mapping[int, str]) -> dict[str, float]:
-    """Return GiB of the GPU by the name of the process, as the driver counts them, and of all; empty without a driver."""
+    """Return the GiB of GPU memory by process name, as the driver counts them, and in total; empty without a driver."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
@@ -356,7 +357,7 @@ PROBES: Mapping[str, Callable[[argparse.Namespace, torch.device], Row]] = {
 
 
 def measuring(arguments: argparse.Namespace) -> Any:
-    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server knows no stand-in
+    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server has no stand-in device
     return program.always(lambda case: PROBES[case](arguments, device))
 
 

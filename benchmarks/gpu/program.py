@@ -1,9 +1,9 @@
 """Runner of the GPU benchmarks: one case after another in a worker process; each result is kept as soon as it is known.
 
-The process that is started measures nothing: it starts a worker, reads what that reports, and ends it where a case takes
-longer than `--case-s`. A worker whose CUDA context broke ends itself. Either way the next worker continues with the cases that
-are left, so that one case never takes the others with it. No case begins after `--budget-s`, nor one that says that it would not end
-by then; what was not begun is named.
+The main process measures nothing: it starts a worker, reads its reports, and kills it if a case takes longer than
+`--case-s`. A worker whose CUDA context broke exits. Either way the next worker continues with the remaining cases, so
+one case never takes the others down. No case begins after `--budget-s`, or if it expects not to finish by then; cases
+that were not begun are listed.
 
 `--save` keeps the result in `--results` after every case, as <benchmark>_<machine>.json. Started again there with the same
 settings and versions, a benchmark takes what it finds and runs the rest (`--again`: everything).
@@ -11,7 +11,7 @@ settings and versions, a benchmark takes what it finds and runs the rest (`--aga
     cases     case -> its figures
     skipped   case -> what this machine lacks for it
     failed    case -> what went wrong; then the exit code is 1
-    not_run   cases for which there was no time
+    not_run   cases for which no time was left
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if "--tiny" in sys.argv and not HAS_GPU and importlib.util.find_spec("transformer_engine"):
-    # Before anything imports Transformer Engine: its fused optimizer and its layers want a driver.
+    # This precedes any import of Transformer Engine, whose fused optimizer and layers need a driver.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
     import stand_in
 
@@ -49,7 +49,7 @@ if "--tiny" in sys.argv and not HAS_GPU and importlib.util.find_spec("transforme
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Dense bf16 products with fp32 sums, FLOP/s, by what the device's name has in it (data sheets, SXM form).
 BF16_PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12}
-# Of the arguments, those that change nothing about what a case measures.
+# Arguments that do not change what a case measures.
 CONTROLS = ("json", "save", "results", "again", "budget_s", "case_s", "only", "worker", "ends")
 GRACE_S = 10.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the kernel ends a worker whose starter died
@@ -61,18 +61,18 @@ Rows = Mapping[str, Row]
 
 
 class Missing(Exception):
-    """This machine lacks something that a case needs."""
+    """Raised if this machine lacks something that a case needs."""
 
 
 class OutOfTime(Exception):
-    """A case does not end within the budget."""
+    """Raised if a case would not end within the budget."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`cases`: their names in order. `measuring`: entered once a worker, gives the function from a case to its figures.
-    `complaints`: case -> why its figures, beside the others', cannot be right. `summary`: more fields of the result.
-    `is_on_device`: the worker itself computes on the GPU; if not, it starts programs and leaves the GPU to them."""
+    """`cases`: names in order. `measuring`: context entered once per worker; yields the function from a case to its
+    figures. `complaints`: case -> why its figures cannot be right, given the others'. `summary`: more fields of the
+    result. `is_on_device`: the worker itself computes on the GPU; if not, it starts programs that do."""
 
     name: str
     file: str
@@ -105,7 +105,7 @@ def absolute(text: str) -> Path:
 
 
 def shown(path: Path) -> str:
-    """Name a path for a result: from the checkout's root, or of what lies elsewhere the file name alone."""
+    """Name a path for a result: relative to the checkout's root, or only the file name if it lies elsewhere."""
     root = Path(__file__).resolve().parents[2]
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
@@ -167,7 +167,7 @@ class Run:
     def _run_worker(self, ends: float) -> None:
         with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as temporary:
             command = [sys.executable, "-W", "ignore", self.benchmark.file, *sys.argv[1:], "--worker", temporary]
-            # In a session of its own, so that what it started ends with it.
+            # In a separate session, so that what it started ends with it.
             worker = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
             try:
                 self._listen(worker, Path(temporary), ends)
@@ -278,7 +278,7 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def work(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
-    """Report the place, then every case of the list that is given for it; ends early where CUDA no longer answers."""
+    """Report the place, then every case of the list that is given for it; ends early if CUDA no longer answers."""
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit(1))  # leaves the contexts, which end servers
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -323,7 +323,7 @@ def _outcome(measure: Callable[[str], Row], case: str) -> dict[str, Any]:
 
 
 def _recovers() -> bool:
-    """Give memory back; False where an error of a kernel has left no usable context."""
+    """Free memory; return False if a kernel's error has left no usable context."""
     for _ in range(2):  # what the first collection ends lets go of more
         gc.collect()
     if not torch.cuda.is_available():
@@ -337,7 +337,7 @@ def _recovers() -> bool:
 
 
 def rounds_of(arguments: argparse.Namespace) -> Iterator[int]:
-    """`--rounds` of them, fewer where a third of `--case-s` is over after the first few."""
+    """Run `--rounds` rounds, or fewer if a third of `--case-s` has passed after the first few."""
     ends = time.monotonic() + arguments.case_s / 3
     for index in range(arguments.rounds):
         if index >= LEAST_ROUNDS and time.monotonic() > ends:

@@ -1,4 +1,4 @@
-"""Tokens per second of an SGLang server on a GPU, and the KV cache it gets, beside what a trainer does on the same GPU.
+"""Tokens per second and KV cache of an SGLang server on a GPU while a trainer's process uses the same GPU.
 
     python benchmarks/gpu/rollout.py --engine-python PATH [--json] [--save] [--model 1.5b] [--only alone,deterministic]
 
@@ -8,11 +8,11 @@ included, through this project's client and engine. Cases:
     alone                 nothing else uses the GPU
     beside_host_wait      a process with a CUDA context waits on the host, as a trainer's ranks do while rank 0 collects
     beside_device_wait    a process waits in a kernel that spins, as a rank inside an NCCL collective does
-    started_beside_40gb   the KV cache alone: the server starts while another process holds 40 GB, as a trainer that is
+    started_beside_40gb   the KV cache only: the server starts while another process holds 40 GB, like a trainer that is
                           built before its servers are ready
     deterministic         SGLang's deterministic inference: tokens depend on a request's seed, not on its batch
 
-    tokens_per_second   response tokens of a round / its seconds; the median over rounds after one to warm up
+    tokens_per_second   response tokens of a round / its seconds; the median over rounds, after a warm-up round
     kv_tokens           tokens that the server's KV cache holds
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine; its figures mean nothing.
@@ -48,7 +48,7 @@ from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
 PACKAGES = ("torch", "sglang")
 MEMORY_FRACTION = 0.4
-START_MARGIN_S = 60.0  # of a case's time, for what is not the server's start
+START_MARGIN_S = 60.0  # part of a case's time reserved for everything but the server's start
 # Argument 1: bytes to hold; argument 2: whether to spin. A kernel of 2**28 cycles spins for about 0.15 s.
 NEIGHBOR = """
 import sys, threading, torch
@@ -117,7 +117,7 @@ def beside(neighbor: Neighbor | None) -> Iterator[None]:
 
 
 class Server:
-    """One SGLang server at a time, started again where a case needs another."""
+    """One SGLang server at a time, restarted when a case needs different settings."""
 
     def __init__(self, directory: Path, device: torch.device, arguments: argparse.Namespace) -> None:
         self._directory, self._device, self._arguments = directory, device, arguments
@@ -126,7 +126,7 @@ class Server:
         self.kv_tokens = 0
 
     def start(self, case: Case) -> None:
-        """Start what the case needs, unless it runs. Missing with the server's own words if it does not start."""
+        """Start what the case needs, unless it runs. Raises Missing with the server's error if it does not start."""
         wanted = case.is_deterministic, case.while_starting
         if self._started == wanted:
             return
@@ -203,7 +203,7 @@ def requests_of(work: Work, number: int, with_routing: bool = False) -> list[Gen
 
 @contextmanager
 def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
-    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server knows no stand-in
+    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server has no stand-in device
     if arguments.engine_python is None:
         raise Missing("--engine-python names no interpreter with SGLang")
     with tempfile.TemporaryDirectory(prefix="gpu-rollout-") as temporary:
@@ -229,7 +229,7 @@ def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
 
 
 def summary(arguments: argparse.Namespace, rows: program.Rows) -> dict[str, Any]:
-    """Each case's tokens per second over those of the server alone."""
+    """Return each case's tokens per second over those of the case `alone`."""
     speeds = {name: row["tokens_per_second"] for name, row in rows.items() if "tokens_per_second" in row}
     return {"vs_alone": {name: speed / speeds["alone"] for name, speed in speeds.items()} if "alone" in speeds else {}}
 

@@ -1,4 +1,4 @@
-"""Everything that a borrowed H100 is to show, in order of value, within a quarter of an hour.
+"""Everything worth measuring on a borrowed H100, in order of value, within a quarter of an hour.
 
     python benchmarks/gpu/slot.py a [--json] [--save] [--budget-s 540] [--only resume,colocated] [--engine-python PATH]
     python benchmarks/gpu/slot.py b ...
@@ -6,12 +6,12 @@
 `a`: what a colocated run does on one GPU (servers as the layouts start them, sleep and wake, memory by process, the
 allocator, weight sync, resume). `b`: single questions (hardware queues, slots in GPU memory, experts under retraction,
 variants of the head and of the step) and the rest of the suite. A case is a program of this repository. Its figures are
-printed with what is expected of them and where that comes from; `!` marks those outside.
+printed with the expected range and its source; `!` marks those outside.
 
 A case begins only if its usual seconds on an H100 are left, and ends with the budget. Started again with `--save` and the
-same `--results`, it continues with what has no figures yet. Cases whose packages are missing are skipped and come in a
-later call. How it runs and what a result holds: `program.py`. `--tiny` runs every case small on any machine, with stand-ins
-for Transformer Engine's kernels if it is installed; its figures mean nothing.
+same `--results`, it continues with the cases that have no figures yet. Cases whose packages are missing are skipped and
+run in a later call. How it runs and what a result holds: `program.py`. `--tiny` runs every case small on any machine,
+with stand-ins for Transformer Engine's kernels if it is installed; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine")
 END_OF_LOG = 1500  # characters of a failed program's output that its error quotes
 SLOWEST = 3.0  # times the usual seconds after which a case is ended
-# With --tiny, on CPUs and next to other work, kernels are emulated; both limits are long enough to catch only a hang.
+# --tiny emulates kernels on CPUs, next to other work; both limits are long enough to catch only a hang.
 TINY_SLOWEST, TINY_BUDGET_S = 30.0, 7200.0
 BUDGET_S = 540.0
 
@@ -353,7 +353,7 @@ def slot(name: str) -> Benchmark:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = program.parser(__doc__)
     parser.add_argument("slot", choices=sorted(SLOTS))
-    parser.set_defaults(case_s=1e9)  # each has its own
+    parser.set_defaults(case_s=1e9)  # each case has its own limit
     parser.add_argument("--engine-python", type=program.absolute, help="interpreter with SGLang")
     parser.set_defaults(budget_s=None)
     parsed = parser.parse_args(arguments)

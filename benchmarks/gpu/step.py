@@ -3,19 +3,20 @@
     python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none] [--profile]
 
 The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 main params), on random weights made on the
-device; packed sequences whose lengths have a long tail, drawn anew for each step as in training, where no two micro-batches
-are alike; the token-mean policy gradient. A step is all its micro-batches forward and backward, the sum over ranks,
-clipping and AdamW. Medians over rounds; the device has finished when the clock stops. Sides run one after the other, each
-on a model of its own from the same seed:
+device; packed sequences with a long tail of lengths, drawn anew for each step as in training, so that no two
+micro-batches are alike; the token-mean policy gradient. A step is the forward and backward pass of all micro-batches,
+the sum over ranks, clipping and AdamW. Figures are medians over rounds, with the device synchronized before the clock
+stops. Sides run one after the other, each on a separate model from the same seed:
 
     bf16                 everything in bf16
     fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
-    fp8_param            the same with weights kept as FP8 alone, beside their main params
+    fp8_param            the same with weights kept only as FP8, next to their main params
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
     bf16_flash           bf16 with torch's flash attention instead of Transformer Engine's
     bf16_unfused         bf16 without the fusions that are the defaults on a GPU (rotary angles, sums of weight gradients)
     bf16_repeated        bf16 with the same lengths in every step: what a new shape of a micro-batch costs
-    bf16_on_host         bf16 with main params and moments in host memory: 12 bytes a parameter leave the device, and cross PCIe both ways in every step
+    bf16_on_host         bf16 with main params and moments in host memory: saves 12 bytes a parameter on the device;
+                         they cross PCIe both ways in every step
 
 `--model 30b-a3b` has three of the 48 layers of Qwen3-30B-A3B, and other sides: `bf16` and `fp8_blockwise` with grouped experts,
 `bf16_fused` with their permutation fused, and `bf16_single` and `fp8_blockwise_single` one expert after another.
@@ -27,9 +28,9 @@ on a model of its own from the same seed:
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
 `--profile` adds one more step under torch's profiler: `busy`, the share of its time in which the device works, and `kernels`,
-the milliseconds of those that take longest. `--syncs` adds one more step, and a log-prob pass, and counts where the host
-waits for the device (`syncs`: place -> times; torch sees the waits of its own operators only). `fragmentation_gb` is the
-allocator's memory at its peak less that of tensors.
+the milliseconds of the longest kernels. `--syncs` adds one more step and a log-prob pass, and counts the places where
+the host waits for the device (`syncs`: place -> times; torch sees only the waits of its own operators).
+`fragmentation_gb` is the allocator's peak memory minus that of tensors.
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no
 device; its figures mean nothing.
@@ -185,7 +186,7 @@ def architecture_of(model: str) -> ModelArchitecture:
 
 
 def draw_lengths(work: Work, step: int = 0) -> list[int]:
-    """Most responses are short and a few reach the limit: log-normal, median a sixth of it, cut at it."""
+    """Draw mostly short lengths, a few at the limit: log-normal, with a sixth of the limit as the median, cut at it."""
     generator = torch.Generator().manual_seed(SEED + step)
     lengths: list[int] = []
     while sum(lengths) < work.step_tokens:
@@ -223,14 +224,14 @@ def token_mean(samples: Sequence[TrainSample]) -> list[float]:
 def policy_gradient(
     part: MicroBatch, outputs: TokenOutputs, index: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-A log pi, and apart from it the mean -log pi, which sides are compared by."""
+    """The loss -A log pi, and separately the mean -log pi, by which sides are compared."""
     weighted = part.loss_weights * part.loss_mask
     nll = -(outputs.logprobs.detach() * weighted).sum()
     return -(outputs.logprobs * part.advantages * weighted).sum(), {"nll": nll}
 
 
 def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-    """Norms 1, biases 0, the rest normal, drawn on the device: a billion numbers take a CPU minutes."""
+    """Set norms to 1, biases to 0, the rest to normal numbers drawn on the device, as a billion take a CPU minutes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for index, (name, parameter) in enumerate(parameters.items()):
         is_norm = "norm" in name.rpartition("linear_")[2] and parameter.dim() == 1
@@ -320,7 +321,7 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "last_nll": losses[-1],
         "peak_gb": (peak_bytes - held_bytes) / 1e9 if peak_bytes else None,
         "fragmentation_gb": (reserved_bytes - peak_bytes) / 1e9 if peak_bytes else None,
-        "held_gb": held_bytes / 1e9,  # by what the side before has left
+        "held_gb": held_bytes / 1e9,  # by leftovers of the previous side
         **(profiled(lambda: train(micro_batches), device) if arguments.profile else {}),
         **(syncs_of(actor, train, micro_batches, device) if arguments.syncs else {}),
     }
@@ -365,7 +366,7 @@ def waits(work: Callable[[], Any], device: torch.device) -> Counter[str]:
 
 
 def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
-    """A side that does not compute what bf16 does."""
+    """Report sides that do not compute what bf16 does."""
     right = rows["bf16"]["first_nll"] if "bf16" in rows else None
     for name, row in rows.items():
         if right is not None and not abs(row["first_nll"] - right) <= LOSS_TOLERANCE * right:
@@ -434,7 +435,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def benchmark_of(arguments: argparse.Namespace) -> Benchmark:
-    """Return the benchmark of a model; dense ones and those with experts keep results apart."""
+    """Return the benchmark of a model; dense models and those with experts keep separate results."""
     return Benchmark(
         "gpu_step_experts" if has_experts(arguments) else "gpu_step",
         __file__,

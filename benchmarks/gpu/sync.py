@@ -3,20 +3,20 @@
     python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--only gpu]
 
 The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is sent by `WeightSync` over the shared-memory
-transport. The engine is a stock SGLang server where --engine-python names an interpreter that has one, else its weight
-loader in a process of its own; either holds the parameters on the same GPU. The two bucket slots lie
+transport. The engine is a stock SGLang server if --engine-python names an interpreter that has one, otherwise its
+weight loader in a separate process; either holds the parameters on the same GPU. The two bucket slots lie
 
-    gpu     in memory of the GPU that both open by a CUDA IPC handle
+    gpu     in GPU memory that both open by a CUDA IPC handle
     host    in shared memory of the machine: every byte crosses the bus twice
 
     seconds            until every byte is in the engine's parameters; medians over runs
-    verified_seconds   of the whole update as in training: pause, bytes, checksums of all parameters on both sides, resume
+    verified_seconds   the whole update as in training: pause, bytes, checksums of all parameters on both sides, resume
     gb_per_s           bytes of the engine's parameters / seconds
     copy_gb_per_s      the same bytes from one tensor of the device to another, bucket by bucket, counted once
     vs_copy            seconds / those of the copy; a sync through slots writes every byte twice, so 2 is the floor
 
-How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine (slots in host memory where
-there is no GPU); its figures mean nothing.
+How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine (with slots in host memory
+if there is no GPU); its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PACKAGES = ("torch", "sglang")
 DTYPE = torch.bfloat16
 SLOTS = ("gpu", "host")
 TINY_BUCKET = 1 << 18
-START_MARGIN_S = 30.0  # of a case's time, for what is not the server's start
+START_MARGIN_S = 30.0  # part of a case's time reserved for everything but the server's start
 
 
 class Trainer:
@@ -104,7 +104,7 @@ class Trainer:
         return found.seconds
 
     def sync(self, update: WeightSync) -> float:
-        """Seconds until every byte is in the engine's parameters; the checksums at the end are the engine's own report."""
+        """Seconds until every byte is in the engine's parameters, without the final checksums timed by the engine."""
         self.version += 1
         order = SyncRequest(f"bytes-{self.version}", "bytes", self.version, (0,))
         self.control.begin_weight_update()
@@ -149,7 +149,7 @@ def without_trainer_checksums() -> Iterator[None]:
 
 
 def start_loader(directory: Path, device: torch.device, stack: ExitStack) -> ServerControl:
-    """The weight loader of one engine rank in a process of its own."""
+    """The weight loader of one engine rank in a separate process."""
     file = directory / "specification.json"
     specification = {
         "directory": str(directory),
@@ -183,7 +183,7 @@ def start_server(
         prefill_cuda_graph=False,
         max_running_requests=4,
         max_total_tokens=4096,
-        memory_fraction=0.3 if device.type == "cuda" else None,  # the trainer's weights are there as well
+        memory_fraction=0.3 if device.type == "cuda" else None,  # leaves room for the trainer's weights
         random_weights=True,
         start_timeout_s=timeout_s,
     )
@@ -197,7 +197,7 @@ def start_server(
 
 
 def measure(trainer: Trainer, slots: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """After one to warm up each, in turns."""
+    """Measure in turns, after one warm-up of each."""
     update = trainer.update(slots)
     ways: Mapping[str, Callable[[WeightSync], float]] = {
         "seconds": trainer.sync,
@@ -223,7 +223,7 @@ def figures(row: Mapping[str, float], num_bytes: int, copy_seconds: float) -> di
 @contextmanager
 def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
     """Start one engine for all cases and yield the function that measures one."""
-    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server knows no stand-in
+    device = torch.device("cuda" if program.HAS_GPU else "cpu")  # a real server has no stand-in device
     bucket_bytes = TINY_BUCKET if arguments.tiny else arguments.bucket_mb << 20
     python = arguments.engine_python
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

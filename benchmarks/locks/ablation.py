@@ -79,7 +79,7 @@ class Learner:
         return self.locks.sample(self.policy.table(), prompts, self.generator)
 
     def start_as_reward_model(self) -> None:
-        """The critic that has learned the outcome at the last token of responses, and nothing before it."""
+        """Return a critic that has learned the outcome at the last token of responses, and nothing before it."""
         for _ in range(self.recipe.reward_model_steps):
             responses = self.rollout()
             returns = responses.outcomes.repeat_interleave(responses.lengths)
@@ -147,7 +147,7 @@ class Learner:
 
 
 def learn_policy(recipe: Recipe, seed: int, num_steps: int) -> dict[str, Any]:
-    """Exact accuracy before every step and behind the last one."""
+    """Return the exact accuracy before every step and after the last one."""
     locks = Locks(seed)
     learner = Learner(recipe, locks, seed)
     learner.start_as_reward_model()
@@ -179,7 +179,7 @@ def check_parts(seeds: Sequence[int], num_steps: int, changes: Mapping[str, int]
 
 
 def ablation_row(runs: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], paper: int) -> dict[str, Any]:
-    """Means over seeds, and what leaving the part out changed, seed by seed."""
+    """Return means over seeds, and how removing each part changed them, seed by seed."""
     changes = [run["learning"] - full["learning"] for run, full in zip(runs, whole, strict=True)]
     return {
         "learning": sum(run["learning"] for run in runs) / len(runs),

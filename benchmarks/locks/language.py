@@ -16,7 +16,7 @@ CORRECT, WRONG = 1.0, -1.0
 
 @dataclass(frozen=True)
 class Responses:
-    """N sampled responses, their M tokens packed; `state_` is the state that a token was drawn in."""
+    """N sampled responses, their M tokens packed; `state_*` is the state in which a token was drawn."""
 
     prompts: torch.Tensor  # [N]
     lengths: torch.Tensor  # [N]
@@ -52,11 +52,11 @@ class Locks:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.keys = torch.randint(NUM_LETTERS, (NUM_PROMPTS, NUM_STAGES), generator=generator)
-        # Behind the last stage no letter opens anything.
+        # After the last stage no letter opens anything.
         self.keys = torch.cat([self.keys, torch.full((NUM_PROMPTS, 1), -1)], 1)
 
     def next_stages(self) -> torch.Tensor:
-        """[prompts, stages + 1, letters] the stage behind each letter."""
+        """[prompts, stages + 1, letters] the stage after each letter."""
         opens = self.keys[:, :, None] == torch.arange(NUM_LETTERS)
         return torch.arange(NUM_STAGES + 1)[:, None] + opens.long()
 

@@ -1,4 +1,4 @@
-"""1. Values and advantages that a network learns, against the dynamic programme."""
+"""1. Values and advantages that a network learns, compared with the dynamic programme's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_values(responses: Responses, values: torch.Tensor) -> dict[str, float]:
 
 
 NUM_BLOCKS = 40
-BATCH, HELD_OUT = 2048, 60_000  # responses of a step of the critic, and of a judgement of advantages
+BATCH, HELD_OUT = 2048, 60_000  # responses per step of the critic, and per comparison of advantages
 LAMBDAS: dict[str, LambdaRule] = {
     "0.5": FixedLambda(0.5),
     "0.95": FixedLambda(0.95),
@@ -87,7 +87,7 @@ def deviation(
     count, sums = count[enough], sums[enough]
     mean = sums.sum(1) / count.sum(1)
     standard_error = (sums / count).std(1) / NUM_BLOCKS**0.5
-    chance = standard_error > 1e-9  # where the outcome is certain there is none
+    chance = standard_error > 1e-9  # no chance is left once the outcome is certain
     weight = count.sum(1) / count.sum()
     return {
         "bias": float((mean.abs() * weight).sum()),

@@ -59,7 +59,7 @@ def prioritize(scores: np.ndarray, is_faulty: np.ndarray) -> list[int]:
 
 
 def _best_split(scores: np.ndarray, is_faulty: np.ndarray) -> tuple[int, float, float] | None:
-    """Return the column, the bound and the decrease of Gini impurity of the best split; None where there is none."""
+    """Return the column, the bound and the decrease of Gini impurity of the best split; None if there is none."""
     num_rows, best = len(scores), None
     whole = _gini(is_faulty.mean()) if num_rows else 0.0
     counts = np.arange(1, num_rows)

@@ -102,7 +102,7 @@ class TaskSettings:
 def simulate(settings: TaskSettings, seed: int) -> SimulatedTask:
     """Return one task: AR(1) noise around a pattern that all nodes share, spikes, jitters, and a fault of 180 to 600 s.
 
-    Raises ValueError where a fault does not fit into the task.
+    Raises ValueError if a fault does not fit into the task.
     """
     if settings.has_fault and settings.num_seconds < 660:
         raise ValueError(f"{settings.num_seconds} seconds: a fault lasts up to 600 and begins after 30; needs 660")

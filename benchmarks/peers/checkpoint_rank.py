@@ -153,7 +153,7 @@ class MegatronDist:
 
 
 def _load_without_step(optimizer: Any) -> None:
-    """Make a fully reshardable load leave torch Adam's step alone, which it has set before.
+    """Make a fully reshardable load keep torch Adam's step, which was set before.
 
     megatron-core 0.16 skips "step" among what is stored and asks for it among what is loaded: a KeyError without
     Transformer Engine's Adam.
@@ -186,7 +186,7 @@ class TorchDcp:
                 self._state[f"{kind}/{name}"] = DTensor.from_local(local, mesh, [Shard(dim)])
         # A stager keeps its memory from save to save.
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        # A group of its own: the thread that writes meets other ranks while the run does.
+        # A separate group, as the writing thread uses collectives while the run does.
         self._group = dist.new_group(backend="gloo")
         self._future: Any = None
 
@@ -321,7 +321,7 @@ def work(num_products: int) -> None:
 
 
 def save_once(side: Any, num_products: int) -> dict[str, float]:
-    """Save beside a run: a rollout, then steps until the checkpoint is in place. Returns the figures of all ranks."""
+    """Save during a run: a rollout, then steps until the checkpoint is in place. Returns the figures of all ranks."""
     dist.barrier()
     begin = time.perf_counter()
     side.start()
@@ -348,7 +348,7 @@ def save_once(side: Any, num_products: int) -> dict[str, float]:
 
 
 def save_alone(side: Any) -> dict[str, float]:
-    """Save with nothing beside it, up to the commit."""
+    """Save up to the commit while nothing else runs."""
 
     def save() -> None:
         side.start()

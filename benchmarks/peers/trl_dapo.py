@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer with the DAPO loss on a recipe of ours, for `dapo_vs_trl.py` and `trl_recipe.py`, in an environment of its own.
+"""TRL's GRPOTrainer with the DAPO loss on a recipe of ours, for `dapo_vs_trl.py` and `trl_recipe.py`, in a separate environment.
 
     python trl_dapo.py SPEC.json         one process
     torchrun --nproc-per-node 2 trl_dapo.py SPEC.json
 
 The specification is `trl_process.peer_specification`'s; the report is written to `report_path` after every evaluation
-and at the end, the model to `model_dir`, where one is given, in bfloat16 where it trained so. The clock runs while the trainer
+and at the end, the model to `model_dir` if given, in bfloat16 if it trained so. The clock runs while the trainer
 trains: it is stopped around held-out evaluations, and model loading comes before it.
 """
 
@@ -54,7 +54,7 @@ def write_model(specification: Specification, model: Any) -> None:
     target, source = Path(specification["model_dir"]), Path(specification["model"])
     model.to(torch.bfloat16 if specification["save_bfloat16"] else torch.float32).save_pretrained(target)
     for file in source.iterdir():
-        # The configuration too: what is evaluated differs from the model before training in its weights alone.
+        # The configuration too: the evaluated model differs from the original only in its weights.
         if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
             shutil.copyfile(file, target / file.name)
 

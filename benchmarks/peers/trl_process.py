@@ -97,9 +97,9 @@ def run_trl(packages: Path | None, specification: Mapping[str, Any], directory: 
 
 
 def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run a command to its end, its output in `log`; this process's PYTHONPATH comes behind that of `environment`.
+    """Run a command to its end, its output in `log`; this process's PYTHONPATH comes after that of `environment`.
 
-    RuntimeError with the end of the output where it fails.
+    Raises RuntimeError with the end of the output if it fails.
     """
     # Each side chooses its own number of threads: TRL through `threads`, ours one a process.
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -1,4 +1,4 @@
-"""One engine rank without a server: the real weight loader in a process of its own, and the floor of the transport.
+"""One engine rank without a server: the real weight loader in a separate process, and the floor of the transport.
 
     python weight_sink.py SPECIFICATION.json ENGINE_RANK
 

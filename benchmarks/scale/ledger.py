@@ -83,7 +83,7 @@ class Neighbors:
 
 
 def frame(value: Any, num_bytes: int) -> bytes:
-    """Return a value behind its length, cut or filled up to `num_bytes`."""
+    """Return a value after its length, truncated or padded to `num_bytes`."""
     payload = json.dumps(value).encode()
     return (len(payload).to_bytes(LENGTH_BYTES, "little") + payload)[:num_bytes].ljust(num_bytes, b"\0")
 

@@ -152,7 +152,7 @@ class OtherRanks:
         self.arenas: dict[str, Any] = {}  # of this rank's node, as its leader announces them
 
     def answer(self, value: Any, first: int, last: int) -> Any:
-        """Return what stands for ranks [first, last) where this rank's part of an exchange is `value`."""
+        """Return what stands for ranks [first, last) if this rank's part of an exchange is `value`."""
         ranks = range(first, min(last, self._num_ranks))
         leaders = [rank for rank in ranks if rank % self._per_node == 0]
         match value:
@@ -176,7 +176,7 @@ class OtherRanks:
         return range(node * self._servers_per_node, (node + 1) * self._servers_per_node)
 
     def _measured(self, own: dict[str, Any], leaders: Sequence[int]) -> dict[int, Any]:
-        """Return what leaders say of their engines where this rank says `own`; nothing if it leads some and says nothing."""
+        """Return what leaders report of their engines when this rank reports `own`; nothing if it leads but reports none."""
         steps = dict.fromkeys(("pause", "flush", "begin", "transfer", "end", "label", "resume"), 0.1234)
         example = next(iter(own.values()), [1 << 30, steps])
         says_nothing = not own and self._rank % self._per_node == 0

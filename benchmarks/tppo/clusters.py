@@ -1,4 +1,4 @@
-"""The same 8,192 responses on clusters of different size and cut: what windows save where, and whether contexts fit."""
+"""The same 8,192 responses on clusters and engines of different size: what windows save on each, and whether contexts fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cluster:
 
 
 def peak_context(new_tokens: torch.Tensor, context: torch.Tensor, per_engine: int) -> int:
-    """The most tokens any engine keeps at once, of responses with `new_tokens` [N] behind `context` [N].
+    """The most tokens any engine keeps at once, of responses with `new_tokens` [N] after `context` [N].
 
     Just before the k-th shortest ends, it and the longer ones each have their context and its number of new tokens.
     """
@@ -46,7 +46,7 @@ def peak_context(new_tokens: torch.Tensor, context: torch.Tensor, per_engine: in
 
 
 def cluster_row(cluster: Cluster, base: Setting) -> dict[str, Any]:
-    """Figures of one cluster; `published_speedup` where somebody measured its engine."""
+    """Figures of one cluster; `published_speedup` if its engine's curve is published."""
     setting = cluster.setting(base)
     found = simulate(setting)
     peak = max(peak_context(new, context, setting.per_engine) for new, context in rollouts(setting))

@@ -86,9 +86,9 @@ def engine_times(new_tokens: torch.Tensor, ticks: torch.Tensor) -> tuple[torch.T
 def rollout_cost(
     new_tokens: torch.Tensor, context: torch.Tensor, setting: Setting, ticks: torch.Tensor
 ) -> tuple[float, float]:
-    """(length, idle share) of a rollout of `new_tokens` [N] behind `context` [N], prefilled where it is not 0.
+    """(length, idle share) of a rollout of `new_tokens` [N] after `context` [N], which is prefilled if it is not 0.
 
-    A response of n new tokens behind c reads c n + n (n - 1) / 2 tokens of context; reading adds to ticks, so that its
+    A response of n new tokens after c reads c n + n (n - 1) / 2 tokens of context; reading adds to ticks, so that its
     sum over an engine's responses is all that counts.
     """
     rows = (-1, setting.per_engine)
@@ -196,7 +196,7 @@ def mean_step(steps: Sequence[StepCost]) -> StepCost:
 
 
 def on_curve(setting: Setting, name: str) -> Setting:
-    """`setting` with an engine of that name. ValueError where there is none."""
+    """`setting` with the engine of that name. ValueError if there is none."""
     curves = stored_curves()
     if name not in curves:
         raise ValueError(f"no engine curve {name!r}; there are {', '.join(curves)}")

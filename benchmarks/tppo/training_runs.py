@@ -43,7 +43,7 @@ def train(
 
 
 def run_report(directory: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
-    """A run's speeds and curve of accuracy from its metrics; `window` is None where responses come whole."""
+    """A run's speeds and curve of accuracy from its metrics; `window` is None if responses come whole."""
     steps, evaluations = (_read_lines(directory / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     if len(steps) < 2:
         raise ValueError(
@@ -84,7 +84,7 @@ def run_report(directory: Path, responses_a_step: int, window: int | None) -> di
 
 
 def compare(full: Mapping[str, Any], windows: Mapping[str, Any], target: float) -> dict[str, Any]:
-    """The ratios, above 1 where windows are faster."""
+    """The ratios, above 1 if windows are faster."""
     sides = {"full": full, "windows": windows}
     seconds, steps = (
         {name: reached_at(target, side["evaluations"], clock) for name, side in sides.items()}
@@ -116,7 +116,7 @@ def reached_at(target: float, evaluations: Sequence[Mapping[str, float]], clock:
 
 
 def _ratio(sides: Mapping[str, float | None]) -> float | None:
-    """Whole responses / windows; None where one of them never got there."""
+    """Whole responses / windows; None if one of them never got there."""
     full, windows = sides["full"], sides["windows"]
     return full / windows if full is not None and windows is not None else None
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO on Qwen2.5-32B under Slurm, one task an accelerator: sbatch examples/launch/dapo_qwen2.5_32b_slurm.sh MODEL TRAIN EVAL [--set a.b=value]...
-# Submit it from the root of the checkout. slurm.sh beside it says how it ends and is continued.
+# Submit it from the root of the checkout. slurm.sh next to it says how it ends and is continued.
 #SBATCH --job-name=dapo_qwen2.5_32b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=8

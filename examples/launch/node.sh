@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on the node this runs on, one process an accelerator that trains; SGLang servers are started by the run itself. What runs where is
-# the layout file alone: colocated and disaggregated differ in nothing else.
+# decided by the layout file; colocated and disaggregated differ in nothing else.
 #
 #   examples/launch/node.sh examples/layouts/colocated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
 #   examples/launch/node.sh examples/layouts/disaggregated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...

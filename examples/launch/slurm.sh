@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains under Slurm, one task an accelerator that trains; every node's SGLang servers are started by the run itself. What runs where is the
-# layout file alone: colocated and disaggregated differ in nothing else.
+# Trains under Slurm, one task an accelerator that trains; every node's SGLang servers are started by the run itself. What runs where is
+# decided by the layout file; colocated and disaggregated differ in nothing else.
 #
 #   sbatch --nodes=16 --ntasks-per-node=8 examples/launch/slurm.sh examples/layouts/colocated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
 #   sbatch --nodes=16 --ntasks-per-node=4 examples/launch/slurm.sh examples/layouts/disaggregated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
 #
 # Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves, the job is requeued,
 # and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
-# made no train step. Where nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and the trainer alone starts again
+# made no train step. If nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and only the trainer starts again
 # in the same job; checkpoint.memory_copies keeps its last checkpoint in the nodes' memory. COMMAND=pretrain-value before it pretrains the
 # critic of a layout of VAPO or T-PPO. Several nodes are measured first, and a slow one ends the job: PREFLIGHT=0 leaves that out. With
 # nodes.enabled = true and nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
@@ -81,7 +81,7 @@ if [ "${PREFLIGHT:-$((SLURM_JOB_NUM_NODES > 1))}" = 1 ]; then
     "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight "$layout" "${settings[@]}" "${options[@]}" \
         --directory "${PREFLIGHT_DIRECTORY:-.}"
 fi
-# A step of its own: what a step has started ends with it. Without servers or copies of checkpoints to keep it ends at once.
+# A separate step, as what a step has started ends with it. Without servers or copies of checkpoints to keep it ends at once.
 "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_ON_NODE" "${worker[@]}" --keep-servers </dev/null &
 supervisors=$!

@@ -1,6 +1,6 @@
 """`megatron-dapo ablate`: check all variants, make the runs that are not on record, write the reports.
 
-Grids that are given together have one queue. A run that several of them have is made once, and so is a critic.
+Grids given in one call share a queue. A run or critic that several of them need is trained once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Study:
         return read_records(self.directory / RESULTS)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append a record where it is of this grid's settings, under this grid's names."""
+        """Append a record under this grid's names if its settings belong to this grid."""
         for run in self.runs:
             if run.settings == record["settings"]:
                 own = {"grid": self.grid.name, "variant": run.variant.name, "set": dict(run.variant.written)}
@@ -64,8 +64,8 @@ def ablate(
     """Make the runs of grids within `limits` and report on all that are on record. Returns the exit code: 0 all runs are on
     record, 1 some failed, 75 some are left.
 
-    `results`: directory of results.jsonl and the report; of several grids, of a directory each, by their files' names.
-    ValueError for a grid or variant that is refused, RuntimeError where another process works on one of the grids.
+    `results`: directory of results.jsonl and the report; for several grids, the parent of one directory per grid, named
+    after its file. Raises ValueError for an invalid grid or variant, RuntimeError if another process works on a grid.
     """
     grids = [read_grid(path, overrides) for path in paths]
     commit = code_commit(results or grids[0].output_dir)
@@ -102,7 +102,7 @@ def ablate(
         for study in studies:
             own = {record["settings"] for record in matching(study.records, study.runs, counted)}
             for record in matching(known, study.runs, counted):
-                if record["settings"] not in own:  # another grid has made it
+                if record["settings"] not in own:  # made for another grid
                     study.add(record)
         result = RunQueue(keep, limits, devices, tell).make(order)
     for study in studies:
@@ -119,7 +119,7 @@ def ablate(
 def _studies(
     paths: Sequence[Path], grids: Sequence[Grid], machines: Machines, commit: str, results: Path | None
 ) -> list[_Study]:
-    """Plan the runs of all grids. ValueError where two of them write into one directory."""
+    """Plan the runs of all grids. Raises ValueError if two of them write into one directory."""
     found, critics = list[_Study](), dict[str, Path]()
     for path, grid in zip(paths, grids, strict=True):
         runs = [

@@ -17,7 +17,7 @@
     set = { algorithm.loss.clip_ratio_high = 0.28 }
 
 Order: the recipe, [set], the variants named by `after`, the variant's own `set`, --set. Seed s of a variant is run.seed = s
-and data.shuffle_seed = s, so that runs of one seed see their prompts in one order.
+and data.shuffle_seed = s, so runs with the same seed see their prompts in the same order.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from megatron_dapo.config.loader import overrides_of, read_toml
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.section import Section
 
-BEFORE_TRAINING = "before training"  # a baseline: every run's own evaluation of the initial policy
+BEFORE_TRAINING = "before training"  # as a baseline: each run's evaluation of its initial policy
 
 
 class VariantTable(Section):
     """One [[variants]] table of a grid file."""
 
     name: str
-    """Label in tables and pictures; no other variant has it."""
+    """Label in tables and pictures; must be unique."""
 
     set: dict[str, Any] = {}
     """Overrides of the recipe, as nested tables or dotted keys."""
 
     after: str = ""
-    """An earlier variant whose overrides come before this one's, and whose recipe this one takes. "": none."""
+    """An earlier variant whose overrides are applied before this one's and whose recipe is inherited. "": none."""
 
     recipe: str = ""
-    """Recipe of this variant, from the grid's directory. "": that of `after`, else the grid's."""
+    """Recipe of this variant, relative to the grid's directory. "": that of `after`, or the grid's if there is none."""
 
     pretrain_value: bool = False
     """Pretrain the critic first (`megatron-dapo pretrain-value`) and train from it. Variants whose pretraining has the same
-    settings share one critic a seed."""
+    settings share one critic per seed."""
 
     program: str = ""
-    """Python program, from the grid's directory, that trains in the place of `megatron-dapo train`: another library's trainer. It
-    is called as `train` is, with RECIPE --set a.b=c... --output-dir DIR, keeps to the recipe's values and leaves the same
-    metrics, evaluations and summary. "": none."""
+    """Python program, relative to the grid's directory, that trains instead of `megatron-dapo train`: another library's
+    trainer. It is called like `train`, with RECIPE --set a.b=c... --output-dir DIR, follows the recipe's values and
+    writes the same metrics, evaluations and summary. "": none."""
 
 
 class GridTable(Section):
@@ -71,19 +71,19 @@ class GridTable(Section):
     """Label of the report. "": the file's name."""
 
     question: str = ""
-    """Text above the table of the report."""
+    """Text above the report's table."""
 
     recipe: str
     """Recipe that the variants override, from the grid's directory."""
 
     seeds: tuple[int, ...]
-    """Seeds that every variant is trained with."""
+    """Seeds to train every variant with."""
 
     baseline: str = ""
     """Variant that all others are compared with, or "before training". "": the first one."""
 
     output_dir: str = ""
-    """Directory of the runs, from the current directory. "": runs/ablations/<name>."""
+    """Directory of the runs, relative to the current directory. "": runs/ablations/<name>."""
 
     set: dict[str, Any] = {}
     """Overrides of every variant."""
@@ -98,10 +98,10 @@ class Variant:
 
     name: str
     recipe: Path
-    overrides: tuple[str, ...]  # as of --set, without a seed and an output directory
-    written: Mapping[str, Any]  # the variant's own overrides as the grid has them, dotted
+    overrides: tuple[str, ...]  # as passed to --set, without seed and output directory
+    written: Mapping[str, Any]  # the variant's own overrides as the grid writes them, dotted
     pretrains_value: bool = False
-    program: Path | None = None  # that trains in the place of `megatron-dapo train`
+    program: Path | None = None  # trains instead of `megatron-dapo train`
 
     @property
     def directory(self) -> str:
@@ -111,7 +111,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Grid:
-    """Variants and seeds of a file."""
+    """Variants and seeds of a grid file."""
 
     path: Path
     name: str
@@ -123,9 +123,9 @@ class Grid:
 
 
 def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
-    """Read a grid file; `overrides` are laid over every variant.
+    """Read a grid file; `overrides` apply to every variant.
 
-    Raises ConfigError with an entry for each unknown key, wrong type and variant that does not fit the others.
+    Raises ConfigError with an entry for each unknown key, wrong type and conflicting variant.
     """
     table = _checked(read_toml(path), path)
     name, beside = table.name or path.stem, path.parent

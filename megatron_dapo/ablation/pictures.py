@@ -1,4 +1,4 @@
-"""Curves of the variants, as SVG: means over seeds, and the range of the seeds as a band. Drawn by matplotlib (extra `plots`)."""
+"""Curves of the variants, as SVG: means over seeds, with their range as a band. Drawn by matplotlib (extra `plots`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Picture:
     """One picture: a curve of every variant."""
 
     title: str
-    curve: str  # of a record; "": the held-out evaluations
-    by_tokens: bool = False  # x: generated tokens so far, in place of the train step
+    curve: str  # name in a record; "": the held-out evaluations
+    by_tokens: bool = False  # x axis: generated tokens so far, instead of the train step
 
     def curve_of(self, record: Record) -> Curve:
         """Return the curve of one run."""
@@ -31,7 +31,7 @@ class Picture:
         return x, record["curves"][self.curve]
 
 
-# By the name of the file.
+# Keyed by file name.
 PICTURES = {
     "accuracy": Picture("held-out accuracy", ""),
     "accuracy_by_tokens": Picture("accuracy of sampled responses", "rollout/accuracy_generated", by_tokens=True),
@@ -41,7 +41,7 @@ PICTURES = {
 
 
 def draw(variants: Mapping[str, Mapping[int, Record]]) -> dict[str, str]:
-    """Return an SVG document for each of PICTURES, of records by variant and seed; none without matplotlib or records."""
+    """Draw each of PICTURES as an SVG document from records by variant and seed; none without matplotlib or records."""
     trained = {name: list(runs.values()) for name, runs in variants.items() if any(r["curves"] for r in runs.values())}
     if not trained:
         return {}
@@ -54,7 +54,7 @@ def draw(variants: Mapping[str, Mapping[int, Record]]) -> dict[str, str]:
         )
         return {}
     documents = {}
-    # Text stays text, and equal records give equal files.
+    # Keep text as text, and give equal records equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megatron_dapo"}):
         for file, picture in PICTURES.items():
             figure = Figure(figsize=(7.0, 4.0), layout="constrained")
@@ -75,8 +75,8 @@ def draw(variants: Mapping[str, Mapping[int, Record]]) -> dict[str, str]:
 
 
 def aligned(curves: list[Curve]) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Return x, mean over the curves, and each point's values, up to the end of the shortest curve; a point that is missing in
-    one of them is left out."""
+    """Return x, mean over the curves, and each point's values, up to the end of the shortest curve, without points that
+    any of them lacks."""
     num_points = min(len(x) for x, _ in curves)
     points = [[(x[index], y[index]) for x, y in curves] for index in range(num_points)]
     whole = [point for point in points if all(y is not None for _, y in point)]

@@ -1,13 +1,13 @@
-"""The report of a grid: what each variant comes to, and its paired difference from the baseline.
+"""The report of a grid: the results of each variant, and its paired difference from the baseline.
 
-Estimator. Run s of a variant and run s of the baseline share seed, order of prompts, held-out problems and the seeds of the
-held-out responses. d[s, i] is the difference of their accuracies on problem i.
+Estimator: run s of a variant and run s of the baseline share the seed, the order of prompts, the held-out problems and
+the seeds of the held-out responses. d[s, i] is the difference of their accuracies on problem i.
 
     difference          mean of d over seeds and problems
-    interval of seeds   Student's, of the means over problems, one a seed: about new trainings, tested on these problems
-    interval of problems  bootstrap over problems of the means over seeds: about other problems, by these trainings
+    interval of seeds   Student's t over one mean per seed: covers new trainings, tested on these problems
+    interval of problems  bootstrap over problems of the means over seeds: covers other problems, for these trainings
 
-An effect is shown where the interval of seeds leaves 0 out.
+An effect counts as shown if the interval of seeds excludes 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_dapo.ablation.pictures import draw
 from megatron_dapo.evaluation.estimators import Estimate, bootstrap_mean, student_mean
 
 Record = Mapping[str, Any]
-_LAST_SHARE = 0.25  # of the train steps, over which figures of the end of a run are means
+_LAST_SHARE = 0.25  # share of the train steps; figures for the end of a run are means over them
 HEADER = (
     "variant",
     "seeds",
@@ -53,7 +53,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """A variant less the baseline, over the seeds that both have."""
+    """A variant minus the baseline, over the seeds that both have."""
 
     num_pairs: int
     over_seeds: Estimate
@@ -72,7 +72,7 @@ class PairedDifference:
 def paired_difference(variant: Mapping[int, Record], baseline: Mapping[int, Record]) -> PairedDifference | None:
     """Return the difference of held-out accuracies of records by seed; None without a common seed.
 
-    Raises ValueError for pairs that were evaluated by unlike protocols or on other problems.
+    Raises ValueError for pairs evaluated with different protocols or problems.
     """
     seeds = sorted(variant.keys() & baseline.keys())
     if not seeds:
@@ -89,8 +89,8 @@ def paired_difference(variant: Mapping[int, Record], baseline: Mapping[int, Reco
 
 
 def by_variant(grid: Grid, records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """Return the records of each variant by seed, in the grid's order. Where it is the baseline, the policy before training
-    comes first, as the evaluation that each run began with."""
+    """Return the records of each variant by seed, in the grid's order. If the policy before training is the
+    baseline, it comes first, with the evaluation that each run began with."""
     found: dict[str, dict[int, Record]] = {variant.name: {} for variant in grid.variants}
     for record in records:
         found[record["variant"]][record["seed"]] = record
@@ -108,7 +108,7 @@ _NOTHING_TRAINED = {"curves": {}, "train_step": [], "generated_tokens": [], "tra
 
 
 def rows(grid: Grid, records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Return the table's rows, texts in the order of HEADER; a variant without a record has a row as well."""
+    """Return the table's rows as texts in the order of HEADER, also for variants without a record."""
     variants = by_variant(grid, records)
     return [_row(name, runs, variants[grid.baseline], name == grid.baseline) for name, runs in variants.items()]
 
@@ -155,8 +155,8 @@ def _over_runs(records: Sequence[Record], curve: str, last_share: float) -> str:
 
 
 def _seconds(records: Sequence[Record]) -> str:
-    """Return the mean seconds of training, and those of critics' pretraining beside them."""
-    # Records of earlier commits do not have the second.
+    """Return the mean seconds of training, followed by those of the critics' pretraining."""
+    # Records of earlier commits lack the seconds of pretraining.
     own, before = (sum(each.get(name, 0.0) for each in records) for name in ("train_seconds", "pretrain_seconds"))
     return f"{own / len(records):.0f} s" + (f" + {before / len(records):.0f} s" if before else "")
 
@@ -179,9 +179,9 @@ def _interval(estimate: Estimate) -> str:
 
 
 def write_report(grid: Grid, records: Sequence[Record], directory: Path, command: str) -> list[Path]:
-    """Write report.md with its pictures beside it, and report.html with everything inside; return both paths.
+    """Write report.md with its pictures next to it, and a self-contained report.html; return both paths.
 
-    `command`: the one that makes the report again.
+    `command`: the command that regenerates the report.
     """
     directory.mkdir(parents=True, exist_ok=True)
     table, pictures = rows(grid, records), draw(by_variant(grid, records))
@@ -240,7 +240,7 @@ def _html(grid: Grid, table: Sequence[Sequence[str]], facts: Sequence[str], pict
     body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(text)}</p>" for text in [grid.question] if text)]
     body += ["<table>", _cells("th", HEADER), *(_cells("td", row) for row in table), "</table>"]
     body += [f"<p>{html.escape(fact)}</p>" for fact in facts]
-    # Inside the page, without the XML head, so that one file holds everything.
+    # Inlined without the XML header, so the page is one self-contained file.
     body += [svg[svg.index("<svg") :] for svg in pictures.values()]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return "\n".join([f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>', *body, "</body></html>", ""])

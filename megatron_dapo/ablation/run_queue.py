@@ -1,11 +1,11 @@
-"""Runs of grids as subprocesses of the shipped commands, some side by side, until all are on record or a limit is reached.
+"""Runs of grids as parallel subprocesses of the shipped commands, until all are on record or a limit is reached.
 
-    pretrain-value --output-dir CRITIC      once for all runs that share it
-    train --output-dir RUN                  continues from its newest checkpoint; or the variant's own program
+    pretrain-value --output-dir CRITIC      once for all runs that share the critic
+    train --output-dir RUN                  or the variant's program; continues from the newest checkpoint
     keep(RUN)                               -> results.jsonl
 
-Whatever is killed, the next call continues: a run on record is skipped, one that ended without a record is read, and one
-that did not end is resumed by `train` itself.
+After a kill, the next call continues: it skips runs on record, records finished runs that lack a record, and lets
+`train` resume unfinished ones.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron_dapo.files.linux import signal_at_parents_death
 
 COMMAND = (sys.executable, "-m", "megatron_dapo.cli.main")
 _POLL_S = 0.1
-_KILL_AFTER_S = 120.0  # from the signal that stops a run, which saves a checkpoint first
+_KILL_AFTER_S = 120.0  # after the stop signal, as a run saves a checkpoint before it exits
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]  # of one line for the user
+Tell = Callable[[str], None]  # takes one line for the user
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one call. A run that is under way then is stopped with a checkpoint."""
+    """Limits of one call. A run in progress when a limit is reached saves a checkpoint and stops."""
 
-    jobs: int = 1  # runs side by side
+    jobs: int = 1  # parallel runs
     seconds: float = float("inf")
-    max_runs: float = float("inf")  # runs that come to their end
+    max_runs: float = float("inf")  # finished runs
 
 
 @dataclass
@@ -47,7 +47,7 @@ class QueueResult:
     """Outcome of one call."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # a line each
+    failures: list[str] = field(default_factory=list)  # one line each
     was_stopped: bool = False  # by a signal or a limit, with runs left
 
 
@@ -61,7 +61,7 @@ class _Job:
 
 
 class RunQueue:
-    """The runs that one call of `megatron-dapo ablate` makes."""
+    """Executes the runs of one `megatron-dapo ablate` call."""
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class RunQueue:
         tell: Tell = logger.info,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """`keep`: puts a finished run on record and returns the record; ValueError where it has not finished. `devices`: GPUs,
-        dealt out to the runs side by side. `command`: of this package."""
+        """`keep`: puts a finished run on record and returns the record; raises ValueError if it has not finished.
+        `devices`: GPUs to divide among the parallel runs. `command`: this package's command."""
         self._keep, self._limits = keep, limits
         self._devices, self._tell, self._command = tuple(devices), tell, tuple(command)
         self._waiting: list[Run] = []
         self._jobs: list[_Job] = []
         self._done = QueueResult()
-        self._stop_at: float | None = None  # on the monotonic clock, once runs were told to stop
+        self._stop_at: float | None = None  # on the monotonic clock; set when the runs get the stop signal
 
     def make(self, runs: Sequence[Run]) -> QueueResult:
-        """Make `runs` in their order, as far as the limits allow. SIGINT and SIGTERM end the call; a second one kills."""
+        """Execute `runs` in order, as far as the limits allow. SIGINT or SIGTERM ends the call; a second one kills."""
         self._waiting = list(runs)
         begun = time.monotonic()
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -135,7 +135,7 @@ class RunQueue:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=run_environment(os.environ, slot, self._limits.jobs, run.num_processes, self._devices),
-                start_new_session=True,  # a terminal's Ctrl-C is passed on once, by this process
+                start_new_session=True,  # so that only this process passes on a terminal's Ctrl-C
                 preexec_fn=signal_at_parents_death(signal.SIGTERM),
             )
         self._jobs.append(_Job(run, log, process, slot, pretrains))
@@ -146,7 +146,7 @@ class RunQueue:
     def _finish(self, job: _Job) -> None:
         code = job.process.returncode
         if code and self._stop_at is not None:
-            return  # it was told to stop, and the next call continues it
+            return  # stopped on request; the next call resumes it
         try:
             if code:
                 raise ValueError(f"exit code {code}: {_last_line(job.log)} (see {job.log})")
@@ -188,14 +188,14 @@ class RunQueue:
     def _kill(self) -> None:
         for job in self._jobs:
             if job.process.poll() is None:
-                # The command ends its workers when it is ended so; they ask the kernel for the same.
+                # The workers end with the command; they also ask the kernel for that.
                 os.killpg(job.process.pid, signal.SIGKILL)
 
 
 def run_environment(
     environment: Mapping[str, str], slot: int, jobs: int, num_processes: int, devices: Sequence[str]
 ) -> dict[str, str]:
-    """Return the environment of a run beside others: threads and GPUs of its own, where the user has not set threads."""
+    """Return the environment of one of several parallel runs: its GPUs, and its share of threads unless the user set it."""
     threads = max(1, (os.cpu_count() or 1) // (jobs * num_processes))
     own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment}
     if devices and jobs > 1:

@@ -1,8 +1,8 @@
-"""Runs of a grid: their effective settings and keys, their directories, and the record that a finished one leaves.
+"""Runs of a grid: their effective settings and keys, their directories, and the records of finished ones.
 
-A record is one line of results.jsonl. Its key is (commit, settings): the settings are every value of the configuration and
-the contents of its input files, without names and output directories, so that records of several machines and calls
-meet in one file, and a run whose recipe, data or code has changed is another run.
+A record is one line of results.jsonl. Its key is (commit, settings). The settings cover every value of the
+configuration and the contents of its input files, but no names or output directories. Records of several machines and
+calls can therefore share one file, and a run whose recipe, data or code has changed counts as another run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron_dapo.trainer.recorder import RunPaths
 
 FORMAT = "megatron_dapo ablation 1"
 RESULTS = "results.jsonl"
-# Curves of a record; the first is of the held-out evaluations, x its train step.
+# Curves of a record; the first is of the held-out evaluations, with the train step as x.
 CURVES = ("rollout/accuracy_generated", "actor/entropy", "rollout/response_tokens_mean", "quality/repetition_mean")
 TOKENS = "throughput/generated_tokens"
-# Names and places of a run, which change nothing that it learns.
+# Names and locations, which do not change what a run learns.
 _NOT_SETTINGS = ("run.name", "run.output_dir", "checkpoint.output_dir", "telemetry.progress", "telemetry.tensorboard")
-# Sections that a critic's pretraining does not read: variants that differ in them alone share a critic.
+# Sections that a critic's pretraining does not read: variants that differ only in these share a critic.
 _NOT_OF_PRETRAINING = (
     "algorithm",
     "advantage_estimation",
@@ -67,7 +67,7 @@ class Run:
 def plan_runs(grid: Grid, machines: Machines, commit: str) -> list[Run]:
     """Return the runs of a grid, all variants of the first seed first. Checks every variant before any of them runs.
 
-    Raises ConfigError with all that the validator refuses, each entry with its variant.
+    Raises ConfigError with everything the validator rejects, each entry with its variant.
     """
     problems: list[Violation] = []
     runs = []
@@ -125,9 +125,9 @@ def _critic_directory(grid: Grid, variant: Variant, overrides: Sequence[str], ma
 
 
 def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """Return the hash of the values of `config` that are not the schema's defaults, and of the contents of its inputs.
+    """Hash the values of `config` that differ from the schema's defaults, and the contents of its inputs.
 
-    `without`: sections that do not count. A default that changes is a change of the code, which the commit beside the hash tells.
+    `without`: sections to leave out. A changed default is a change of the code, which the commit shows.
     """
     values: dict[str, Any] = dict(beside)
     for path in leaf_fields():
@@ -142,13 +142,13 @@ def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[s
         if is_input(path):
             value = [_content(Path(each)) for each in (value if isinstance(value, tuple) else (value,))]
         elif value == leaf_fields()[path].get_default(call_default_factory=True):
-            continue  # so that an option that a later version adds leaves the hash as it was
+            continue  # an option that a later version adds must not change the hash
         values[path] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _content(path: Path) -> str:
-    """Hash a file, or a directory's files; those of weights count by name and size, which takes no time for large ones."""
+    """Hash a file, or a directory's files; weight files only by name and size, as they may be large."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else (path,):
         if file.is_file():
@@ -162,8 +162,8 @@ CHANGED = "+changed"  # suffix of a commit whose tracked files were edited since
 
 
 def code_commit(results: Path) -> str:
-    """Return the commit of the package's checkout, with CHANGED where tracked files beside `results` differ from it; the
-    package's version outside a checkout."""
+    """Return the commit of the package's checkout, plus CHANGED if tracked files other than `results` differ from it;
+    the package's version outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     head = _git(root, "rev-parse", "--short=12", "HEAD")
     if not head:
@@ -176,7 +176,7 @@ def code_commit(results: Path) -> str:
 def _git(root: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # an installed package needs no git
+    except FileNotFoundError:  # an installed package does not need git
         return ""
     return done.stdout.strip()
 
@@ -185,7 +185,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a results file; a line that a kill has torn is left out. Of equal keys the last one counts."""
+    """Return the records of a results file, without a line cut short by a kill. Of equal keys the last counts."""
     records: dict[tuple[str, str], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
@@ -198,7 +198,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record as a line of its own, also behind one that a kill has torn; it is on the disk afterwards."""
+    """Append a record on a new line, also after one cut short by a kill, and flush it to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with open(path, "a", encoding="utf-8") as stream:
@@ -208,7 +208,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
-    """Return the record of a finished run. Raises ValueError where its directory does not hold a finished run."""
+    """Return the record of a finished run. Raises ValueError if its directory does not hold a finished run."""
     paths = RunPaths(run.directory)
     summary = read_summary(paths.summary)
     evaluations = {int(file.stem.partition("_")[2]): file for file in sorted(paths.evaluations.glob("step_*.json"))}
@@ -237,7 +237,7 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
         "layout": summary.layout,
         "threads": os.cpu_count(),
         "protocol": _protocol(results[last]),
-        # Accuracy of each problem, in the order of their ids: pairs of runs share the problems.
+        # Accuracy of each problem, ordered by id: paired runs share the problems.
         "before": _accuracies(results[first]) if first == 0 else None,
         "after": _accuracies(results[last]),
         "evaluated": {
@@ -252,7 +252,7 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
 
 
 def _pretrain_seconds(run: Run) -> float:
-    """Return the seconds of training that the run's critic took before it; 0 without one."""
+    """Return the seconds of training of the run's pretrained critic; 0 without one."""
     if run.critic_directory is None:
         return 0.0
     return round(read_summary(RunPaths(run.critic_directory).summary).train_seconds, 1)
@@ -268,7 +268,7 @@ def _accuracies(result: EvaluationResult) -> list[float]:
 
 
 def _protocol(result: EvaluationResult) -> str:
-    """Hash the protocol and the problems: results with equal ones are pairs."""
+    """Hash the protocol and the problems: results with equal hashes can be paired."""
     protocol = {name: value for name, value in vars(result.protocol).items() if name not in FREE_FIELDS}
     ids = sorted(problem.problem_id for problem in result.problems)
     return hashlib.sha256(json.dumps([protocol, ids], sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -279,9 +279,9 @@ def _rounded(value: float) -> float:
 
 
 def matching(records: Iterable[Mapping[str, Any]], runs: Sequence[Run], commit: str | None) -> list[Mapping[str, Any]]:
-    """Return the records of `runs` by their settings, made by `commit`; None: by any, the newest one of each run.
+    """Return the records of `runs`, matched by settings and `commit`; None: the newest of each run, of any commit.
 
-    Each has the name of its variant in this grid: settings are the same run whatever it was called.
+    Each gets the name of its variant in this grid: equal settings are the same run, whatever it was called.
     """
     names = {run.settings: run.variant.name for run in runs}
     newest = {

@@ -36,7 +36,7 @@ class AdvantageInputs:
     rewards: torch.Tensor  # [S] floating point
     group_index: torch.Tensor  # [S] int64, equal within a group; any integers
     response_lengths: torch.Tensor  # [S] int64, TRAINED tokens of each response
-    # [S] bool, or None for all: responses that enter the group's statistics. The others get advantage 0.
+    # [S] bool, or None for all: responses that enter the group's statistics. The rest get advantage 0.
     in_statistics: torch.Tensor | None = None
 
 
@@ -60,7 +60,7 @@ class GroupStatistics:
 
     @property
     def singleton(self) -> torch.Tensor:
-        """[S] bool: responses that are alone in their group."""
+        """[S] bool: responses that are the only one in their group."""
         return (self.sizes == 1)[self.positions]
 
 
@@ -110,10 +110,10 @@ def rloo(inputs: AdvantageInputs, section: RlooAdvantageConfig) -> torch.Tensor:
 def reinforce_baseline(inputs: AdvantageInputs, section: ReinforceBaselineAdvantageConfig) -> torch.Tensor:
     """A' = R - mean_g, then one scale for the whole batch. REINFORCE++-baseline (arXiv 2501.03262).
 
-    `variant` "scale_only" (default) gives A' / std(A'); "paper" gives (A' - mean(A')) / std(A'). The two differ where
+    `variant` "scale_only" (default) gives A' / std(A'); "paper" gives (A' - mean(A')) / std(A'). The two differ if
     lengths are ragged: the token-weighted mean of A' is then not 0, and subtracting it moves even the A' = 0 of an
     all-correct group. `weighting` "token" counts each response by its trained tokens, "sequence" counts it once.
-    A singleton keeps A' = R. Where A' has no spread (or no tokens) A' is returned as it is.
+    A singleton keeps A' = R. If A' has no spread (or no tokens), it is returned unchanged.
     """
     groups = group_statistics(inputs.rewards, inputs.group_index)
     centered = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centered)
@@ -145,7 +145,7 @@ def _scaled_over_batch(
 
 
 def _scale(convention: str, variance: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / std in one of the three spellings that public systems use; they differ in the ninth digit."""
+    """Return 1 / std by one of the three formulas that public systems use; they differ in the ninth digit."""
     if convention == "variance_floor":
         return variance.clamp(min=eps).rsqrt()
     if convention == "variance_plus_eps":
@@ -154,10 +154,10 @@ def _scale(convention: str, variance: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def function(inputs: AdvantageInputs, section: FunctionAdvantageConfig) -> torch.Tensor:
-    """Return the advantages [S] of a user's function of `inputs`. HookError for an error of it, and for a result of another
-    shape or with a value that is not finite.
+    """Return the advantages [S] that a user's function computes from `inputs`.
 
-    Every rank calls it with the same numbers, and its results must be the same.
+    Raise HookError if the function fails, or if its result has another shape or a value that is not finite. Every rank
+    calls it with the same numbers and must get the same result.
     """
     field = "algorithm.advantage"
     own = load_hook(section.function, f"{field}.function")
@@ -184,7 +184,9 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs, Any], torch.Tensor]] = {
 
 
 def compute_advantages(advantage: AdvantageConfig, inputs: AdvantageInputs) -> Advantages:
-    """Return the advantages [S] fp32 that `advantage` names, and their diagnostics; ValueError where a reward is not finite.
+    """Return the advantages [S] fp32 by the estimator that `advantage` names, and diagnostics.
+
+    Raise ValueError if a reward is not finite.
 
     Responses left out of the statistics (`in_statistics` False) get 0 and do not enter the diagnostics.
     """

@@ -11,8 +11,8 @@
 | seq_sum_mean | mean_i sum_t l                              | 1 / N                                    |
 
 The denominators are those of the whole optimizer mini-batch: every micro-batch of every data-parallel rank, after every
-filter. The weights are then right for any cut of that mini-batch, and gradients are SUMMED over micro-batches and
-ranks; a mean over micro-batches with unequal token counts is another objective and exists nowhere here. per_group is
+filter. The weights are then right however that mini-batch is split, and gradients are SUMMED over micro-batches and
+ranks. A mean over micro-batches with unequal token counts would be another objective; no mode uses one. per_group is
 DAPO's Eq 8 as written (arXiv 2503.14476); its text and public code mean token_mean.
 """
 
@@ -28,12 +28,12 @@ from megatron_dapo.algorithms.tables import lookup
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over one optimizer mini-batch; what has no trained token does not count, except where said."""
+    """Counts over one optimizer mini-batch. Unless noted, samples and groups without a trained token do not count."""
 
     num_tokens: int  # trained tokens
     num_sequences: int  # samples with a trained token
     num_groups: int  # groups with a trained token
-    num_all_sequences: int  # samples, with or without: Dr. GRPO's divisor must not move with a filter
+    num_all_sequences: int  # all samples: Dr. GRPO's divisor must not depend on a filter
     group_ids: torch.Tensor  # [num_groups_all] int64, sorted
     tokens_per_group: torch.Tensor  # [num_groups_all] int64: the group's trained tokens WITHIN this mini-batch
 
@@ -41,7 +41,7 @@ class Denominators:
 def global_denominators(trained_tokens: torch.Tensor, group_index: torch.Tensor) -> Denominators:
     """Denominators from the trained tokens [S] and the group [S] of ALL samples of an optimizer mini-batch.
 
-    A group whose samples are spread over mini-batches counts in each with what it has there.
+    A group spread over several mini-batches counts in each with the tokens it has there.
     """
     assert trained_tokens.shape == group_index.shape, f"{trained_tokens.shape} token counts, {group_index.shape} groups"
     positions, num_groups = group_positions(group_index)
@@ -67,7 +67,7 @@ class WeightInputs:
 
 
 def _tokens_of_groups(group_index: torch.Tensor, denominators: Denominators) -> torch.Tensor:
-    """[S] trained tokens of each sample's group; ValueError for a group the denominators have not seen."""
+    """Return [S], the trained tokens of each sample's group. Raise ValueError for an unknown group."""
     if group_index.numel() == 0:
         return torch.zeros(0, dtype=torch.float64)
     place = torch.searchsorted(denominators.group_ids, group_index).clamp(max=denominators.group_ids.numel() - 1)
@@ -93,11 +93,11 @@ AGGREGATIONS = {
 def sample_token_weights(
     mode: str, trained_tokens: torch.Tensor, group_index: torch.Tensor, denominators: Denominators, max_length: int
 ) -> torch.Tensor:
-    """The weight, float64 [S], that every trained token of each sample gets under `mode`.
+    """Return the weight, float64 [S], of each sample's trained tokens under `mode`.
 
     `trained_tokens` and `group_index` [S] describe any part of the mini-batch that `denominators` was computed from;
     `max_length` is Dr. GRPO's constant (the maximum response length, not the longest one of the batch). Samples
-    without a trained token get 0, so a mini-batch without any has weights 0 and not NaN.
+    without a trained token get 0, so a mini-batch without trained tokens has weights 0, not NaN.
     """
     divisor_of = lookup(AGGREGATIONS, "loss aggregation", mode)
     if max_length < 1:
@@ -109,10 +109,11 @@ def sample_token_weights(
 
 
 def rollout_token_weight(num_rollout_tokens: int, num_mini_batches: int) -> float:
-    """The weight of every trained token where each optimizer step is normalized over the whole rollout batch.
+    """Return the weight of every trained token if each optimizer step is normalized over the whole rollout batch.
 
-    T-PPO's code: sum l of the mini-batch / trained tokens of ALL mini-batches x their number. Unlike token_mean, all
-    tokens of a rollout weigh the same: a mini-batch of few tokens makes a smaller step. Without trained tokens it is 0.
+    T-PPO's code uses: sum l of the mini-batch / trained tokens of ALL mini-batches x number of mini-batches. Unlike
+    with token_mean, all tokens of a rollout weigh the same, so a mini-batch with few tokens makes a smaller step. The
+    weight is 0 if there are no trained tokens.
     """
     if num_mini_batches < 1:
         raise ValueError(f"num_mini_batches {num_mini_batches} must be at least 1")

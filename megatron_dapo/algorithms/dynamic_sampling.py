@@ -1,4 +1,4 @@
-"""Dynamic sampling: train only on groups that disagree (arXiv 2503.14476, Eq 11), and what that costs."""
+"""Dynamic sampling: train only on groups that disagree (arXiv 2503.14476, Eq 11), and the cost of doing so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_dapo.types import FilterDecision, Group
 class GroupFilter:
     """Keeps a group iff accuracy_min < mean accuracy < accuracy_max, both exclusive.
 
-    The accuracy is the verifier's 0/1. Never the shaped reward: an all-correct group with length penalties has a
-    spread of rewards, but nothing to teach except brevity.
+    The accuracy is the verifier's 0/1, never the shaped reward: the rewards of an all-correct group with length
+    penalties differ, but teach nothing except brevity.
     """
 
     accuracy_min: float = 0.0
@@ -36,15 +36,15 @@ class GroupFilter:
 
 
 class FunctionFilter:
-    """Keeps the groups of which a user's function returns True (rollout.group_filter)."""
+    """Keeps the groups for which a user's function returns True (rollout.group_filter)."""
 
     def __init__(self, path: str) -> None:
-        """Import the function. ValueError where that fails."""
+        """Import the function. Raise ValueError if that fails."""
         self._path = path
         self._function = load_hook(path, "rollout.group_filter")
 
     def decide(self, group: Group) -> FilterDecision:
-        """Return "kept", or of a group that is not: "all_wrong", "all_right", else "rejected". HookError for an error in it."""
+        """Return "kept", or why not: "all_wrong", "all_right" or "rejected". Raise HookError if the function fails."""
         with named(self._path, "rollout.group_filter"):
             if bool(self._function(group)):
                 return "kept"
@@ -53,7 +53,7 @@ class FunctionFilter:
 
 
 def wasted_fraction(pass_rate: float, group_size: int) -> float:
-    """Share of groups of one prompt that are all right or all wrong: p^G + (1 - p)^G."""
+    """Return the share of a prompt's groups that are all right or all wrong: p^G + (1 - p)^G."""
     if not 0.0 <= pass_rate <= 1.0:
         raise ValueError(f"pass rate {pass_rate} is not a probability")
     return pass_rate**group_size + (1.0 - pass_rate) ** group_size

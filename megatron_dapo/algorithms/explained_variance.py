@@ -2,9 +2,9 @@
 
     EV = 1 - Var(G - V) / Var(G)     over trained tokens
 
-1 is a perfect critic, 0 one that is as good as a constant, below 0 it is worse. With one outcome a response the returns
-are the same on all its tokens, and knowing them is easy at its end and hard at its start: hence also EV of the first,
-the middle and the last tenth of each response.
+EV is 1 for a perfect critic, 0 for one no better than a constant, and negative for a worse one. With one outcome per
+response, all its tokens have the same return, which is easy to predict at the end and hard at the start. Therefore EV
+is also computed for the first, middle and last tenth of each response.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def explained_variance_sums(
 
 
 def _parts(num_trained: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Part -> [M] bool, for responses of `num_trained` [S] trained tokens that lie one after the other."""
+    """Return part -> [M] bool, for consecutive responses with `num_trained` [S] trained tokens."""
     starts = num_trained.cumsum(0) - num_trained
     position = torch.arange(int(num_trained.sum()), device=num_trained.device)
     position = position - starts.repeat_interleave(num_trained)

@@ -1,17 +1,17 @@
-"""Generalized advantage estimation over packed responses (arXiv 1506.02438, Eq 16), for finished and cut ones.
+"""Generalized advantage estimation over packed responses, finished or cut (arXiv 1506.02438, Eq 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t          A_t = sum_{k >= t} (gamma lambda)^{k-t} delta_k
 
-with V behind the last token = the response's bootstrap value (0 where it is finished). It is computed through the
-lambda-return, whose recurrence needs no difference of large numbers:
+V after the last token is the response's bootstrap value (0 if the response is finished). The advantages are computed
+through the lambda-return, whose recurrence avoids differences of large numbers:
 
     G_t = r_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1}          A_t = G_t - V_t
 
-so that with lambda = 1 the returns are the Monte-Carlo returns exactly: V drops out with the factor 0, whatever it is.
+With lambda = 1 the returns are exactly the Monte-Carlo returns, because every V has the factor 0.
 
-Tokens with mask 0 (of tools, of an environment) are no steps: the next value and the next advantage of the token
-before a gap are those of the token behind it. They get advantage and return 0, and a reward on them does not count.
-A padded [S, R] batch is the packed one of S sequences of length R: flatten it.
+Tokens with mask 0 (from tools or an environment) are not steps: the token before such a gap takes its next value and
+next advantage from the token after the gap. Masked tokens get advantage and return 0, and rewards on them are ignored.
+To use a padded [S, R] batch, flatten it: it is a packed batch of S sequences of length R.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_dapo.algorithms.linear_scan import reverse_linear_scan
 class ValueInputs:
     """Response tokens of S sequences, one after the other; sequence i has lengths[i] of the P tokens."""
 
-    values: torch.Tensor  # [P] floating, V of the state that each token was drawn in
+    values: torch.Tensor  # [P] floating, V of the state in which each token was drawn
     rewards: torch.Tensor  # [P] floating, see token_rewards
     loss_mask: torch.Tensor  # [P] 0 or 1
-    lengths: torch.Tensor  # [S] int64, with masked tokens
-    bootstrap: torch.Tensor  # [S] value behind the last trained token: 0 where the response is finished
+    lengths: torch.Tensor  # [S] int64, masked tokens included
+    bootstrap: torch.Tensor  # [S] value after the last trained token: 0 if the response is finished
 
 
 @dataclass(frozen=True)
 class ValueEstimates:
-    """Both [P], 0 where masked, in the dtype of the values (at least float32)."""
+    """Advantages and returns, [P] each, 0 where masked, in the dtype of the values (at least float32)."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -45,11 +45,11 @@ class ValueEstimates:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The trained tokens of a packed batch alone, [M], sequence by sequence."""
+    """Indexes the M trained tokens of a packed batch, sequence by sequence."""
 
-    mask: torch.Tensor | None  # [P] bool; None where every token is trained
+    mask: torch.Tensor | None  # [P] bool; None if every token is trained
     lengths: torch.Tensor  # [S] int64, trained tokens
-    last: torch.Tensor  # [S] int64, place in [M] of the last one; of no meaning where the length is 0
+    last: torch.Tensor  # [S] int64, index in [M] of the last one; meaningless if the length is 0
 
     @property
     def present(self) -> torch.Tensor:
@@ -80,9 +80,9 @@ def trained_tokens(loss_mask: torch.Tensor, lengths: torch.Tensor) -> TrainedTok
 
 
 def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Tensor) -> ValueEstimates:
-    """Advantages and lambda-returns; `lambdas` is one number or one per sequence [S].
+    """Return advantages and lambda-returns; `lambdas` is one number or one per sequence [S].
 
-    ValueError where gamma or a lambda lies outside [0, 1] or an input of a trained token is not finite.
+    Raise ValueError if gamma or a lambda lies outside [0, 1], or if an input of a trained token is not finite.
     """
     _check_range("gamma", gamma)
     _check_range("lambda", lambdas)
@@ -98,7 +98,7 @@ def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Te
 
 
 def _of_present(lambdas: float | torch.Tensor, tokens: TrainedTokens, like: torch.Tensor) -> torch.Tensor:
-    """[N] one lambda per sequence that has a trained token."""
+    """Return [N], one lambda for each sequence with a trained token."""
     per_sequence = torch.as_tensor(lambdas, dtype=like.dtype, device=like.device)
     num_sequences = tokens.lengths.numel()
     assert per_sequence.shape in ((), (num_sequences,)), f"{tuple(per_sequence.shape)} lambdas, {num_sequences} lengths"
@@ -107,28 +107,29 @@ def _of_present(lambdas: float | torch.Tensor, tokens: TrainedTokens, like: torc
 
 @dataclass(frozen=True)
 class _Stream:
-    """The M trained tokens of N sequences, none of them empty."""
+    """M trained tokens of N non-empty sequences."""
 
     values: torch.Tensor  # [M]
     rewards: torch.Tensor  # [M]
     bootstrap: torch.Tensor  # [N]
-    last: torch.Tensor  # [N] int64, the place of each sequence's last token, ascending
+    last: torch.Tensor  # [N] int64, the index of each sequence's last token, ascending
     gamma: float
 
     def lambda_returns(self, lambdas: torch.Tensor) -> torch.Tensor:
-        """[M] G_t = r_t + (gamma - c_t) V_{t+1} + c_t G_{t+1}; c_t is gamma lambda, and 0 at a sequence's last token.
+        """Return [M], G_t = r_t + (gamma - c_t) V_{t+1} + c_t G_{t+1}.
 
-        gamma - gamma lambda is exactly 0 at lambda = 1, and gamma - 0 the factor of the bootstrap.
+        c_t is gamma lambda, or 0 at a sequence's last token. At lambda = 1,
+        gamma - gamma lambda is exactly 0; at the last token, gamma - 0 is the factor of the bootstrap.
         """
         decays = self.gamma * lambdas
 
         def fill(start: int, stop: int, inputs: torch.Tensor, decay: torch.Tensor) -> None:
             first, behind = torch.searchsorted(self.last, torch.tensor([start, stop], device=self.last.device)).tolist()
             ends = self.last[first:behind] - start
-            # The sequence that continues over the tile's end is in it as well, up to there.
+            # A sequence that continues past the tile's end counts too, up to that end.
             num_open = int(behind < self.last.numel())
             counts = torch.cat([ends + 1, ends.new_full((num_open,), stop - start)]).diff(prepend=ends.new_zeros(1))
-            # A view a sequence: an index a token would be the largest thing in memory.
+            # One view per sequence: one index per token would be the largest tensor in memory.
             of_sequences = decays[first : first + counts.numel()].tolist()
             for tokens, number in zip(decay.split(counts.tolist()), of_sequences, strict=True):
                 tokens.fill_(number)
@@ -150,7 +151,7 @@ def _check_range(name: str, number: float | torch.Tensor) -> None:
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        # The sum is finite where all entries are (short of an overflow), and costs one read and no memory.
+        # The sum is finite if all entries are (barring overflow), and costs one read and no memory.
         if not bool(torch.isfinite(tensor.sum())):
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:

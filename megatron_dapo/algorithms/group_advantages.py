@@ -1,4 +1,4 @@
-"""Advantages of a rollout batch from its groups: DAPO, GRPO, RLOO. Every rank computes them from the same numbers."""
+"""Advantages of a rollout batch from its groups (DAPO, GRPO, RLOO). Every rank computes them from the same numbers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron_dapo.types import TrainSample
 
 @dataclass(frozen=True)
 class EstimatedBatch:
-    """A rollout batch with advantages: what policy and critic train on.
+    """A rollout batch with advantages, on which the policy and the critic train.
 
-    `samples` are those of the batch dump. `policy_samples` have the advantages of the tokens that are trained now,
-    `critic_samples` (finished responses) values and returns.
+    `samples` go into the batch dump. `policy_samples` hold the advantages of the tokens trained now, `critic_samples`
+    (finished responses) the values and returns.
     """
 
     samples: list[TrainSample]
     policy_samples: list[TrainSample]
     critic_samples: list[TrainSample] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # Sample id -> the number written beside its text.
+    # Sample id -> the number shown with its text.
     shown_advantages: Mapping[str, float] = field(default_factory=dict)
     has_spread: bool = True  # the critic's targets differ, so that there is variance to explain
 
 
 def equal_prompt_weights(group_index: torch.Tensor) -> torch.Tensor:
-    """Return mean size / size of each response's group, [S] float64: with it every group counts alike in a sum over responses."""
+    """Return mean group size / size of each response's group, [S] float64, so that all groups count alike."""
     _, positions, sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
     return (sizes.double().mean() / sizes)[positions]
 
@@ -41,8 +41,8 @@ def estimate_group_advantages(
     """Give every token of a response the advantage of its reward within its group (DAPO, arXiv 2503.14476, Eq 9).
 
     Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
-    older version) keeps the advantages it has. ValueError if a reward is not finite. `equal_prompts`: groups of unequal
-    sizes count alike.
+    older version) keeps its advantages. `equal_prompts` makes groups of unequal sizes count alike. Raise ValueError if
+    a reward is not finite.
     """
     contexts = [sample.critic_context for sample in samples]
     rewards = [context.reward for context in contexts if context is not None]

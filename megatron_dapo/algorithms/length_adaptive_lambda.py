@@ -1,12 +1,12 @@
-"""Lambda of each response: one for all, or one that grows with its length.
+"""Lambda of each response: the same for all, or growing with the response's length.
 
 VAPO (arXiv 2504.05118, Eq 5) asks that the sum of the weights lambda^k be a fraction alpha of the length l:
 
     sum_k lambda^k = 1 / (1 - lambda) = alpha l     =>     lambda = 1 - 1 / (alpha l)
 
-which is 0 at l = 1 / alpha and negative below, so a floor is needed. The paper names none; ours is 0. T-PPO's authors'
-code takes 0.95, which at alpha 0.05 acts up to l = 400. T-PPO counts the tokens of all windows of the response, and
-half a window more where it continues, for the length it may yet reach.
+This is 0 at l = 1 / alpha and negative below, so it needs a floor. The paper gives none; ours is 0. The code of T-PPO's
+authors uses 0.95, which at alpha 0.05 takes effect up to l = 400. T-PPO counts the tokens of all windows of the
+response, plus half a window if it continues, for the length it may still reach.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class LambdaRule(Protocol):
 
 
 def raw_lambda(lengths: torch.Tensor, alpha: float) -> torch.Tensor:
-    """1 - 1 / (alpha l), float64, without a floor: negative below l = 1 / alpha, -inf at 0."""
+    """Return 1 - 1 / (alpha l), float64, without a floor: negative below l = 1 / alpha, -inf at 0."""
     return 1.0 - 1.0 / (alpha * lengths.to(torch.float64))
 
 
 def prospective_lengths(lengths: torch.Tensor, is_finished: torch.Tensor, window: int) -> torch.Tensor:
-    """T-PPO's length [S]: tokens of all windows so far, and window // 2 more where the response continues."""
+    """Return T-PPO's length [S]: tokens of all windows so far, plus window // 2 if the response continues."""
     return lengths + torch.where(is_finished.to(torch.bool), 0, window // 2)
 
 
@@ -52,7 +52,7 @@ class FixedLambda:
 
 @dataclass(frozen=True)
 class LengthAdaptiveLambda:
-    """VAPO, Eq 5, of the response's own length: max(floor, 1 - 1 / (alpha l)), always below 1."""
+    """VAPO, Eq 5, applied to the response's length: max(floor, 1 - 1 / (alpha l)), always below 1."""
 
     alpha: float = 0.05
     floor: float = VAPO_FLOOR
@@ -69,7 +69,7 @@ class LengthAdaptiveLambda:
 
 @dataclass(frozen=True)
 class WindowLambda(LengthAdaptiveLambda):
-    """T-PPO: the same of the prospective length. `window` is the number of tokens one step generates."""
+    """T-PPO: the same rule applied to the prospective length. `window` is the number of tokens one step generates."""
 
     floor: float = TPPO_FLOOR
     window: int = 8192

@@ -1,4 +1,4 @@
-"""Penalties of whole responses: soft overlong punishment (arXiv 2503.14476, 3.4), and one of improbable responses.
+"""Penalties on whole responses: soft overlong punishment (arXiv 2503.14476, 3.4), and a penalty on improbable text.
 
 The alternative is reward.overlong_filter: a truncated response whose loss is masked never feels its penalty.
 """
@@ -11,7 +11,7 @@ import torch
 def soft_overlong_penalty(
     response_lengths: torch.Tensor, max_length: int, cache_length: int, factor: float = 1.0
 ) -> torch.Tensor:
-    """Soft overlong punishment (Eq 13), float64 [S], to be ADDED to the verifier's reward.
+    """Return the soft overlong punishment (Eq 13), float64 [S], to be ADDED to the verifier's reward.
 
     0 up to max_length - cache_length, then linearly down to -factor at `max_length`, and -factor beyond it (never
     lower). `max_length` is the hard limit of generation: "16384 with a cache of 4096" in the paper means max_length
@@ -31,11 +31,11 @@ def soft_overlong_penalty(
 def soft_perplexity_penalty(
     mean_nll: torch.Tensor, start: float, end: float, factor: float = 1.0, low_start: float = 0.0, low_end: float = 0.0
 ) -> torch.Tensor:
-    """Soft penalty of the perplexity exp(`mean_nll`) of responses, float64 [S], to be ADDED to the verifier's reward.
+    """Return a soft penalty on the perplexity exp(`mean_nll`), float64 [S], to be ADDED to the verifier's reward.
 
-    0 up to `start`, then linearly down to -factor at `end` (both in nats a token, like `mean_nll` [S]), and never lower.
-    With low_start > 0 the same below it, full at low_end: text that repeats itself is too probable. ValueError for bounds
-    out of order.
+    It is 0 up to `start`, then falls linearly to -factor at `end` (both in nats per token, like `mean_nll` [S]), and
+    never lower. If low_start > 0, the same applies below it, in full at low_end: repetitive text is too probable. Raise
+    ValueError if the bounds are out of order.
     """
     if not 0.0 <= start < end or (low_start > 0 and not 0.0 <= low_end < low_start <= start) or factor < 0:
         raise ValueError(

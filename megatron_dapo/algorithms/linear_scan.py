@@ -1,12 +1,12 @@
 """The recurrence y_t = x_t + c_t y_{t+1} over a long stream, without a Python loop over its tokens.
 
-The stream is cut into tiles that fit a cache, from the last to the first, and a tile into lanes of consecutive tokens:
+Tiles of the stream that fit a cache are processed from last to first. A tile is cut into lanes of consecutive tokens:
 
     lane k:  y_t = (sum inside the lane) + (product of c from t to the lane's end) * y at the head of lane k + 1
 
-All lanes of a tile walk together, one vector operation a column; the heads are again such a recurrence, short enough
-for log2(lanes) doublings. c_t = 0 ends a sequence, so a stream of sequences of any lengths needs no padding, and
-c_t = 1 with x_t = 0 carries y over a token. Sums with 0 and products with 1 are exact, hence so is a sum of one reward.
+All lanes of a tile advance together, with one vector operation per column. The lane heads form the same recurrence,
+short enough for log2(lanes) doublings. c_t = 0 ends a sequence, so sequences of any lengths need no padding;
+c_t = 1 with x_t = 0 carries y over a token. Adding 0 and multiplying by 1 are exact, and so is a sum of one reward.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def reverse_linear_scan(
 ) -> torch.Tensor:
     """Fill `outputs` [P] with y of y_t = x_t + c_t y_{t+1}, y_P = 0, and return it.
 
-    `fill(start, stop, inputs, decays)` writes x and c of tokens start..stop - 1 into the two [stop - start], which are
-    in the dtype of `outputs`: they never stand in memory for the whole stream. c must lie in [0, 1]. A not-a-number
-    spreads over everything before it: check first.
+    `fill(start, stop, inputs, decays)` writes x and c of tokens start..stop - 1 into two buffers [stop - start] in the
+    dtype of `outputs`, so x and c are never in memory for the whole stream. c must lie in [0, 1]. A NaN spreads to
+    everything before it: check for NaN first.
     """
     num_tokens, size = outputs.numel(), LANE_LENGTH * MAX_LANES
     carry = outputs.new_zeros(1)
@@ -44,21 +44,21 @@ def reverse_linear_scan(
 
 
 class _Tile:
-    """Buffers of a tile, used again for the next: memory fresh from the system costs more than the arithmetic."""
+    """Buffers of a tile, reused for the next one: fresh memory from the system costs more than the arithmetic."""
 
     def __init__(self, num_tokens: int, like: torch.Tensor) -> None:
-        # A short stream gets as many columns as lanes, or it would be walked token by token.
+        # Give a short stream as many columns as lanes; otherwise the scan would go token by token.
         columns = min(LANE_LENGTH, max(1, math.isqrt(num_tokens)))
         lanes = -(-num_tokens // columns)
         self.num_tokens = num_tokens
-        # What lies behind the last token stays as it is here and changes nothing.
+        # Slots after the last token keep these values and have no effect.
         self.inputs, self.decays = like.new_zeros(lanes * columns), like.new_ones(lanes * columns)
-        # Columns are contiguous: a step of all lanes reads and writes neighboring memory.
+        # Columns are contiguous, so one step of all lanes accesses adjacent memory.
         self._sums, self._products = like.new_empty(columns, lanes), like.new_empty(columns, lanes)
         self._sum_columns, self._product_columns = self._sums.unbind(0), self._products.unbind(0)
 
     def scan(self, carry: torch.Tensor, outputs: torch.Tensor) -> None:
-        """y [n] of the inputs and decays of this tile, with y_n = `carry` [1]."""
+        """Write y [n] for this tile's inputs and decays to `outputs`, with y_n = `carry` [1]."""
         columns, lanes = self._sums.shape
         self._sums.copy_(self.inputs.view(lanes, columns).t())
         self._products.copy_(self.decays.view(lanes, columns).t())
@@ -78,7 +78,7 @@ class _Tile:
 
 
 def _scan_by_doubling(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-    """y [n] in ceil(log2 n) vector steps: after step j every entry covers 2^j entries from itself on."""
+    """Return y [n] in ceil(log2 n) vector steps: after step j each entry covers 2^j entries, starting with itself."""
     span = 1
     while span < inputs.numel():
         inputs = torch.cat([torch.addcmul(inputs[:-span], decays[:-span], inputs[span:]), inputs[-span:]])

@@ -1,9 +1,9 @@
-"""The loss of one micro-batch, put together from the pure parts: policy loss x correction, KL towards the reference, entropy.
+"""The loss of one micro-batch: policy loss x correction, KL towards the reference, and entropy.
 
     loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl + gkl - c * entropy)
          + sum over trained tokens of correct responses of positive_weight * -log pi        (VAPO)
 
-`loss_weights` carry the global denominators, so the caller adds losses and gradients up and never averages.
+`loss_weights` contain the global denominators, so the caller sums losses and gradients and never averages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BehaviorTerms:
-    """Constants of one micro-batch (this rank's part): what the policy was, and how much each token counts. [P] each."""
+    """Constants for this rank's part of a micro-batch, [P] each: earlier policies' log-probs and token weights."""
 
     old_logprobs: torch.Tensor
     importance_weights: torch.Tensor | None = None  # None: all 1
@@ -35,14 +35,14 @@ class BehaviorTerms:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of the configuration's section [algorithm]; calling it gives (loss, metric sums) of a micro-batch."""
+    """The loss configured in [algorithm]; calling it returns (loss, metric sums) for a micro-batch."""
 
     algorithm: AlgorithmConfig
-    # See PolicyLossInputs: an all-reduce over the context-parallel group where sequences are cut.
+    # See PolicyLossInputs: an all-reduce over the context-parallel group if sequences are cut.
     reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
 
     def importance(self, micro_batch: MicroBatch, old_logprobs: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
-        """The correction's weights [P] of a micro-batch and their sums; (None, {}) without a correction."""
+        """Return the correction's weights [P] for a micro-batch and their sums; (None, {}) without a correction."""
         if self.algorithm.off_policy.correction == "none":
             return None, {}
         return importance_weights(
@@ -65,9 +65,9 @@ class PolicyObjective:
         behavior: BehaviorTerms,
         divergence: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens).
+        """Return the scalar loss and sums over trained tokens from the policy's `logprobs` [P] and `entropy` [P].
 
-        `divergence`: the two terms [P] of the generalized KL towards the reference, where algorithm.gkl has a coefficient.
+        `divergence`: the two terms [P] of the generalized KL towards the reference, if algorithm.gkl has a coefficient.
         """
         algorithm = self.algorithm
         token_loss, metrics = policy_loss(
@@ -86,7 +86,7 @@ class PolicyObjective:
             token_loss = token_loss * behavior.importance_weights
         bonus, entropy_metrics = entropy_loss(entropy, micro_batch.loss_mask, algorithm.entropy_coefficient)
         metrics = {**metrics, **entropy_metrics}
-        # Without a coefficient the bonus stays out of the graph, which spares the head's kernel the entropy's gradient.
+        # Without a coefficient the bonus stays out of the graph, so the head's kernel computes no entropy gradient.
         if algorithm.entropy_coefficient:
             token_loss = token_loss + bonus
         if behavior.ref_logprobs is not None:
@@ -99,7 +99,7 @@ class PolicyObjective:
             penalty, gkl_metrics = generalized_kl_loss(*divergence, micro_batch.loss_mask, algorithm.gkl)
             token_loss = token_loss + penalty
             metrics = {**metrics, **gkl_metrics}
-        # loss_weights are of the whole optimizer step: no mean over micro-batches follows.
+        # loss_weights cover the whole optimizer step, so no mean over micro-batches follows.
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights
         if algorithm.positive_example_coefficient and positive is not None:
@@ -110,9 +110,9 @@ class PolicyObjective:
 
 
 def entropy_loss(entropy: torch.Tensor, loss_mask: torch.Tensor, coefficient: float) -> tuple[torch.Tensor, Metrics]:
-    """Entropy bonus -coefficient * H_t per token [P] (arXiv 1707.06347, Eq 9), 0 where masked, and the sum of H.
+    """Return the entropy bonus -coefficient * H_t [P] (arXiv 1707.06347, Eq 9), 0 where masked, and the sum of H.
 
-    The sum is there for any coefficient, 0 included (DAPO's): a collapse has to be seen by those who do not fight it.
+    The sum is returned even if the coefficient is 0 (as in DAPO), so that an entropy collapse is visible.
     """
     entropy = torch.where(loss_mask > 0, entropy, 0.0)
     return -coefficient * entropy, {"entropy_sum": entropy.detach().sum()}

@@ -1,8 +1,8 @@
-"""Correction for the gap between the engine that sampled and the trainer that learns, and the measure of that gap.
+"""Measure and correct the mismatch between the engine that sampled and the trainer that learns.
 
-Three policies: rollout (the engine's numbers), old (the trainer's numbers for the same weights), current. The ratio
-current / old is the policy loss's business; here it is w = pi_old / pi_rollout, which multiplies the policy loss only
-(not KL, entropy or value terms) and carries no gradient.
+There are three policies: rollout (the engine's numbers), old (the trainer's numbers for the same weights) and current.
+The policy loss handles the ratio current / old. This module handles w = pi_old / pi_rollout, which multiplies only the
+policy loss (not KL, entropy or value terms) and carries no gradient.
 
 | level     | log w of a token                              |
 |-----------|-----------------------------------------------|
@@ -35,11 +35,11 @@ class OffPolicyInputs:
     """Tokens of one packed micro-batch (or of this rank's share of it)."""
 
     old_logprobs: torch.Tensor  # [P]
-    rollout_logprobs: torch.Tensor  # [P], at the temperature sampled from, no top-p renormalization
+    rollout_logprobs: torch.Tensor  # [P], at the sampling temperature, without top-p renormalization
     loss_mask: torch.Tensor  # [P] 0 or 1
     sequence_ids: torch.Tensor  # [P] int64 in [0, num_sequences)
     num_sequences: int
-    # Per-sequence sums [2, num_sequences] of this rank's tokens -> of the whole sequences (see policy_loss).
+    # Reduces per-sequence sums [2, num_sequences] of this rank's tokens to sums over whole sequences (see policy_loss).
     reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
 
     @property
@@ -53,10 +53,10 @@ def _token_level(inputs: OffPolicyInputs) -> torch.Tensor:
 
 
 def _sequence_sums(inputs: OffPolicyInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the log-ratio [N], trained tokens [N]) of whole sequences, float64."""
+    """Return the sum of the log-ratio [N] and the trained tokens [N] of whole sequences, float64."""
     log_ratio = _token_level(inputs)
     per_token = torch.stack([log_ratio, inputs.trained.to(log_ratio.dtype)])
-    # One reduction for both: under context parallelism it is a collective.
+    # One reduction covers both: under context parallelism it is a collective.
     sums, counts = inputs.reduce_over_sequence_parts(segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences))
     return sums, counts
 
@@ -90,13 +90,13 @@ OFF_POLICY_METHODS: dict[str, Callable[[torch.Tensor, float, float], torch.Tenso
 def importance_weights(
     section: OffPolicyConfig, inputs: OffPolicyInputs
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Bounded weights [P] without gradient (0 where masked) and sums over trained tokens for the metrics.
+    """Return bounded weights [P] without gradient (0 where masked), and sums over trained tokens for the metrics.
 
-    log w is limited to +-20. `is_bounded_sum` counts tokens whose weight the bounds changed, `is_masked_sum` those that
-    are left with weight 0. With `batch_normalize`, add the sums of the whole optimizer mini-batch and pass the weights
-    through `normalize_by_batch_mean` next.
+    log w is clamped to +-20. `is_bounded_sum` counts tokens whose weight the bounds changed, `is_masked_sum` tokens
+    whose weight is 0. With `batch_normalize`, next add up the sums over the whole optimizer mini-batch and pass the
+    weights through `normalize_by_batch_mean`.
     """
-    # Limited before exp: one token of probability 0 on either side would make the sum of the batch infinite.
+    # Clamp before exp: a single token with probability 0 on either side would make the batch's sum infinite.
     log_weights = LEVELS[section.level](inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     raw = log_weights.to(inputs.old_logprobs.dtype).exp()
     bounded = OFF_POLICY_METHODS[section.correction](raw, section.low, section.high)
@@ -113,14 +113,14 @@ def importance_weights(
 
 
 def normalize_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens: float) -> torch.Tensor:
-    """Bounded weights [P] divided by their token mean over the optimizer mini-batch (the GLOBAL sum and count).
+    """Divide bounded weights [P] by their token mean over the optimizer mini-batch (the GLOBAL sum and count).
 
-    A sum of 0 (every token dropped) leaves the zeros.
+    If the sum is 0 (every token dropped), the weights stay 0.
     """
     return weights if weight_sum == 0 else weights * (num_tokens / weight_sum)
 
 
-# Name of a class of tokens by the policy versions they are behind -> its first and last staleness.
+# Classes of tokens by staleness in policy versions: name -> (lowest, highest).
 LAGS: dict[str, tuple[float, float]] = {"lag0": (0, 0), "lag1": (1, 1), "lag2plus": (2, math.inf)}
 
 
@@ -130,18 +130,18 @@ def mismatch_sums(
     loss_mask: torch.Tensor,
     staleness: torch.Tensor | None = None,
 ) -> MetricSums:
-    """Sums and maxima over the trained tokens of [P] tokens. Nothing of w is bounded, except log w at +-20.
+    """Return sums and maxima over the trained tokens of [P] tokens; w is not bounded, but log w is clamped to +-20.
 
-    staleness [P]: policy versions each token is behind; None: 0 everywhere.
+    `staleness` [P] is how many policy versions old each token is; None means 0 everywhere.
     """
     trained = loss_mask > 0
 
     def over(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        # Not values[tokens]: the host would wait for the number of tokens.
+        # values[tokens] would make the host wait for the number of tokens.
         return torch.where(tokens, values, 0.0).sum()
 
-    # float64: the gap of two engines in fp32 is 1e-7, below what a float32 sum over 1e8 tokens resolves. 0 on both sides at all
-    # other tokens, which is no gap.
+    # float64, because the gap between two fp32 engines is 1e-7, too small for a float32 sum over 1e8 tokens to resolve.
+    # Untrained tokens get 0 on both sides, so they add no gap.
     old, rollout = (torch.where(trained, side.detach().double(), 0.0) for side in (old_logprobs, rollout_logprobs))
     difference, low_variance = old - rollout, k3(rollout, old)
     weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -170,12 +170,12 @@ def mismatch_sums(
 
 
 def mismatch_metrics(total: MetricSums) -> dict[str, float]:
-    """Metrics from globally combined sums; all 0 (ratios 1) where no token was trained.
+    """Return metrics from globally combined sums; all 0 (ratios 1) if no token was trained.
 
     k1 and k3 estimate KL(rollout || old) on tokens the engine drew. `ess` = (sum w)^2 / (n sum w^2) in (0, 1].
-    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1). By lag: the share of tokens that are so
-    many policy versions behind, and their mean |log w| and k3: at lag 0 it is the engines' numerics alone, behind that
-    the policy has moved as well.
+    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1). Per lag, the metrics give the share of
+    tokens that are that many policy versions old, and their mean |log w| and k3. At lag 0 the mismatch comes only from
+    the engines' numerics; at higher lags the policy has also moved.
     """
     sums = {key: float(value) for key, value in total.sums.items()}
     num_tokens = max(sums["num_tokens"], 1.0)

@@ -1,4 +1,4 @@
-"""A model that predicts if the next group of a prompt will disagree, from what the policy did on it before."""
+"""A model that predicts whether a prompt's next group will disagree, from the policy's earlier results on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-MEMORY = 4096  # visits that the model is fitted to, and predictions that its quality is taken over, the newest
+MEMORY = 4096  # newest visits to fit the model to, and newest predictions to measure its quality on
 _RIDGE = 1.0
 _NEWTON_STEPS = 8
 _MIN_VISITS = 64  # of each kind
@@ -16,11 +16,11 @@ _BINS = 10
 
 
 class UsefulnessModel:
-    """Logistic regression of "this group disagrees" on facts of the prompt's earlier visits.
+    """Logistic regression of "this group disagrees" on facts about the prompt's earlier visits.
 
-    It is fitted anew before each collection to the visits seen so far. Each prediction is compared with what came of it, so
-    precision, recall and calibration are of predictions made before the outcome was known. Prompts that the model would
-    leave out are tried at times all the same: those visits alone say how often it is wrong about them.
+    The model is refitted to all visits so far before each collection. Each prediction is compared with its outcome, so
+    precision, recall and calibration describe predictions made before the outcome was known. Prompts that the model
+    would leave out are still tried now and then: only those visits show how often it is wrong about them.
 
     Args:
         features: names of the facts, in their order.
@@ -38,7 +38,7 @@ class UsefulnessModel:
         self._visits.append((list(features), useful))
 
     def fit(self) -> None:
-        """Fit to the visits, by Newton's method with a ridge; no model before there are enough of both kinds."""
+        """Fit the visits by Newton's method with a ridge penalty; no model until both kinds have enough visits."""
         num_useful = sum(useful for _, useful in self._visits)
         if min(num_useful, len(self._visits) - num_useful) < _MIN_VISITS:
             return
@@ -46,7 +46,7 @@ class UsefulnessModel:
         targets = np.array([useful for _, useful in self._visits], dtype=float)
         weights = np.zeros(inputs.shape[1])
         penalty = _RIDGE * np.eye(inputs.shape[1])
-        penalty[0, 0] = 1e-6  # the share of useful visits itself is not shrunk
+        penalty[0, 0] = 1e-6  # do not shrink the share of useful visits
         for _ in range(_NEWTON_STEPS):
             predicted = _logistic(inputs @ weights)
             gradient = inputs.T @ (predicted - targets) + penalty @ weights
@@ -61,17 +61,18 @@ class UsefulnessModel:
         return float(_logistic(np.asarray(features) @ self._weights))
 
     def observe(self, predicted: float, flagged: bool, useful: bool) -> None:
-        """Compare a prediction with what came of it. `flagged`: the filter would have left the prompt out."""
+        """Record a prediction and its outcome. `flagged`: the filter would have left the prompt out."""
         self._outcomes.append((predicted, flagged, useful))
 
     def quality(self, audit_share: float = 1.0) -> dict[str, float]:
         """Return precision and recall of "useless" and the calibration error, over the prompts that were tried.
 
-        precision: share of the flagged prompts that were useless indeed (0 if none was tried). recall: share of the useless
-        ones that were flagged; a flagged prompt is tried with probability `audit_share` and stands for 1 / audit_share of
-        them. calibration_error: mean |predicted - observed| share of useful groups, in ten bins of the prediction. flagged_tried
-        and flagged_useful: the counts behind the precision, the flagged prompts that were tried and those of them that were
-        flagged wrongly.
+        precision: share of flagged prompts that were indeed useless (0 if none was tried).
+        recall: share of useless prompts that were flagged; a flagged prompt is tried with probability `audit_share` and
+        counts as 1 / audit_share prompts.
+        calibration_error: mean |predicted - observed| share of useful groups, in ten bins of the prediction.
+        flagged_tried and flagged_useful: the flagged prompts that were tried and, of those, the ones flagged wrongly;
+        precision is computed from these counts.
         """
         flagged = [not useful for _, flag, useful in self._outcomes if flag]
         num_found = sum(flagged) / audit_share
@@ -98,7 +99,7 @@ class UsefulnessModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`. ValueError for a model of other features, before anything is changed."""
+        """Load the result of `state_dict`. Raise ValueError, changing nothing, if it is for other features."""
         names = tuple(state["features"])
         if names != self._features:
             raise ValueError(

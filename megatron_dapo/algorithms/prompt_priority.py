@@ -1,11 +1,11 @@
-"""Priority of prompts by their scores so far: an upper confidence bound (the prompt pool of T-PPO's code)."""
+"""Priority of prompts by their scores so far: an upper confidence bound, as in the prompt pool of T-PPO's code."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-MEMORY = 100  # scores of a prompt that count, the newest
+MEMORY = 100  # newest scores of a prompt that count
 EXPLORATION = 0.25
 
 
@@ -17,14 +17,15 @@ def ucb_priority(
     memory: int = MEMORY,
     exploration: float = EXPLORATION,
 ) -> float:
-    """1 - |mean score| + exploration * sqrt(ln step / num_scores): highest where outcomes are mixed or little is known.
+    """Return 1 - |mean score| + exploration * sqrt(ln step / num_scores).
+
+    The priority is highest for prompts with mixed outcomes or few scores, and infinite for one without a score, so that
+    it comes first.
 
     Args:
-        scores: of the prompt's responses, in [-1, 1], oldest first; the last `memory` count.
-        num_scores: how many there ever were; at least len(scores), as older ones may be forgotten.
-        step: of training, from 1.
-
-    Infinite for a prompt without a score: it comes first.
+        scores: scores of the prompt's responses, in [-1, 1], oldest first; the last `memory` count.
+        num_scores: number of scores ever; at least len(scores), because older ones may be forgotten.
+        step: training step, from 1.
     """
     if step < 1:
         raise ValueError(f"prompt priority: step = {step}, steps count from 1")

@@ -1,9 +1,9 @@
-"""Responses for each prompt by its difficulty, with a fixed total: more for hard prompts, fewer for easy ones.
+"""Number of responses per prompt by difficulty, with a fixed total: more for hard prompts, fewer for easy ones.
 
-The pass rate of a prompt is estimated from its earlier visits alone, as a Beta distribution whose counts fade as the policy
-changes. The size of a group follows from that estimate before the first response is drawn and never from the responses
-themselves: within a group every response is then an independent draw, k / n is an unbiased estimate of the pass rate, and
-so is the group's baseline. Stopping at the first success instead makes k / n too high, 0.256 at a pass rate of 0.1.
+A prompt's pass rate is estimated only from its earlier visits, as a Beta distribution whose counts fade as the policy
+changes. This estimate sets the size of a group before the first response is drawn; the responses themselves never do.
+Every response in a group is then an independent draw, so k / n is an unbiased estimate of the pass rate, and so is the
+group's baseline. Stopping at the first success would bias k / n upwards: 0.256 at a pass rate of 0.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FADING = 0.9  # weight of a visit after one more version of the policy
+FADING = 0.9  # weight of a visit after each further policy version
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PassRate:
 
     @property
     def mean(self) -> float:
-        """Posterior mean: 0.5 of a prompt never seen."""
+        """Posterior mean; 0.5 for a prompt never seen."""
         return (self.passes + 1) / (self.passes + self.failures + 2)
 
     def faded(self, num_versions: int) -> PassRate:
@@ -33,7 +33,7 @@ class PassRate:
         return PassRate(weight * self.passes, weight * self.failures)
 
     def seen(self, passes: int, failures: int) -> PassRate:
-        """Return the estimate with one visit more."""
+        """Return the estimate after one more visit."""
         return PassRate(self.passes + passes, self.failures + failures)
 
     def probability_below(self, value: float) -> float:
@@ -42,7 +42,7 @@ class PassRate:
 
 
 def wanted_size(pass_rate: float, smallest: int = 4, largest: int = 64, miss: float = 0.05) -> int:
-    """Responses that hold at least one success with probability 1 - miss: ln miss / ln(1 - p), within the bounds."""
+    """Return the responses needed for a success with probability 1 - miss: ln miss / ln(1 - p), within the bounds."""
     if not 0 <= pass_rate <= 1:
         raise ValueError(f"pass rate {pass_rate} is not a probability")
     if pass_rate in (0.0, 1.0):
@@ -53,8 +53,8 @@ def wanted_size(pass_rate: float, smallest: int = 4, largest: int = 64, miss: fl
 def fit_total(wanted: Sequence[int], total: int, smallest: int = 4, largest: int = 64) -> list[int]:
     """Return sizes that add up to `total`, within the bounds.
 
-    Each prompt gets `smallest`; the rest goes out in proportion to what each wants above it, by largest remainders, again
-    and again as prompts reach `largest`. Raises ValueError for a total that the bounds do not allow.
+    Each prompt gets `smallest`. The rest is shared out by largest remainders, in proportion to what each prompt wants
+    above that, and again whenever prompts reach `largest`. Raise ValueError if the bounds do not allow the total.
     """
     if not smallest * len(wanted) <= total <= largest * len(wanted):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sums over runs of a packed batch, where values that share an index are added, and sums over parts of a batch."""
+"""Sums over the values of a packed batch that share an index, and sums over parts of a batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Raw material of metrics: over micro-batches and ranks, add `sums` and take maxima of `maxima`; float64 scalars."""
+    """Partial metrics, float64 scalars: across micro-batches and ranks, add `sums` and take the maximum of `maxima`."""
 
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
 
     def combine(self, other: MetricSums) -> MetricSums:
-        """The sums of both batches together."""
+        """Return the sums and maxima over both batches."""
         return MetricSums(
             {key: value + other.sums[key] for key, value in self.sums.items()},
             {key: torch.maximum(value, other.maxima[key]) for key, value in self.maxima.items()},
@@ -38,5 +38,5 @@ def group_positions(group_index: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def identity(sums: torch.Tensor) -> torch.Tensor:
-    """The reduction of a batch that is whole on this rank."""
+    """Return `sums` unchanged: the reduction for a batch that is whole on this rank."""
     return sums

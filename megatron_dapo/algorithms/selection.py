@@ -6,8 +6,8 @@
       -> leader clusters of their embeddings       cosine similarity to the cluster's first member
       -> the shortest of each cluster, clusters in order of their leaders, up to the prompt's cap
 
-Every step goes from short to long responses, so that of two alike the shorter one stays, and ties go to the lower index. So
-the result depends on the responses alone; `choose_at_random` takes as many by a seed instead, for comparison.
+Every step goes from short to long responses, so the shorter of two similar ones stays; ties go to the lower index. The
+result therefore depends only on the responses. For comparison, `choose_at_random` picks as many by a seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_dapo.config.rollout_schema import RejectionSamplingConfig
 
-# Reasons that a response is left out, in the order in which they are looked at.
+# Reasons for leaving a response out, in the order of the checks.
 WRONG, LENGTH, DUPLICATE, SIMILAR, CAPPED = "wrong", "length", "near_duplicate", "same_cluster", "prompt_cap"
 KEPT = "kept"
 
@@ -36,7 +36,7 @@ class Candidates:
 
     @property
     def pass_rate(self) -> float:
-        """Share of correct responses; 0 of none."""
+        """Share of correct responses; 0 if there are none."""
         return sum(self.is_correct) / len(self.is_correct) if self.is_correct else 0.0
 
 
@@ -46,11 +46,11 @@ class Selection:
 
     fates: list[str]  # n, KEPT or a reason
     kept: list[int] = field(default_factory=list)
-    clusters: dict[int, int] = field(default_factory=dict)  # of the responses that were clustered
+    clusters: dict[int, int] = field(default_factory=dict)  # only for responses that were clustered
 
 
 def shortlist(candidates: Candidates, section: RejectionSamplingConfig, max_tokens: int) -> Selection:
-    """Return the fates of responses as far as they need no embedding; those still KEPT are to be clustered, short ones first."""
+    """Return the fates that need no embedding; responses still KEPT go on to clustering, short ones first."""
     fates = [KEPT if correct else WRONG for correct in candidates.is_correct]
     correct = [index for index, fate in enumerate(fates) if fate == KEPT]
     low, high = length_bounds([candidates.lengths[index] for index in correct], section, max_tokens)
@@ -68,10 +68,10 @@ def shortlist(candidates: Candidates, section: RejectionSamplingConfig, max_toke
 def choose(
     selection: Selection, embeddings: np.ndarray, pass_rate: float, section: RejectionSamplingConfig
 ) -> Selection:
-    """Return the fates of a shortlist after clustering; `embeddings` [m, d] are of its `kept`, in their order."""
+    """Return the fates of a shortlist after clustering; `embeddings` [m, d] are those of its `kept`, in order."""
     fates, order = list(selection.fates), selection.kept
     clusters = leader_clusters(embeddings, section.cluster_similarity)
-    # A hard prompt has few correct responses, and each kind of them is worth having.
+    # A hard prompt has few correct responses, so keep one of each kind.
     cap = len(order) if pass_rate < section.hard_pass_rate else section.max_per_prompt
     kept: list[int] = []
     sizes: dict[int, int] = {}
@@ -87,7 +87,7 @@ def choose(
 
 
 def choose_at_random(candidates: Candidates, size: int, seed: str) -> list[int]:
-    """Return `size` correct responses to a prompt, drawn by `seed` without regard to length or likeness."""
+    """Return `size` correct responses to a prompt, drawn by `seed` regardless of length or similarity."""
     correct = [index for index, is_correct in enumerate(candidates.is_correct) if is_correct]
     return sorted(random.Random(seed).sample(correct, min(size, len(correct))))
 
@@ -95,7 +95,7 @@ def choose_at_random(candidates: Candidates, size: int, seed: str) -> list[int]:
 def length_bounds(lengths: Sequence[int], section: RejectionSamplingConfig, max_tokens: int) -> tuple[float, float]:
     """Return the bounds on tokens: the section's own, and quantiles of the correct responses' `lengths`.
 
-    The quantiles are lengths that occur, the lower one rounded down and the upper one up: of few responses none is cut.
+    The quantiles are lengths that occur, the lower rounded down and the upper rounded up: of few responses none is cut.
     """
     low, high = section.min_tokens, section.max_tokens or max_tokens
     if not lengths:
@@ -107,15 +107,15 @@ def length_bounds(lengths: Sequence[int], section: RejectionSamplingConfig, max_
 
 
 def by_length(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return `indices` in order of their length, then of themselves."""
+    """Return `indices` sorted by length, then by index."""
     return sorted(indices, key=lambda index: (lengths[index], index))
 
 
 def without_near_duplicates(texts: Sequence[str], similarity: float, n: int = 5) -> list[int]:
-    """Return the places of texts whose Jaccard similarity to each earlier one that stays is below `similarity`.
+    """Return the indices of texts whose Jaccard similarity to every kept earlier text is below `similarity`.
 
-    Over sets of word n-grams, in lower case, of a text of fewer words over the text itself (Broder, "On the resemblance and
-    containment of documents", 1997); exact, as a prompt has few responses.
+    The similarity compares sets of lower-case word n-grams; a text of fewer words is a single element (Broder, "On the
+    resemblance and containment of documents", 1997). It is computed exactly, because a prompt has few responses.
     """
     kept: list[int] = []
     shingles = [_word_ngrams(text, n) for text in texts]
@@ -131,10 +131,10 @@ def _word_ngrams(text: str, n: int) -> set[tuple[str, ...]]:
 
 
 def leader_clusters(embeddings: np.ndarray, similarity: float) -> list[int]:
-    """Return the cluster of each row of `embeddings` [m, d]: the first whose leader is at least `similarity` to it in cosine.
+    """Return the cluster of each row of `embeddings` [m, d]: the first whose leader has cosine >= `similarity` with it.
 
-    A row without such a leader leads a cluster of its own (leader algorithm, Hartigan, "Clustering Algorithms", 1975), so
-    that no cluster is empty. A row of zeros is unlike all others.
+    A row without such a leader starts a new cluster (leader algorithm, Hartigan, "Clustering Algorithms", 1975), so no
+    cluster is empty. A row of zeros is similar to no other.
     """
     norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
     unit = embeddings / np.where(norms > 0, norms, 1.0)
@@ -159,7 +159,7 @@ def ngram_embedding(text: str, dimensions: int = 1024, n: int = 3) -> np.ndarray
 
 
 def _stable_hash(text: str) -> int:
-    # Python's own hash of a text differs between processes.
+    # Python's built-in hash of a string differs between processes.
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
@@ -167,7 +167,7 @@ def _stable_hash(text: str) -> int:
 
 
 def mean_distance(embeddings: np.ndarray) -> float:
-    """Return the mean of 1 - cosine over all pairs of rows [m, d]; 0 of fewer than two."""
+    """Return the mean of 1 - cosine over all pairs of rows [m, d]; 0 for fewer than two."""
     m = len(embeddings)
     if m < 2:
         return 0.0

@@ -1,8 +1,8 @@
-"""When value pretraining has nothing more to gain: VC-PPO (arXiv 2503.01491) stops on explained variance and value loss.
+"""Decide when to stop value pretraining: VC-PPO (arXiv 2503.01491) stops on explained variance and value loss.
 
-The paper names no rule. Ours fits a line through the newest steps of both: pretraining ends where explained variance
-rises by less than a bound over them and the loss no longer falls. Too much of it over-fits the fixed policy, hence also
-a largest number of steps.
+The paper gives no rule. Ours fits a line through the newest steps of both: pretraining ends when explained variance
+rises by less than a bound over them and the loss no longer falls. Too much pretraining overfits to the fixed policy, so
+there is also a maximum number of steps.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopRule:
-    """`num_steps` newest train steps are looked at, and are made at least."""
+    """Looks at the newest `num_steps` train steps; at least that many are made."""
 
     num_steps: int = 20
     explained_variance_slope: float = 0.005  # rise over those steps
     loss_slope: float = 0.05  # fall over those steps, as a share of their mean
 
     def has_converged(self, history: Sequence[Sequence[float]]) -> bool:
-        """`history`: (explained variance, value loss) of the newest train steps, oldest first."""
+        """Return True if pretraining may stop.
+
+        `history`: (explained variance, value loss) of the newest train steps, oldest first.
+        """
         if len(history) < self.num_steps:
             return False
         explained, losses = zip(*history[-self.num_steps :], strict=True)

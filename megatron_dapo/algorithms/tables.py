@@ -9,7 +9,7 @@ Entry = TypeVar("Entry")
 
 
 def lookup(table: Mapping[str, Entry], kind: str, name: str) -> Entry:
-    """The entry called `name`; ValueError listing the known names where there is none."""
+    """Return the entry called `name`. Raise ValueError, listing the known names, if there is none."""
     if name not in table:
         raise ValueError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(table))}")
     return table[name]

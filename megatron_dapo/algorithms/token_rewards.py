@@ -1,4 +1,4 @@
-"""Rewards per token of packed responses: the outcome on the last token, and KL towards the reference on every one."""
+"""Token rewards of packed responses: the outcome on the last token, and KL towards the reference on every token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_dapo.algorithms.tables import lookup
 
 
 def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[P] rewards of `rewards` [S], each on the last TRAINED token of its sequence, 0 on all others.
+    """Return [P]: `rewards` [S], each on the last TRAINED token of its sequence, and 0 on all others.
 
     `loss_mask` [P] and `lengths` [S] as in `gae.ValueInputs`. The reward of a sequence without a trained token is lost.
     """
@@ -23,9 +23,9 @@ def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: tor
 def kl_shaped_rewards(
     token_rewards: torch.Tensor, divergence: torch.Tensor, loss_mask: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """r_t - beta KL_t [P], 0 where masked: KL in the reward, as in PPO from human feedback (arXiv 2203.02155, Eq 2).
+    """Return r_t - beta KL_t [P], 0 where masked: KL in the reward, as in PPO for RLHF (arXiv 2203.02155, Eq 2).
 
-    `divergence` [P] comes from `token_divergence`, of the policy that generated; no gradient flows through it.
+    `divergence` [P] is `token_divergence` of the policy that generated; no gradient flows through it.
     """
     if not 0.0 <= beta < float("inf"):
         raise ValueError(f"KL coefficient {beta} must be a finite number of at least 0")
@@ -37,7 +37,7 @@ def token_divergence(
 ) -> torch.Tensor:
     """Estimate [P] of KL(pi || pi_ref) by estimator k1, k2 or k3, without gradient, 0 where masked.
 
-    k1 is the one that makes the sum of the rewards the regularized objective; here it is the VALUE that counts.
+    With k1 the sum of the rewards is the regularized objective; in a reward only the VALUE matters.
     """
     estimator = lookup(KL_ESTIMATORS, "KL estimator", name)
     trained = loss_mask > 0

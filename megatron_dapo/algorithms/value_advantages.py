@@ -1,10 +1,10 @@
-"""Advantages, returns and masks from a critic's values: PPO, VAPO, T-PPO. Pure, over a whole rollout batch.
+"""Advantages, returns and masks from a critic's values (PPO, VAPO, T-PPO), as pure functions of a whole rollout batch.
 
     tokens of the window --GAE / EGAE, lambda by rule--> advantages --without tail--> whitened, clipped: the policy's
     tokens of all windows of finished responses --GAE, the critic's lambda--> returns: the critic's targets
 
-A whole response is one finished window, so PPO and VAPO are the same computation as T-PPO. Every rank computes it for
-the whole batch, from the same numbers.
+A whole response is a single finished window, so PPO and VAPO use the same computation as T-PPO. Every rank computes it
+for the whole batch, from the same numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def estimate_value_advantages(
 ) -> EstimatedBatch:
     """Estimate advantages and returns from the samples' `values`, less `kl_penalties` in the tokens' rewards.
 
-    A sample with a value or penalty that is not finite trains nothing and is counted. `lambda_rule` gives the lambda of
-    the policy's advantages; the policy's loss leaves out the last `ignored_tail_tokens` of windows whose responses
-    continue. ValueError if gamma or lambda lie outside [0, 1], or no sample has finite values.
+    A sample with a value or penalty that is not finite is counted but not trained on. `lambda_rule` sets the lambda for
+    the policy's advantages. The policy loss leaves out the last `ignored_tail_tokens` of windows whose responses
+    continue. Raise ValueError if gamma or lambda lies outside [0, 1], or if no sample has finite values.
     """
     usable = [_is_finite(sample.values) and _is_finite(sample.kl_penalties) for sample in samples]
     if samples and not any(usable):
@@ -55,7 +55,7 @@ def estimate_value_advantages(
         "critic/nonfinite_samples": float(usable.count(False)),
         "critic/finished_share": sum(finished) / max(1, len(finished)),
     }
-    # Means over the trained tokens; 0 for a sample without one.
+    # Mean over the trained tokens; 0 for a sample without any.
     shown = {s.sample_id: float((s.advantages * s.loss_mask).sum() / s.loss_mask.sum().clamp(min=1)) for s in policy}
     return EstimatedBatch(list(samples), policy, critic, metrics, shown, has_spread)
 
@@ -66,11 +66,11 @@ def _is_finite(numbers: torch.Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class _Response:
-    """One response with what the critic says of it; every number is finite."""
+    """One response with its values and penalties; every number is finite."""
 
     sample: TrainSample
     reward: float
-    start: int  # of the window, in response tokens
+    start: int  # first response token of the window
     is_finished: bool
     values: torch.Tensor  # [R]
     penalties: torch.Tensor  # [R]
@@ -100,7 +100,7 @@ def _policy_samples(
     lambda_rule: LambdaRule,
     ignored_tail_tokens: int,
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Return advantages over the tokens of each window, 0 on the tokens before it, which leave the loss."""
+    """Return advantages of the tokens of each window; earlier tokens get 0 and leave the loss."""
     lengths = torch.tensor([one.sample.num_response_tokens - one.start for one in responses], dtype=torch.int64)
     is_finished = torch.tensor([one.is_finished for one in responses], dtype=torch.bool)
     mask = _joined([one.sample.loss_mask[one.start :] for one in responses])
@@ -141,7 +141,7 @@ def _of_window(one: _Response, mask: torch.Tensor, advantages: torch.Tensor) -> 
 def _critic_samples(
     responses: Sequence[_Response], section: AdvantageEstimationConfig
 ) -> tuple[list[TrainSample], dict[str, float], bool]:
-    """Return all tokens of finished responses, of all their windows, with values and targets; True if the targets differ.
+    """Return finished responses with the values and targets of all windows, and whether the targets differ.
 
     The policy trained on the tokens before the last window in earlier steps, so its mask leaves them out. The critic
     trains on the whole response, so they count here.
@@ -178,7 +178,7 @@ def _token_rewards(
 def _explained(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[dict[str, float], bool]:
-    """Return the explained variance of the critic before this update, 0 if all returns are equal, and if they differ."""
+    """Return the critic's explained variance before this update (0 if all returns are equal), and if they differ."""
     found = explained_variance(explained_variance_sums(values, returns, mask, lengths)) if len(lengths) else {}
     num_tokens = max(1.0, float(mask.sum()))
     metrics = {

@@ -1,7 +1,7 @@
 """Losses of the critic: per-token losses [P] and metric sums, from values and returns.
 
 A loss never averages: multiply by the token weights of `aggregation` ("token_mean" for a token-level loss,
-"sample_mean" for a sample-level one), whose denominators are those of the whole optimizer mini-batch, and add up.
+"sample_mean" for a sample-level one), whose denominators are those of the whole optimizer mini-batch, and sum.
 Metrics are sums over the trained tokens of the call.
 """
 
@@ -21,7 +21,7 @@ class ValueLossInputs:
     """Tokens of one packed micro-batch (or of this rank's share of it)."""
 
     values: torch.Tensor  # [P], the only one that carries gradients
-    old_values: torch.Tensor  # [P] of the critic that estimated the advantages
+    old_values: torch.Tensor  # [P] from the critic that estimated the advantages
     returns: torch.Tensor  # [P] targets
     loss_mask: torch.Tensor  # [P] 0 or 1
 
@@ -39,13 +39,13 @@ def squared(inputs: ValueLossInputs, section: CriticConfig) -> tuple[torch.Tenso
 
 
 def clipped(inputs: ValueLossInputs, section: CriticConfig) -> tuple[torch.Tensor, Metrics]:
-    """l_t = max((V_t - G_t)^2, (clip(V_t, V_old - low, V_old + high) - G_t)^2) / 2; as PPO's public code has it.
+    """l_t = max((V_t - G_t)^2, (clip(V_t, V_old - low, V_old + high) - G_t)^2) / 2, as in PPO's public code.
 
-    A value that has left its bounds is trained only where it is further from its target than the bound is. The gradient
-    passes at a bound. The bounds are in units of the return; T-PPO's are 0.5 and 0.6.
+    A value outside its bounds is trained only if it is further from its target than the bound is. The gradient passes
+    at a bound. The bounds are in units of the return; T-PPO uses 0.5 and 0.6.
     """
     old_values = inputs.old_values.detach()
-    # Detached: a value that is held has no gradient, and its loss still is the bound's.
+    # Detached: a clipped value has the bound's loss and no gradient.
     bounded = inputs.values.detach().clamp(old_values - section.clip_value_low, old_values + section.clip_value_high)
     error, bounded_error = _error(inputs, inputs.values), _error(inputs, bounded)
     held = bounded_error.abs() > error.detach().abs()
@@ -63,7 +63,7 @@ def value_loss(section: CriticConfig, inputs: ValueLossInputs) -> tuple[torch.Te
 
 
 def _error(inputs: ValueLossInputs, values: torch.Tensor) -> torch.Tensor:
-    """[P] V - G, 0 where masked (whatever stands there, NaN included)."""
+    """Return V - G [P], 0 where masked, even over NaN."""
     return torch.where(inputs.trained, values - inputs.returns.detach(), 0.0)
 
 

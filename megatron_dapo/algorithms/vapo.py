@@ -3,10 +3,10 @@
     L = L_PPO + mu L_NLL          L_NLL = - (1 / sum_{o in T} |o|) sum_{o in T} sum_t log pi(o_t)
 
 T: the correct responses of the optimizer mini-batch, |o|: their trained tokens, the end token included. The weight
-carries mu and the count over the WHOLE mini-batch, so that losses are added over micro-batches and ranks and the result
-does not move with their cut. The other parts of VAPO are settings of other modules: the lambdas of the
-actor and the critic, `length_adaptive_lambda`, `policy_loss.ppo_clip`, "token_mean" in `aggregation`. It samples groups for contrast only:
-the advantage is the critic's.
+contains mu and the count over the WHOLE mini-batch, so losses can be summed over micro-batches and ranks and the result
+does not depend on the split. The other parts of VAPO are settings of other modules: the lambdas of the actor and
+the critic, `length_adaptive_lambda`, `policy_loss.ppo_clip`, "token_mean" in `aggregation`. VAPO samples groups only
+for contrast: the advantage comes from the critic.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Metrics = dict[str, torch.Tensor]
 
 
 def positive_tokens(trained: torch.Tensor, is_positive: torch.Tensor) -> torch.Tensor:
-    """[S] trained tokens of the correct responses, 0 of the others; summed over the mini-batch, the denominator."""
+    """Return [S], trained tokens of correct responses, 0 for others; the sum over the mini-batch is the denominator."""
     return torch.where(is_positive.to(torch.bool), trained, 0)
 
 
 def positive_token_weights(
     trained: torch.Tensor, is_positive: torch.Tensor, num_positive_tokens: int, coefficient: float
 ) -> torch.Tensor:
-    """Weight, float64 [S], of every trained token of each sample: mu / num_positive_tokens where correct, else 0.
+    """Return the weight, float64 [S], of each sample's trained tokens: mu / num_positive_tokens if correct, else 0.
 
     `trained` and `is_positive` [S] describe any part of the optimizer mini-batch, `num_positive_tokens` all of it. With
     no correct response all weights are 0, and so is the loss.
@@ -40,7 +40,7 @@ def positive_token_weights(
 def positive_example_loss(
     logprobs: torch.Tensor, loss_mask: torch.Tensor, is_positive: torch.Tensor
 ) -> tuple[torch.Tensor, Metrics]:
-    """Token losses -log pi [P], 0 where masked or not of a correct response, and their sums.
+    """Return token losses -log pi [P], 0 where masked or in an incorrect response, and their sums.
 
     `logprobs` [P] of the current policy carry the gradient; `is_positive` [P] bool marks tokens of correct responses.
     """

@@ -24,7 +24,7 @@ _PATHS = {"data": "data.train_paths", "eval_data": "data.eval_paths"}
 
 
 class Recipe:
-    """Everything a run is told, as `megatron-dapo train RECIPE --set ...` is told it by a file.
+    """Complete settings of a run, equivalent to a file passed to `megatron-dapo train RECIPE --set ...`.
 
     Args:
         model: Hugging Face directory of the policy (model.path), or OWNER/NAME of the Hub.
@@ -134,7 +134,7 @@ class Recipe:
         return file
 
     def _lines(self, directory: Path) -> list[str]:
-        """Return every value as "a.b=value" in TOML, and write functions that have no path of their own into `directory`."""
+        """Return every value as "a.b=value" in TOML, and write functions without an import path into `directory`."""
         values = dict(self._values)
         values.update({_PATHS[name]: [os.fspath(directory / _FILES[name])] for name in self._rows})
         if "model.path" in values:

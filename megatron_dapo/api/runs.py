@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_dapo.telemetry.summary import RunSummary
 
 Turns = Sequence[Mapping[str, str]]  # chat turns: {"role": ..., "content": ...}
-_DEFAULT_TOKENS = 256  # of a response, where neither the call nor a recipe says
+_DEFAULT_TOKENS = 256  # of a response, if neither the call nor a recipe sets it
 
 
 class TrainingError(RuntimeError):
@@ -42,7 +42,7 @@ class RunResult:
 
     @property
     def model(self) -> Path | None:
-        """The trained model's Hugging Face directory; None where it was not exported."""
+        """The trained model's Hugging Face directory; None if it was not exported."""
         exported = self.summary.directories.get("huggingface")
         return Path(exported) if exported else None
 
@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
         restarts: times that the processes are started again after a failure.
         check: try the reward, the tokenizer and the engine first, as --dry-run does; takes some seconds.
 
-    Raises ConfigError with everything that is wrong before a process starts, RuntimeError where another run works in the same
+    Raises ConfigError with everything that is wrong before a process starts, RuntimeError if another run uses the same
     directory, and TrainingError with the first root cause of a run that fails or is stopped.
     """
     from megatron_dapo.checkpoints.disk_space import checkpoint_space
@@ -106,7 +106,7 @@ def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResul
     """Evaluate a Hugging Face directory (default: the recipe's model) on the recipe's held-out data, as `megatron-dapo eval` does.
 
     Its `metrics` have avg@k, pass@k and cons@k with their intervals. ConfigError or ValueError for a recipe or data that cannot be
-    used, RuntimeError where servers fail.
+    used, RuntimeError if servers fail.
     """
     from megatron_dapo.run.derive import for_evaluation
     from megatron_dapo.run.evaluate import evaluate_model
@@ -143,7 +143,7 @@ def generate(
         max_response_tokens: None: rollout.max_response_tokens of a recipe, else 256.
         seed: the same one gives the same responses from the embedded engine.
 
-    ConfigError or ValueError for what cannot be used, RuntimeError where servers fail.
+    ConfigError or ValueError for unusable arguments, RuntimeError if servers fail.
     """
     from megatron_dapo.data.model_inputs import read_model_inputs
     from megatron_dapo.evaluation.runner import evaluation_seed
@@ -214,7 +214,7 @@ def _generation_config(model: Recipe | str | Path, max_response_tokens: int | No
 
 
 def _rendered(config: Config, inputs: Any, prompts: Sequence[str | Turns], is_recipe: bool) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt, by the recipe's template, else the model's own where it has one."""
+    """Return the token ids of each prompt, by the recipe's template, otherwise the model's if it has one."""
     from megatron_dapo.data.template import PromptTemplate
 
     has_template = bool(getattr(inputs.tokenizer, "chat_template", None))

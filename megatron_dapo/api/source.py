@@ -24,7 +24,8 @@ _HEAD = '"""Written by megatron_dapo from the script or notebook that started th
 
 
 def path_of(hook: Any, file: Path) -> str:
-    """Return "package.module:name" or "path/to/file.py:name" of a function or class; `file` is written where it has no such path.
+    """Return "package.module:name" or "path/to/file.py:name" of a function or class; `file` is written if it has no
+    such path.
 
     A text is returned as it is. ValueError in one line for what cannot be written.
     """
@@ -37,7 +38,7 @@ def path_of(hook: Any, file: Path) -> str:
         raise ValueError("a lambda has no name that other processes could import; write it as a function with def")
     module = sys.modules.get(hook.__module__)
     if _is_importable(hook):
-        # Modules beside a script are on its path alone; workers start in another directory.
+        # Modules next to a script are only on the script's path; workers start in another directory.
         origin = getattr(module, "__file__", None)
         is_in_package = "." in hook.__module__ or getattr(module, "__path__", None) is not None
         is_plain_file = origin is not None and not is_in_package and "site-packages" not in origin
@@ -55,7 +56,8 @@ def _is_importable(value: Any) -> bool:
 
 
 def source_of(hook: FunctionType | type) -> str:
-    """Return a module's text that defines a function or class with everything that it uses. ValueError where that is no source."""
+    """Return a module's text that defines a function or class with everything that it uses. ValueError if something has
+    no source."""
     statements: list[str] = []
     _define(hook, hook.__name__, statements, {hook.__name__})
     return _HEAD + "\n" + "\n".join(statements)

@@ -1,4 +1,5 @@
-"""The weight sync: new policy versions from the actor's shards into the engines, verified.
+"""The weight sync: copies new policy versions from the actor's shards into the engines and verifies them.
 
-`weight_sync` is the state machine, `sync_plan` the buckets, `transports/` carry them, `protocol/` also runs in engines.
+`weight_sync` is the state machine, `sync_plan` plans the buckets, `transports/` carries them, and `protocol/` also runs
+in engines.
 """

@@ -1,8 +1,8 @@
-"""The trainer's parameters as an FP8 engine holds them, quantized chunk by chunk while buckets are filled.
+"""The trainer's parameters in an FP8 engine's format, quantized chunk by chunk while buckets are filled.
 
-The rounding is that of `ops.fp8`, the trainer's own: a block has the same multiplier and the same values whichever rank
-holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a chunk
-is read, a few MiB at a time. No second copy of the model ever exists.
+Rounding uses `ops.fp8`, as in the trainer: a block has the same multiplier and values whichever ranks hold its parts.
+Scales are computed when an `Fp8Weights` is made (4 bytes per 16,384 values), values when a chunk is read, a few MiB at
+a time. The model is never copied as a whole.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Shard, shard_view
 from megatron_dapo.reshard.slices import Slice
 
-# Replaces every element by its largest over all trainer ranks, in place.
+# Replaces every element in place by its maximum over all trainer ranks.
 LargestOverRanks = Callable[[torch.Tensor], None]
 _CHUNK_ELEMENTS = 1 << 20
 
 
 def single_rank(magnitudes: torch.Tensor) -> None:
-    """`LargestOverRanks` of one process."""
+    """`LargestOverRanks` for a single process."""
 
 
 class Fp8Weights(Mapping[str, torch.Tensor]):
-    """`Buffers` of the shards of an `Fp8SourceLayout` on one rank, at the weights of this moment.
+    """`Buffers` of the shards of an `Fp8SourceLayout` on one rank, with the current weights.
 
-    Collective where blocks are cut between ranks: every rank makes one at the same time. `chunk` gives a part without
-    the whole buffer around it; buckets are filled that way.
+    If blocks are cut between ranks, construction is collective: every rank makes one at the same time. `chunk` returns
+    a part without building the whole buffer; this is how buckets are filled.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the trainer's own parameters the engine's values inside the context, and restore them bit by bit after it.
+        """Give the trainer's parameters the engine's values inside the context, and restore them bit for bit after it.
 
         Needs host memory for one copy of this rank's quantized parameters.
         """
@@ -105,7 +105,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
                     self._parameters[name].detach().copy_(values)
 
     def _factors(self, tensor: str, bounds: Slice, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield runs of rows of a slice, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
+        """Yield row ranges of a slice, relative to its start, and multipliers of the rows' blocks [rows, blocks]."""
         table, touched, wanted = self._multipliers[tensor], self._touched[tensor], block_slice(*bounds)
         first = wanted.offset[1] - touched.offset[1]
         table = table[:, first : first + wanted.shape[1]].to(device)
@@ -116,7 +116,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
             yield slice(start, stop), table[numbers - touched.offset[0]]
 
     def _magnitudes(self, largest: LargestOverRanks) -> dict[str, torch.Tensor]:
-        """Return the largest magnitude of every block of which this rank holds a part, over all ranks."""
+        """Return the largest magnitude over all ranks, for each block that this rank holds part of."""
         found: dict[str, torch.Tensor] = {}
         for local, shards in self._shards.items():
             for shard in shards:
@@ -140,7 +140,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
             columns.scatter_reduce_(0, index, largest, "amax")
 
     def _exchange(self, found: dict[str, torch.Tensor], largest: LargestOverRanks) -> None:
-        """The same on every rank for blocks that several hold parts of."""
+        """Make blocks shared by several ranks agree on all of them."""
         whole = {name: torch.zeros(self.layout.tensors[name + SCALES].shape) for name in self.layout.shared}
         mine = {name: found[name] for name in whole if name in found}
         for name, magnitudes in mine.items():
@@ -158,7 +158,7 @@ def _inside(table: torch.Tensor, bounds: Slice) -> torch.Tensor:
 
 
 def _blocks(values: torch.Tensor, column: int) -> torch.Tensor:
-    """[rows, blocks, 128] of rows whose first element is `column` of the tensor; what is beyond them is zero."""
+    """Return rows starting at `column` of the tensor as [rows, blocks, 128], zero-padded."""
     before = column % BLOCK
     behind = -(before + values.shape[1]) % BLOCK
     if before or behind:
@@ -167,7 +167,7 @@ def _blocks(values: torch.Tensor, column: int) -> torch.Tensor:
 
 
 def _times(values: torch.Tensor, factors: torch.Tensor, column: int, out: torch.Tensor) -> None:
-    """`out` = each value times the factor of its block, in float32, rounded to the type of `out`."""
+    """Write each value times its block's factor to `out`: computed in float32, rounded to the type of `out`."""
     before = column % BLOCK
     product = (_blocks(values.float(), column) * factors[..., None]).flatten(1)
     out.copy_(product[:, before : before + values.shape[1]])

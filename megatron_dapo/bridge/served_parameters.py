@@ -1,4 +1,4 @@
-"""Ask a server for its parameters: the engine itself says which of them are quantized."""
+"""Ask a server for its parameters, because only the engine knows which ones it quantizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_dapo.reshard.layout import TensorSpec
 def served_parameters(
     control: ServerControl, tensor_parallel: int, *, host: str = LOOPBACK, timeout_s: float = 60.0
 ) -> list[Mapping[str, TensorSpec]]:
-    """Return shape and element type of every parameter of each rank of one server, as its model holds them now.
+    """Return the current shape and element type of every parameter, for each rank of one server.
 
     `host` is this node's address as the server reaches it. Raise ValueError if a rank does not answer.
     """

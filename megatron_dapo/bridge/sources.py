@@ -1,6 +1,6 @@
-"""The source side of a weight sync on one trainer rank: the actor's parameters as they are, or quantized to FP8.
+"""The source side of a weight sync on one trainer rank: the actor's parameters, unchanged or quantized to FP8.
 
-`layouts` is called once, when the servers are up; `current` at every sync. Both are collective.
+`layouts` is called once, when the servers are up; `current` is called at every sync. Both are collective.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class WeightSource:
-    """The actor's parameters as they are; the transports cast them to the engines' types.
+    """Supplies the actor's parameters unchanged; the transports cast them to the engines' types.
 
     Args:
         actor: supplies its layout (`tensors`) and this rank's live parameters (`named_local_parameters()`).
-        rank: of the layout.
+        rank: this rank's number in the layout.
         coordination: the actor's ranks; None for a single process.
     """
 
-    needs_description = False  # by `layouts`, of a server's parameters
+    needs_description = False  # whether `layouts` needs a description of a server's parameters
 
     def __init__(self, actor: MegatronActor, rank: int, coordination: Coordination | None) -> None:
         self._actor = actor
@@ -46,17 +46,17 @@ class WeightSource:
         return self._actor.tensors, engines
 
     def current(self) -> Buffers:
-        """Return this rank's buffers with the present weights."""
+        """Return this rank's buffers with the current weights."""
         return {name: tensor.detach() for name, tensor in self._actor.named_local_parameters().items()}
 
     def as_served(self) -> AbstractContextManager[None]:
-        """Return a context in which the actor's parameters have the values that engines compute with: here the actor's own,
-        except for their type."""
+        """Return a context in which the actor's parameters have the values that engines compute with. Here the two
+        differ only in type."""
         return nullcontext()
 
 
 class Fp8WeightSource(WeightSource):
-    """Parameters that the servers hold in FP8 are quantized to it, all others are as they are."""
+    """Quantizes the parameters that servers hold in FP8 and leaves all others unchanged."""
 
     needs_description = True
     _source: Fp8SourceLayout | None = None
@@ -89,7 +89,7 @@ SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8Wei
 def expected_layouts(
     quantization: str, engines: SglangLayout, trainer: Layout | None = None
 ) -> tuple[Layout | None, EngineLayout]:
-    """Return both sides of a sync before there are servers to ask; without `trainer`, only the engines' side."""
+    """Return both sides of a sync before any server can be asked; without `trainer`, only the engines' side."""
     if quantization == "none":
         return trainer, engines
     served = Fp8EngineLayout(engines, expected_parameters(engines))

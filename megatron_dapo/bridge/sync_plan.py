@@ -1,7 +1,7 @@
 """Buckets of a weight sync: which trainer rank writes which chunk of which bucket of which engine rank.
 
-Pure arithmetic on a `ReshardPlan` from the trainer's layout to the engines'. Every rank computes the same plan; ranks
-compare its 32-byte digest once.
+Planning is pure arithmetic on a `ReshardPlan` from the trainer's layout to the engines'. Every rank computes the same
+plan, and the ranks compare its 32-byte digest once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 from megatron_dapo.reshard.slices import Coordinates, Slice
 from megatron_dapo.rounding import round_up
 
-DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of it in shared memory
-_FORMAT_VERSION = 3  # part of the digest: ranks of two releases must not agree by chance
+DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of this size in shared memory
+_FORMAT_VERSION = 3  # part of the digest, so that ranks of two releases never agree by chance
 Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
 class EngineLayout(Layout, Protocol):
-    """A layout of engines; rank = engine * tensor_parallel + rank within the engine."""
+    """A layout of engines; its rank = engine * tensor_parallel + rank within the engine."""
 
     @property
     def tensor_parallel(self) -> int: ...
 
     def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
-        """Shape and element type of every parameter of an engine rank, in model order."""
+        """Return the shape and element type of every parameter of an engine rank, in model order."""
 
 
 class Write(NamedTuple):
@@ -46,12 +46,12 @@ class Write(NamedTuple):
 
     chunk: Chunk
     source: int  # trainer rank
-    shard: Shard  # of the source
+    shard: Shard  # held by the source
     bounds: Slice  # global, inside the shard
 
     def view(self, sources: Buffers) -> torch.Tensor:
-        """Return the values as the trainer holds them, in the shape of `bounds`."""
-        # FP8 weights compute a chunk on request; the whole quantized parameter never exists in memory.
+        """Return the values in the trainer's type, in the shape of `bounds`."""
+        # FP8 weights compute a chunk on request, so the whole quantized parameter is never in memory.
         if isinstance(sources, Fp8Weights):
             return sources.chunk(self.shard, self.bounds)
         return shard_view(sources[self.shard.local], self.shard, self.bounds)
@@ -62,24 +62,24 @@ class Write(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """Buckets of one engine rank and what fills the chunks of each."""
+    """Buckets of one engine rank, and the writes that fill each."""
 
     buckets: tuple[Bucket, ...]
     writes: tuple[tuple[Write, ...], ...]
 
 
 class SyncPlan:
-    """Buckets of every engine rank, of at most `bucket_bytes` each; all its sources write into each of them.
+    """Buckets of at most `bucket_bytes` for every engine rank; all sources of a rank write into each of its buckets.
 
     The chunks of one parameter (a fused one included) stay in one bucket if they fit; a parameter larger than a bucket
     is cut along its rows. Engine ranks of one engine may have different numbers of buckets.
 
-    Engine rank r is rank r + `rank_offset` of the reshard plan's destination: 0 if engines share the trainer's nodes
-    (rank r beside rank r), the trainer's world size (with a `ShiftedLayout`) if they have their own.
+    Engine rank r is rank r + `rank_offset` of the reshard plan's destination. The offset is 0 if engines share the
+    trainer's nodes (both ranks r on one node), and the trainer's world size (with a `ShiftedLayout`) otherwise.
 
-    `engines_per_node` engines, one after the other, share a node and the trainer ranks that write into them: ranks of one
-    number within them have equal buckets (`alike`), so that every byte travels to the node once. Of each such set
-    `reshard` need fill the first rank alone.
+    `engines_per_node` consecutive engines share a node and the trainer ranks that write into them. Ranks with the same
+    number in these engines have equal buckets (`alike`), so every byte travels to the node once, and `reshard` needs to
+    fill only the first rank of each such set.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SyncPlan:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, equal exactly if the plans are."""
+        """Return 32 bytes that are equal if and only if the plans are."""
         engines = (self.engines.tensor_parallel, self.engines_per_node)
         numbers = (_FORMAT_VERSION, self.bucket_bytes, *engines, self.rank_offset)
         return hashlib.sha256(f"weight sync plan {numbers}".encode() + self.reshard.digest).digest()
@@ -117,7 +117,7 @@ class SyncPlan:
         return range(engine * size, (engine + 1) * size)
 
     def alike(self, engine_rank: int) -> range:
-        """Return the engine ranks of the node whose buckets are equal to those of `engine_rank`, itself included."""
+        """Return the engine ranks on the node with the same buckets as `engine_rank`, which is included."""
         size = self.engines.tensor_parallel
         engine, number = divmod(engine_rank, size)
         first = engine - engine % self.engines_per_node
@@ -132,7 +132,7 @@ class SyncPlan:
         return self._pack(engine_rank).buckets
 
     def writes(self, bucket: Bucket, source: int | None = None) -> tuple[Write, ...]:
-        """Return what fills the chunks of a bucket, in their order; of one trainer rank if given."""
+        """Return the writes that fill a bucket, in chunk order; only those of trainer rank `source` if given."""
         writes = self._pack(bucket.engine_rank).writes[bucket.index]
         return writes if source is None else tuple(write for write in writes if write.source == source)
 
@@ -141,7 +141,7 @@ class SyncPlan:
         return tuple(sorted({source for bucket in self.buckets(engine_rank) for source in bucket.segments}))
 
     def num_bytes(self, engine_rank: int) -> int:
-        """Return the bytes that an engine rank receives, in its own element types."""
+        """Return the bytes that an engine rank receives, in its element types."""
         return sum(bucket.num_bytes for bucket in self.buckets(engine_rank))
 
     def destinations(self, source: int) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class SyncPlan:
         return self._destinations[source]
 
     def manifest(self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0) -> Manifest:
-        """Return what a weight sync promises to an engine rank."""
+        """Return the manifest of a weight sync for an engine rank."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
         for transfer in self._receives(engine_rank):
             filled[transfer.destination_shard.local] += transfer.bounds.volume
@@ -181,7 +181,7 @@ class SyncPlan:
         return self._packed[engine_rank]
 
     def _writes(self, engine_rank: int) -> Iterator[Write]:
-        """Everything an engine rank receives, in the order of its parameters, no write larger than a bucket."""
+        """Yield all writes into an engine rank, in parameter order, none larger than a bucket."""
         specs = self.engines.local_specs(engine_rank)
         by_name: dict[str, list[Transfer]] = {name: [] for name in specs}
         for transfer in self._receives(engine_rank):
@@ -204,13 +204,13 @@ def plan_sync(
     rank_offset: int = 0,
     engines_per_node: int = 1,
 ) -> SyncPlan:
-    """Return the plan of a weight sync from `source`; arguments as of `SyncPlan`."""
+    """Return the plan of a weight sync from `source`; see `SyncPlan` for the arguments."""
     size, shares = engines.tensor_parallel, engines_per_node > 1
     target: Layout = ShiftedLayout(engines, rank_offset) if rank_offset else engines
     if shares:
         firsts = range(0, engines.num_ranks // size, engines_per_node)
         target = PartialLayout(target, {e * size + n + rank_offset for e in firsts for n in range(size)})
-    # Engines that share a node's memory: no rank is nearer to them than another one of the node.
+    # If engines share a node's memory, all ranks of the node are equally near to them.
     reshard = plan(source, target, ranks_per_node=ranks_per_node, prefer_own=not shares)
     return SyncPlan(reshard, engines, bucket_bytes, rank_offset, engines_per_node)
 
@@ -218,7 +218,7 @@ def plan_sync(
 class ExpectedChecksums:
     """Checksums of everything this trainer rank has written, by engine rank and parameter.
 
-    Added over trainer ranks they equal the checksums that the engine reads back.
+    Summed over trainer ranks, they equal the checksums that the engine reads back.
     """
 
     def __init__(self, plan: SyncPlan) -> None:
@@ -226,28 +226,28 @@ class ExpectedChecksums:
         self._sums: dict[int, dict[str, int]] = {}
 
     def add(self, engine_ranks: Sequence[int], chunk: Chunk, values: torch.Tensor) -> None:
-        """Count a chunk that goes to some engine ranks that are alike; `values` in the engine's element type."""
+        """Count a chunk that goes to several alike engine ranks; `values` are in the engine's element type."""
         shape = tuple(self._plan.engines.local_specs(engine_ranks[0])[chunk.name].shape)
-        # Weighted by position in the whole parameter, so that the parts of many ranks add up modulo 2^64.
+        # Weight by position in the whole parameter, so that the parts from many ranks add up modulo 2^64.
         part = slice_checksum(values.reshape(chunk.bounds.shape), chunk.bounds, shape)
         for engine_rank in engine_ranks:
             sums = self._sums.setdefault(engine_rank, {})
             sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
 
     def add_plan(self, engine_rank: int, source: int, sources: Buffers) -> None:
-        """Count all that `source` would write into an engine rank, without a bucket (loads from disk)."""
+        """Count everything that `source` would write into an engine rank, without buckets (for loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
         for bucket in self._plan.buckets(engine_rank):
             for write in self._plan.writes(bucket, source):
                 self.add((engine_rank,), write.chunk, write.read(sources, specs[write.chunk.name].dtype))
 
     def merge(self, other: ExpectedChecksums) -> None:
-        """Take over the counts of `other`, which must be of other engine ranks."""
+        """Add the counts of `other`, which must be for other engine ranks."""
         assert not self._sums.keys() & other._sums.keys(), "an engine rank was counted twice"
         self._sums.update(other._sums)
 
     def digests(self, engine_ranks: Sequence[int]) -> torch.Tensor:
-        """Return int64, one number an engine rank (`checksums_digest`): to be added up over trainer ranks."""
+        """Return one int64 per engine rank (`checksums_digest`), to be summed over trainer ranks."""
         numbers = torch.zeros(len(engine_ranks), dtype=torch.int64)
         for index, rank in enumerate(engine_ranks):
             if rank in self._sums:
@@ -255,7 +255,7 @@ class ExpectedChecksums:
         return numbers
 
     def vector(self, engine_ranks: Sequence[int]) -> torch.Tensor:
-        """Return int64, one number a parameter, engine rank by engine rank: to be added up over trainer ranks."""
+        """Return one int64 per parameter, engine rank by engine rank, to be summed over trainer ranks."""
         return torch.tensor(
             [
                 self._sums.get(rank, {}).get(name, 0)
@@ -266,16 +266,17 @@ class ExpectedChecksums:
         )
 
     def named(self, engine_ranks: Sequence[int], vector: torch.Tensor) -> dict[int, dict[str, int]]:
-        """Return engine rank -> parameter -> sum, from a reduced `vector`."""
+        """Return engine rank -> parameter -> checksum, from a reduced `vector`."""
         values = iter(vector.tolist())
         return {rank: {name: next(values) for name in self._plan.parameter_names(rank)} for rank in engine_ranks}
 
 
 def checksums_digest(checksums: Mapping[str, int]) -> int:
-    """Return a sum of checksums modulo 2^64 in which each parameter has an odd factor of its own, by its name.
+    """Return the sum of checksums modulo 2^64, each multiplied by an odd factor derived from the parameter's name.
 
-    The digests of what several ranks wrote add up to the digest of the sums. A difference in one parameter always changes
-    it, because an odd factor can be divided out; differences in several cancel by chance alone, once in 2^64.
+    The digests of several ranks' writes add up to the digest of their sums. A difference in one parameter always
+    changes the digest, because an odd factor is invertible. Differences in several parameters cancel only by chance,
+    with probability 2^-64.
     """
     return signed(sum(value * _factor(name) for name, value in checksums.items()))
 
@@ -300,7 +301,8 @@ def write_chunks(
     engine's types.
 
     Return the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
-    bucket is noticed like any after it: for `engine_ranks`, all that will get them (default: the bucket's own).
+    bucket is noticed like any later one. It counts them for `engine_ranks`, all ranks that will receive them (default:
+    the bucket's own).
     """
     specs, num_bytes = sync_plan.engines.local_specs(bucket.engine_rank), 0
     for write in sync_plan.writes(bucket, source):
@@ -318,7 +320,7 @@ def write_chunks(
 def local_slice(shard: Shard, bounds: Slice, shape: Coordinates) -> Slice:
     """Return the slice of the local buffer (`shape`) that holds global slice `bounds` of `shard`.
 
-    A shard of fewer dimensions than the buffer (one expert's matrix in a stack of them), or given by a flat position,
+    A shard with fewer dimensions than the buffer (one expert's matrix in a stack), or one given by a flat position,
     must be a slice of the buffer. Raise ValueError if it is not.
     """
     relative = tuple(start - base for start, base in zip(bounds.offset, shard.global_offset))
@@ -355,13 +357,13 @@ def _cut(bounds: Slice, limit: int) -> Iterator[Slice]:
 def _pack(writes: Sequence[Write], specs: Specs, bucket_bytes: int) -> list[tuple[int, tuple[Write, ...]]]:
     """Pack writes greedily: whole parameters together, single writes of parameters larger than a bucket."""
     units = _interleaved(_units(writes, specs, bucket_bytes), specs)
-    # A write that alignment makes larger than a bucket gets one alone: no alignment is needed after the last chunk.
+    # A write that alignment makes larger than a bucket gets its own: the last chunk needs no alignment after it.
     cuts = pieces([_aligned_bytes(unit, specs) for unit in units], bucket_bytes)
     return [_with_offsets([write for unit in units[cut] for write in unit], specs) for cut in cuts]
 
 
 def _units(writes: Sequence[Write], specs: Specs, limit: int) -> list[list[Write]]:
-    """Group writes that must share a bucket: all of a parameter if they fit, else each alone."""
+    """Group writes that must share a bucket: all writes of a parameter if they fit, otherwise each by itself."""
     by_name: dict[str, list[Write]] = {}
     for write in writes:
         by_name.setdefault(write.chunk.name, []).append(write)
@@ -374,7 +376,7 @@ def _units(writes: Sequence[Write], specs: Specs, limit: int) -> list[list[Write
 def _interleaved(units: Sequence[list[Write]], specs: Specs) -> list[list[Write]]:
     """Order the units so that all trainer ranks write all the time, each in proportion to its share.
 
-    In the order of the engine's layers one pipeline stage would write after the other. Units of the same writers keep
+    In the order of the engine's layers, pipeline stages would write one after another. Units of the same writers keep
     their order and are spread evenly.
     """
     totals: dict[frozenset[int], int] = {}
@@ -395,7 +397,7 @@ def _aligned_bytes(unit: Sequence[Write], specs: Specs) -> int:
 def _with_offsets(writes: Sequence[Write], specs: Specs) -> tuple[int, tuple[Write, ...]]:
     """Assign byte offsets within one bucket, source after source; return its bytes and the writes."""
     placed, position, end = [], 0, 0
-    # By source: each trainer rank writes, or sends, one run of bytes.
+    # Sort by source, so that each trainer rank writes, or sends, one contiguous run of bytes.
     for write in sorted(writes, key=lambda write: write.source):
         placed.append(write._replace(chunk=write.chunk._replace(byte_offset=position)))
         end = position + write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize

@@ -1,15 +1,15 @@
-"""The weight sync: a new policy version in all engines, paused, flushed, transferred, verified, and only then served.
+"""The weight sync: a new policy version in all engines: pause, flush, transfer, verify, and only then serve.
 
     SERVING -> PAUSED -> FLUSHED -> TRANSFERRING -> VERIFIED -> SERVING (the new version)
                     any failure or a missed deadline -> UNSERVED
 
-Collective over the trainer's ranks; each engine's leader controls it. An engine that fails stays paused and leaves the
-sync; the others continue. It serves again only after a whole, separate sync (`update_engines`), after a restart if it is
-dead. A trainer rank that is gone or late ends the sync on all other ranks with CoordinationError; no engine is resumed
-then. Every rank learns the state of every engine.
+A sync is collective over the trainer's ranks; each engine is controlled by its leader. An engine that fails stays
+paused and leaves the sync; the others continue. It serves again only after a separate, complete sync
+(`update_engines`), and after a restart if it is dead. If a trainer rank is gone or late, the sync ends on all other
+ranks with CoordinationError and no engine resumes. Every rank learns the state of every engine.
 
-Verified means, for each rank of the engine: every element of every parameter was written exactly once, and the checksum
-of every parameter, read back from the engine's memory, equals the sum over the trainer's ranks of what they wrote.
+Verified means, for each rank of the engine, that every element of every parameter was written exactly once, and that
+the checksum of every parameter, read back from the engine's memory, equals the sum of what the trainer's ranks wrote.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class EngineState(str, Enum):
 class SyncTimeouts:
     """Deadlines of the states, in seconds."""
 
-    meet_s: float = 600.0  # until all trainer ranks have come to a sync
+    meet_s: float = 600.0  # until all trainer ranks have entered the sync
     pause_s: float = 60.0
     flush_s: float = 60.0
-    session_s: float = 60.0  # begin and end of the update session of newer servers
+    session_s: float = 60.0  # beginning and ending a newer server's update session
     transfer_s: float = 600.0  # all buckets and the verification inside the engine
     resume_s: float = 60.0  # the new version's label, and serving again
-    grace_s: float = 10.0  # how much longer ranks wait for each other than an engine may take
+    grace_s: float = 10.0  # extra time that ranks wait for each other, beyond an engine's deadline
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -80,14 +80,14 @@ class EngineSyncReport:
 
     state: EngineState
     version: int | None = None  # served from now on; None if nothing may be served
-    reason: str = ""  # of being unserved
-    num_bytes: int = 0  # copied into its parameters; of engines led by this rank, on rank 0 of all
-    seconds: dict[str, float] = field(default_factory=dict)  # by step, of the same engines
+    reason: str = ""  # why the engine is unserved
+    num_bytes: int = 0  # copied into its parameters; known for engines led by this rank, on rank 0 for all
+    seconds: dict[str, float] = field(default_factory=dict)  # by step, known for the same engines
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Outcome of one weight sync: the same states and reasons on every rank."""
+    """Outcome of one weight sync, with the same states and reasons on every rank."""
 
     version: int
     engines: Mapping[int, EngineSyncReport]  # those that took part
@@ -100,7 +100,7 @@ class SyncReport:
 
     @property
     def failures(self) -> dict[int, str]:
-        """engine -> reason it is unserved."""
+        """Engine -> reason it is unserved."""
         return {e: report.reason for e, report in self.engines.items() if report.state is not EngineState.SERVING}
 
     def describe(self) -> str:
@@ -119,10 +119,10 @@ class WeightSync:
 
     Args:
         coordination: all trainer ranks.
-        session: name of this life of the trainer; versions must not go backwards within it. Rank 0's is taken.
+        session: name of this trainer process; versions must not decrease within it. Rank 0's name is used.
         release_cache: called on every rank between the transfer and the engines' wake-up, if they share devices with
             the trainer.
-        weights: of this rank, for `publish`.
+        weights: this rank's weights, for `publish`.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class WeightSync:
         self.transport = transport
         self.coordination = coordination
         self.timeouts = timeouts or SyncTimeouts()
-        # Engines start with weights of their own, which no sync has verified.
+        # Engines start with weights that no sync has verified.
         self.states = dict.fromkeys(range(plan.num_engines), EngineState.UNSERVED)
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
         self._release_cache = release_cache
         self._weights = weights
-        self._agreed = False  # on the plan; compared once, because it never changes
+        self._agreed = False  # whether the ranks' plans agree; compared once, because the plan never changes
 
     @property
     def serving(self) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class WeightSync:
         Raise ValueError if `version` is older than one that any engine serves: all engines serve one policy.
         """
         start = time.perf_counter()
-        engines = tuple(sorted(engines))  # every rank walks them in one order
+        engines = tuple(sorted(engines))  # the same order on every rank
         self._check_version(version)
         request = self._agree(engines, version)
         reports = {engine: EngineSyncReport(self.states[engine]) for engine in engines}
@@ -183,7 +183,7 @@ class WeightSync:
             self._verify(reports, version, result)
             self._serve(reports, version)
         except BaseException:
-            # Ranks have lost each other, or this one is ending: the engines may hold anything.
+            # Ranks have lost each other, or this one is exiting, so the engines' contents are unknown.
             for engine in engines:
                 self.states[engine], self.versions[engine] = EngineState.UNSERVED, None
             raise
@@ -196,11 +196,11 @@ class WeightSync:
     # Steps
 
     def _prepare(self, reports: dict[int, EngineSyncReport]) -> None:
-        """Pause, flush and open a session, each engine by its leader."""
+        """Pause, flush and open a session on each engine, through its leader."""
         timeouts = self.timeouts
 
         def steps(control: EngineControl, report: EngineSyncReport) -> None:
-            # Unfinished responses come back, to be continued later.
+            # The engine returns unfinished responses, to be continued later.
             _step(report, "pause", timeouts.pause_s, lambda: control.pause("abort"))
             report.state = EngineState.PAUSED
             _step(report, "flush", timeouts.flush_s, control.flush_cache)
@@ -208,7 +208,7 @@ class WeightSync:
             _step(report, "begin", 3 * timeouts.session_s, lambda: _begin_session(control))
             report.state = EngineState.TRANSFERRING
 
-        # Three: a session that cannot begin is ended and begun again.
+        # Three calls: a session that fails to begin is ended and begun again.
         seconds = timeouts.pause_s + timeouts.flush_s + 3 * timeouts.session_s
         self._each(reports, EngineState.TRANSFERRING, steps, seconds)
         self._share(reports, EngineState.TRANSFERRING, "pausing the engines", seconds)
@@ -226,7 +226,7 @@ class WeightSync:
         for engine in self.handles.led_by(self.coordination.rank, alive):
             reports[engine].seconds["transfer"] = time.perf_counter() - start
         if self._release_cache is not None:
-            # Before the exchange that every engine's resume waits for: KV caches need the memory then.
+            # Release before the exchange that precedes every engine's resume: KV caches then need the memory.
             self._release_cache()
         self._share(reports, EngineState.TRANSFERRING, "the transfer", self.timeouts.transfer_s)
         return result
@@ -234,8 +234,8 @@ class WeightSync:
     def _verify(self, reports: dict[int, EngineSyncReport], version: int, result: TransferResult) -> None:
         """Compare the checksums the engines read back with the sums of what all ranks wrote.
 
-        One number stands for all parameters of an engine rank. Only for engines where it differs do the ranks add up the
-        checksum of each parameter, to name those that differ.
+        One number covers all parameters of an engine rank. If it differs for an engine, the ranks add up each
+        parameter's checksum to name those that differ.
         """
         alive = self._in_state(reports, EngineState.TRANSFERRING)
         ranks = [rank for engine in alive for rank in self.plan.ranks_of(engine)]
@@ -314,10 +314,10 @@ class WeightSync:
     ) -> None:
         """Run `steps` for every engine this rank leads, all at once; drop those that do not reach `goal`."""
         mine = self.handles.led_by(self.coordination.rank, tuple(reports))
-        # Each thread gets a copy: one that misses its deadline must not change the report later.
+        # Each thread gets a copy, so that one that misses its deadline cannot change the report later.
         drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
         calls = {e: Call(partial(steps, self.handles.controls[e], drafts[e])) for e in mine}
-        # Every step has its own deadline, whose error names it; this one only catches a thread beyond all of them.
+        # Every step has a deadline whose error names it; this one only catches a thread that overran all of them.
         deadline = SyncDeadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
             report, draft = reports[engine], drafts[engine]
@@ -325,16 +325,16 @@ class WeightSync:
                 call.result(deadline, f"engine {engine}")
                 assert draft.state is goal, f"engine {engine} ended its steps in state {draft.state}"
                 report.state, report.version = draft.state, draft.version
-            # An engine can fail with any exception; that must not end the sync of the others.
+            # An engine can fail with any exception, which must not end the sync for the others.
             except Exception as error:
                 _drop(report, reason_of(error))
             report.seconds = dict(draft.seconds)
 
     def _share(self, reports: dict[int, EngineSyncReport], reached: EngineState, what: str, seconds: float) -> None:
-        """Tell every rank which engines failed, for whichever rank; the others have `reached` a state.
+        """Tell every rank which engines failed, on whichever rank; the others have `reached` a state.
 
-        Only failures travel to all ranks. What leaders measured reaches, at the end, the ranks of the highest group of the
-        tree, where rank 0 logs. Another rank may still be busy for `seconds` when this one is done.
+        Only failures go to all ranks. In the end, leaders' measurements reach the ranks of the tree's top group, where
+        rank 0 logs them. Another rank may still be busy for `seconds` when this one is done.
         """
         rank = self.coordination.rank
         led = self.handles.led_by(rank, tuple(reports))
@@ -352,7 +352,7 @@ class WeightSync:
             seconds + 2 * self.timeouts.grace_s,
             down=lambda both: [both[0], {}],
         )
-        # JSON's keys are text.
+        # JSON keys are strings.
         failures, measured = ({int(engine): value for engine, value in part.items()} for part in merged)
         for engine, report in reports.items():
             if engine in failures:
@@ -375,7 +375,7 @@ class WeightSync:
     def _agree(self, engines: tuple[int, ...], version: int) -> SyncRequest:
         """Return the request of this sync. Raise ValueError on every rank if ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
-        # A clock instead of a counter: numbers grow on, also for a weight sync that is made anew in this process.
+        # Use a clock, not a counter: numbers keep growing even if this process makes a new `WeightSync`.
         own = [[self.coordination.rank, version, list(engines), plan], [self._session, time.monotonic_ns()], None]
         first, named, other = self.coordination.merge(
             own, _first_difference, "the start of a weight sync", self.timeouts.meet_s
@@ -391,7 +391,7 @@ class WeightSync:
             )
         self._agreed = True
         self._session, number = named
-        # Unique even if a later life of the trainer takes the name of an earlier one.
+        # Unique even if a restarted trainer reuses an earlier session name.
         return SyncRequest(f"{self._session}-{number:x}", self._session, version, engines, number)
 
 
@@ -405,7 +405,7 @@ def _first_difference(views: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _first_failures(views: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Combine (failures, measurements) by engine of some ranks; of an engine's failures its leader's counts, or the first."""
+    """Combine ranks' (failures, measurements) by engine; an engine's failure is its leader's, or else the first."""
     failures: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     for its_failures, its_measured in views:
@@ -422,10 +422,10 @@ def _drop(report: EngineSyncReport, reason: str) -> None:
 
 
 def _begin_session(control: EngineControl) -> None:
-    """Open an update session, ending first one that a failed sync, perhaps of a dead trainer, left open."""
+    """Open an update session; first end one left open by a failed sync, perhaps that of a dead trainer."""
     try:
         control.begin_weight_update()
-    # The kind of error matters only if the second try fails too.
+    # The error matters only if the second try fails too.
     except Exception:
         with contextlib.suppress(Exception):
             control.end_weight_update()

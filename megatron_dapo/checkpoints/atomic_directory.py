@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_LONGEST_NAME = 255  # bytes, as file systems allow
+_LONGEST_NAME = 255  # bytes; the limit of file systems
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 
 def plain_file_name(name: object, origin: Path) -> str:
-    """Return `name` if it is a file name without a path. Raises ValueError: a name read from `origin` must not lead out
-    of its directory."""
+    """Return `name` if it is a file name without a path. Raises ValueError otherwise: a name read from `origin` must
+    not lead out of its directory."""
     is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     if not isinstance(name, str) or not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
         raise ValueError(
@@ -40,14 +40,14 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: str | Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `target` that becomes `target` at the end, or is removed on any error.
+    """Yield a temporary directory next to `target` that is renamed to `target` at the end, or removed on any error.
 
     Raises ValueError if `target` exists (before anything is written, and again before the rename).
     """
     target = Path(target)
     refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, not in /tmp: a rename is atomic only within one file system.
+    # Next to the target, not in /tmp: a rename is atomic only within one file system.
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.incomplete"
     temporary.mkdir()
     try:
@@ -68,10 +68,10 @@ def atomic_directory(target: str | Path) -> Iterator[Path]:
 def replace_directory(target: Path, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yield `target`.new, which every rank of `group` writes together and which then replaces `target`.
 
-    Collective over `group` (None: the default group). A kill at any moment leaves `target` whole, the previous or the new one;
-    see `put_in_place` for file systems that cannot exchange two names.
+    Collective over `group` (None: the default group). A kill at any moment leaves a whole `target`, the previous or the
+    new one; see `put_in_place` for file systems that cannot exchange two names.
     """
-    import torch.distributed as dist  # here: a rank's file process calls the rest without torch
+    import torch.distributed as dist  # imported here, as a rank's file process uses this module without torch
 
     fresh = target.with_name(target.name + ".new")
     is_first = dist.get_rank(group) == 0
@@ -80,17 +80,17 @@ def replace_directory(target: Path, group: dist.ProcessGroup | None = None) -> I
         remove_tree(fresh)
     dist.barrier(group)
     yield fresh
-    # Every rank has written its part before rank 0 gives the directory its name.
+    # Every rank must have written its part before rank 0 renames the directory.
     dist.barrier(group)
     if is_first:
         put_in_place(fresh, target)
 
 
 def put_in_place(fresh: Path, target: Path) -> None:
-    """Give the complete directory `fresh` the name `target`, then remove what had it.
+    """Rename the complete directory `fresh` to `target`, then remove the previous `target`.
 
-    The two names are exchanged in one step of the file system. Where it has none (NFS and Lustre), the previous directory is
-    called `target`.old for a moment: a process killed in that moment leaves it there, whole, and the next call puts it back.
+    The two names are exchanged atomically. If the file system cannot do that (NFS and Lustre), the previous directory
+    is `target`.old for a moment: a process killed in that moment leaves it there intact, and the next call restores it.
     """
     _finish_interrupted(target)
     if not os.path.lexists(target):
@@ -108,7 +108,7 @@ def put_in_place(fresh: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, or a link to one, if it is there. OSError where it cannot be removed."""
+    """Remove a directory, or a link to one, if it exists. Raises OSError if it cannot be removed."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -120,14 +120,14 @@ def _previous(target: Path) -> Path:
 
 
 def _finish_interrupted(target: Path) -> None:
-    """Put back the directory that a process killed between two renames left as `target`.old, or remove it if it was replaced."""
+    """Clean up after a process killed between two renames: put `target`.old back, or remove it if it was replaced."""
     if not os.path.lexists(target) and _previous(target).exists():
         os.rename(_previous(target), target)
     remove_tree(_previous(target))
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step. False where the kernel or the file system cannot."""
+    """Swap two names atomically. False if the kernel or the file system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False

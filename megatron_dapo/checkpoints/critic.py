@@ -1,15 +1,15 @@
 """The starting values of the critic's tensors.
 
-A critic is the policy's layers and a head that gives one value a token: `score.weight` [1, h] and `score.bias` [1], as
-transformers' *ForTokenClassification with one label has them. It starts from
+A critic is the policy's layers and a head that gives one value per token: `score.weight` [1, h] and `score.bias` [1],
+as transformers' *ForTokenClassification with one label has them. It starts from
 
 | directory | head |
 |---|---|
-| a policy, *ForCausalLM, tied or not | weight fresh: small, normal, from the seed alone; bias zero |
+| a policy, *ForCausalLM, tied or not | weight fresh: small, normal, from only the seed; bias zero |
 | a reward model, *ForSequenceClassification | weight from the directory, bias zero: the same function |
 | a critic, *ForTokenClassification | both from the directory |
 
-Every rank reads its own slices only, by a plan between the directory's layout and the critic's.
+Every rank reads only its slices, by a plan between the directory's layout and the critic's.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_
 
 @dataclass(frozen=True)
 class ValueHeadInit:
-    """Start of a value head that no directory has: a weight of standard deviation `scale` / sqrt(h), so that values of
-    hidden states of unit size are about `scale`."""
+    """Initialization of a value head that the directory lacks: a weight of standard deviation `scale` / sqrt(h), so
+    that values of hidden states of unit size are about `scale`."""
 
     seed: int = 0
     scale: float = 0.01
@@ -82,7 +82,7 @@ def load_critic(
         stored.check_aliases(source)
         shapes = source.shapes()
         specs = {name: stored.specs[name] for name in layout.tensors if name in shapes}
-        # The comparison of aliases reads tensors as well; the report counts the load alone.
+        # The comparison of aliases reads tensors too; the report counts only the load.
         already_read = stored.bytes_read
         report = _fill_with_head(specs, stored, layout, rank, parameters, init)
         report = replace(report, bytes_read=stored.bytes_read - already_read)
@@ -93,7 +93,7 @@ def load_critic(
 def initialize_critic_randomly(
     seed: int, layout: MegatronLayout, rank: int, parameters: Buffers, init: ValueHeadInit
 ) -> WeightLoadReport:
-    """Fill `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
+    """Fill `parameters` of `rank` with the layers of the random policy for the same seed, and a fresh head."""
     head = layout.architecture.head_shapes()
     specs = {n: TensorSpec(s, torch.float32) for n, s in layout.architecture.shapes().items() if n not in head}
     report = _fill_with_head(specs, RandomReader(seed, layout.architecture), layout, rank, parameters, init)
@@ -138,7 +138,7 @@ def _fill_with_head(
 def _log_head(directory: str | Path, fresh: tuple[str, ...], init: ValueHeadInit, rank: int) -> None:
     if rank != 0:
         return
-    # A warning: a fresh head where a critic was meant to continue costs the run its values.
+    # A warning, as a fresh head loses the trained values if a critic was meant to continue.
     if VALUE_WEIGHT in fresh:
         logger.warning(
             "critic from %s: fresh value head, standard deviation %g / sqrt(hidden size) from seed %d, bias 0",
@@ -180,7 +180,7 @@ def _check_same_layers(
 
 
 def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> None:
-    """Raise ValueError if both directories have a tokenizer and a token has another id in one."""
+    """Raise ValueError if both directories have a tokenizer and some token has different ids."""
     ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (directory, policy_directory))
     # Without both files there is nothing to compare; the vocabulary size is checked with the layers.
     if ours is None or theirs is None or ours == theirs:

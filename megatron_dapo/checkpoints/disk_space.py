@@ -1,8 +1,8 @@
-"""Disk that the checkpoints of a run will need, against what is free on their file system.
+"""Disk space that the checkpoints of a run will need, against the free space of their file system.
 
-    needed = (checkpoints at a time, the one in flight included) x (unique bytes of policy and critic) - (bytes there)
+    needed = (checkpoints at a time, including the one in flight) x (unique bytes of policy and critic) - (bytes there)
 
-Unique bytes are those of every parameter once: weight, fp32 main param of a 16-bit one, two fp32 moments. Not counted
+Unique bytes count every parameter once: weight, fp32 main param if the weight is 16-bit, two fp32 moments. Not counted
 is what has no fixed size: the replay buffer with unfinished responses, and the exported models.
 """
 
@@ -27,9 +27,9 @@ class CheckpointSpace:
     """Space of a run's checkpoints, in bytes."""
 
     directory: Path
-    needed: int  # beyond what is there
+    needed: int  # in addition to what exists
     free: int
-    formula: str  # of `needed`, with its numbers
+    formula: str  # for `needed`, with its numbers
 
     def require(self) -> None:
         """Raise ConfigError with both numbers if the free space is too small."""
@@ -49,7 +49,7 @@ def keep_policy(config: Config) -> KeepPolicy:
 
 
 def checkpoint_space(config: Config, architecture: ModelArchitecture, free: int | None = None) -> CheckpointSpace:
-    """Compute the space of a run's checkpoints. `free`: bytes of their file system, None: those of the one here."""
+    """Compute the space of a run's checkpoints. `free`: free bytes of their file system; None: measure them here."""
     directory, dtype = config.checkpoint_dir, config.model.dtype
     models = {"policy": False, **({"critic": True} if config.has_critic else {})}
     num_bytes = sum(checkpoint_bytes(architecture, dtype, has_head) for has_head in models.values())
@@ -90,7 +90,7 @@ def bytes_of_checkpoints(directory: Path) -> int:
 def _file_bytes(file: Path) -> int:
     try:
         return file.lstat().st_size if file.is_file() else 0
-    except FileNotFoundError:  # a run that writes there deletes old checkpoints meanwhile
+    except FileNotFoundError:  # a run that writes there may delete old checkpoints meanwhile
         return 0
 
 

@@ -1,5 +1,5 @@
-"""Export of a policy or critic to a Hugging Face directory, a few tensors at a time: from many Megatron ranks, where rank 0
-writes, or from a model on disk, in one process."""
+"""Export of a policy or critic to a Hugging Face directory, a few tensors at a time: from many Megatron ranks, of which
+rank 0 writes, or from a model on disk, in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import plan
 
-DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors on rank 0 between two writes
+DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors gathered on rank 0 between two writes
 # transformers derives num_labels from id2label; without it a head has two labels.
 _LABELS = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 
@@ -98,8 +98,8 @@ def export_stored_model(
 ) -> ExportReport:
     """Write a model whose parameters are on disk, one tensor in memory at a time, as `export_to_huggingface` writes it.
 
-    model: its tensors by their Hugging Face names, of the shapes of `source_directory`'s model, for a critic with a value
-    head. Raises ValueError where it is another model, or `target` exists, and OSError; then nothing is left behind.
+    model: its tensors by their Hugging Face names, of the shapes of `source_directory`'s model, a critic's with a value
+    head. Raises ValueError if it is a different model or `target` exists, and OSError; neither leaves anything behind.
     """
     architecture = ModelArchitecture.from_directory(source_directory, heads=HEADS)
     if has_value_head:
@@ -124,7 +124,7 @@ def _config_fields(architecture: ModelArchitecture) -> dict[str, Any] | None:
 
 
 def _check_same_tensors(model: StoredModel, architecture: ModelArchitecture, source: str | Path) -> None:
-    """Raise ValueError naming the first tensor in which a stored model is not that of `source`."""
+    """Raise ValueError naming the first tensor that differs between a stored model and `source`."""
     expected = {name: tuple(shape) for name, shape in architecture.shapes().items()}
     found = {name: tuple(spec.shape) for name, spec in model.specs.items()}
     for name in sorted({*expected, *found}):
@@ -161,7 +161,7 @@ class _CriticSource(StoredModel):
 
     def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
         super().__init__()
-        # A critic has no output matrix, also not as a second copy of the embedding.
+        # A critic has no output matrix, not even as a second copy of the embedding.
         dropped = {*source.head_shapes(), *source.aliases()}
         kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
         # A fresh head has no stored type; the last norm is the tensor before it.
@@ -185,7 +185,7 @@ def _batches(tensors: Mapping[str, TensorSpec], batch_bytes: int) -> Iterator[di
 
 @contextmanager
 def _share_failure(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError on the other ranks if the body fails on rank 0: no rank waits for a writer that is gone."""
+    """Raise RuntimeError on the other ranks if the body fails on rank 0, so that no rank waits for a dead writer."""
     error: Exception | None = None
     try:
         yield

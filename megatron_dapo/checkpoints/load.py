@@ -1,4 +1,4 @@
-"""Fill one rank's parameters from a Hugging Face directory, of which it reads its own slices only, or at random."""
+"""Fill one rank's parameters at random, or from a Hugging Face directory, of which it reads only its slices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_from_huggingface(
     """
     with HFCheckpoint(directory) as source:
         source.check_aliases(layout.architecture)
-        # The comparison of aliases reads tensors as well; the report counts the load alone.
+        # The comparison of aliases reads tensors too; the report counts only the load.
         already_read = source.bytes_read
         report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)
@@ -61,7 +61,7 @@ def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters
 def fill(
     source: Layout, reader: ShardReader, layout: MegatronLayout, rank: int, parameters: Buffers
 ) -> WeightLoadReport:
-    """Fill `parameters` of `rank` with what `reader` reads of `source`; padding becomes zero. Asserts that every element
+    """Fill `parameters` of `rank` from `source` through `reader`; padding becomes zero. Asserts that every element
     is written exactly once or is padding."""
     # Before any read: a parameter that the model lacks would otherwise be noticed after the whole load.
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
@@ -112,7 +112,7 @@ def check_complete(written: Mapping[str, int], padding: Mapping[str, int], buffe
 
 
 class RandomReader:
-    """Random tensors that depend on a seed and the tensor's name alone: every layout starts from the same model."""
+    """Random tensors that depend only on a seed and the tensor's name: every layout starts from the same model."""
 
     def __init__(self, seed: int, architecture: ModelArchitecture) -> None:
         self._seed = seed
@@ -136,7 +136,7 @@ class RandomReader:
 
 
 def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an fp32 tensor of mean 0 and variance 1 that depends on the seed and the name alone."""
+    """Return an fp32 tensor of mean 0 and variance 1 that depends only on the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # torch takes signed 64-bit seeds; the shift keeps this one positive.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

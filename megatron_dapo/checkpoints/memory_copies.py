@@ -1,11 +1,11 @@
-"""Copies of a run's checkpoints in memory of its nodes, as its ranks and their file processes see them.
+"""Copies of a run's checkpoints in the memory of its nodes, from the side of ranks and their file processes.
 
     save    file process   its files -> keeper of the node, and the keeper of the node's peer
     commit  rank           the copies of older checkpoints are freed, on all nodes
     load    rank           each file from memory of the node, of another node, or from storage
 
-Storage comes first: a copy is one of a file that is on disk, and counts as what the manifest of a committed checkpoint names
-by its size and hash. A copy that fails is a warning, and the run continues with storage.
+Storage comes first: files are copied only once they are on disk, and a copy is used only if a committed checkpoint's
+manifest lists it by size and hash. A failed copy is logged as a warning, and the run continues with storage.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 _MODULE = "megatron_dapo.checkpoints.memory_keeper"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _CONNECT_S = 20.0  # for a keeper to start
-_ANSWER_S = 600.0  # it may fetch a large file first
+_ANSWER_S = 600.0  # the keeper may fetch a large file first
 _POLL_S = 0.05
 _SEND_BYTES = 1 << 22
 LOOPBACK = "127.0.0.1"
-NODE, PEER, STORAGE = "node", "peer", "storage"  # who had a file
+NODE, PEER, STORAGE = "node", "peer", "storage"  # sources of a file
 
 
 def keeper_name(checkpoint_directory: Path) -> str:
@@ -52,7 +52,8 @@ def keeper_name(checkpoint_directory: Path) -> str:
 
 @dataclass(frozen=True)
 class KeeperSettings:
-    """A node's keeper: the name of its socket, the node's address, seconds without a rank, and bytes at most (0: no limit)."""
+    """A node's keeper: the name of its socket, the node's address, seconds to live without a rank, and maximum bytes
+    (0: any)."""
 
     name: str
     host: str
@@ -60,7 +61,7 @@ class KeeperSettings:
     limit_bytes: int
 
     def start(self) -> None:
-        """Start the keeper, which ends at once if the node has one."""
+        """Start the keeper, which exits at once if the node already has one."""
         arguments = (self.name, self.host, str(self.keep_s), str(self.limit_bytes))
         subprocess.run(
             [sys.executable, "-S", "-m", _MODULE, *arguments],
@@ -90,7 +91,7 @@ class KeeperSettings:
 def keeper_settings(
     config: CheckpointConfig, checkpoint_directory: Path, num_nodes: int, rendezvous_host: str
 ) -> KeeperSettings:
-    """Return the settings of this node's keeper in a run of `num_nodes` nodes, of which rank 0's is `rendezvous_host`."""
+    """Return the settings of this node's keeper in a run of `num_nodes` nodes, with rank 0 on `rendezvous_host`."""
     host = LOOPBACK
     if num_nodes > 1:
         # Connecting a UDP socket selects the route and sends nothing.
@@ -123,7 +124,7 @@ class KeeperClient:
                 self._socket.send(json.dumps({"do": operation, **arguments}).encode())
                 text, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
             except OSError:
-                self._socket.close()  # an answer that comes late would be taken for that to the next request
+                self._socket.close()  # a late answer would be taken for the answer to the next request
                 raise
         if not text:
             raise ConnectionError("the keeper of this node's copies has ended")
@@ -139,7 +140,7 @@ class KeeperClient:
             self._socket.recv(MESSAGE_BYTES)
 
     def close(self) -> None:
-        """Leave the keeper: after its time to live without a rank it ends."""
+        """Disconnect from the keeper, which exits after its time to live without a rank."""
         self._socket.close()
 
 
@@ -165,7 +166,7 @@ class CopyTargets:
 
 
 def keep_copies(targets: CopyTargets, step: int, files: Sequence[tuple[FileEntry, memoryview]]) -> str:
-    """Give the contents of files to the keepers; return why that failed, "" if it did not.
+    """Send the contents of files to the keepers; return why that failed, or "" on success.
 
     The peer gets its copies even if the node's keeper has no room.
     """
@@ -229,18 +230,18 @@ class MemoryCopies:
             self.warn(f"the keeper of this node does not answer: {error}")
 
     def use_peer(self, address: str) -> None:
-        """Note the keeper of the peer, "" for none; from now on saves are copied."""
+        """Set the keeper of the peer, "" for none; from now on saves are copied."""
         if self.address:
             self.targets = CopyTargets(self._settings.name, self.address, address, self._token)
 
     def warn(self, problem: str) -> None:
-        """Log a problem, once for each cause in a row; "" is the end of one."""
+        """Log a problem, once per uninterrupted cause; "" means it is over."""
         if problem and problem != self._warned:
             logger.warning("checkpoints are not copied to memory: %s", problem)
         self._warned = problem
 
     def committed(self, step: int) -> None:
-        """Free the copies of all checkpoints but the one of `step`, which is in place."""
+        """Free the copies of all checkpoints except `step`, which is in place."""
         self._tell("committed", step=step)
 
     def end(self) -> None:
@@ -248,7 +249,7 @@ class MemoryCopies:
         self._tell("end")
 
     def close(self) -> None:
-        """Leave the keeper, which keeps what it has for the next attempt."""
+        """Disconnect from the keeper, which retains its copies for the next attempt."""
         self.release()
         if self._client is not None:
             self._client.close()
@@ -281,12 +282,12 @@ class MemoryCopies:
 
     def _tell(self, operation: str, **arguments: Any) -> None:
         if self._client is not None:
-            with suppress(OSError):  # it has ended: there is nothing left to free
+            with suppress(OSError):  # the keeper has exited: nothing is left to free
                 self._client.ask(operation, **arguments)
 
 
 class CopiedFiles(Mapping[str, Path]):
-    """The files of a checkpoint that are in memory, by name; one of another node is fetched when it is looked up.
+    """The files of a checkpoint that are in memory, by name; one on another node is fetched when it is looked up.
 
     Its length and its iteration look up every file.
     """
@@ -314,11 +315,11 @@ class CopiedFiles(Mapping[str, Path]):
 
 
 def peers_of(replicas: Sequence[frozenset[str]]) -> list[int]:
-    """Return the node that keeps a copy for each node; a permutation without a fixed point, or the node itself if there is only one.
+    """Return the node that keeps the copies of each node: a permutation without fixed points, or a single node itself.
 
-    replicas: of every node, the replicas of a model that its ranks hold parts of. Nodes of one replica are placed together
-    and are lost together more often than others, by a switch, a rack or a power supply: all nodes take the peer at the same
-    distance, the one at which the fewest pairs share a replica, and of these the one nearest to half of the nodes.
+    replicas: for every node, the model replicas that its ranks hold parts of. Nodes of one replica are placed together
+    and are more often lost together, with a switch, a rack or a power supply. So all nodes take the peer at the same
+    distance, the one at which the fewest pairs share a replica, and among these the one nearest to half of the nodes.
     """
     count = len(replicas)
     if count < 2:

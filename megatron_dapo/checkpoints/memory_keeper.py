@@ -5,10 +5,10 @@
     rank that loads         --- UNIX socket: find, a descriptor back --------------->  keeper of the node
     keeper of another node  --- TCP: get, the file's bytes back -------------------->  keeper that has the file
 
-The files have no name (O_TMPFILE in /dev/shm): the kernel frees them with the last process that holds one, however it ends.
-A copy is found once it is whole, by name, size and hash of the manifest of a checkpoint that was committed: what no
-manifest names is never read. The keeper ends when the run is over, or `keep_s` after the last trainer rank has gone. It is
-no child of a run's launcher and imports only the standard library. `memory_copies` has the other side.
+The files have no name (O_TMPFILE in /dev/shm): the kernel frees them when the last process that holds one ends, for any
+reason. A complete copy is found by the name, size and hash in the manifest of a committed checkpoint: a copy that no
+manifest lists is never read. The keeper exits when the run is over, or `keep_s` after the last trainer rank has gone.
+It is not a child of the run's launcher and imports only the standard library. `memory_copies` is the other side.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron_dapo.files.linux import require_same_user
 SHARED_MEMORY = "/dev/shm"
 MESSAGE_BYTES = 1 << 14  # of one request or answer
 _MAX_CONNECTIONS = 256  # over TCP
-_CONNECT_S, _SILENCE_S = 3.0, 10.0  # of another keeper: it may be on a node that is lost
-_LOST_S = 60.0  # for so long a keeper that did not answer is not asked again
+_CONNECT_S, _SILENCE_S = 3.0, 10.0  # for another keeper, whose node may be lost
+_LOST_S = 60.0  # before asking a keeper again that did not answer
 _TICK_S = 0.2
-_FIRST_RANK_S = 600.0  # until the first trainer rank comes: it may import from a slow file system
+_FIRST_RANK_S = 600.0  # until the first trainer rank connects: it may import from a slow file system
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CopyStore:
     """The copies that a keeper holds. Threads may share it. Descriptors belong to the store."""
 
     def __init__(self, limit_bytes: int, directory: str = SHARED_MEMORY) -> None:
-        """`limit_bytes`: of all copies; 0: as many as `directory`, a tmpfs, has room for."""
+        """`limit_bytes`: bound on all copies; 0: as much as `directory`, a tmpfs, has room for."""
         self.limit_bytes = limit_bytes
         self._directory = directory
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class CopyStore:
         return sum(copy.size for copies in (self._copies, self._unfinished) for copy in list(copies))
 
     def create(self, copy: CopyId) -> int:
-        """Return the descriptor of a file of the copy's size, to be written. OSError (ENOSPC) if there is no room."""
+        """Return the descriptor of a file of the copy's size, to write to. OSError (ENOSPC) if there is no room."""
         with self._lock:
             self._drop(copy.step, copy.name)
             if copy.size < 0 or self.limit_bytes and self.num_bytes + copy.size > self.limit_bytes:
@@ -88,7 +88,7 @@ class CopyStore:
             if copy.size:
                 os.posix_fallocate(
                     descriptor, 0, copy.size
-                )  # a write into a full tmpfs through a map would be a SIGBUS
+                )  # writing to a full tmpfs through a mapping would raise SIGBUS
         except OSError as error:
             self.discard(copy)
             raise OSError(
@@ -97,12 +97,12 @@ class CopyStore:
         return descriptor
 
     def complete(self, copy: CopyId) -> None:
-        """Let a copy be found: its bytes are there. KeyError if it was discarded meanwhile."""
+        """Make a fully written copy available. Raises KeyError if it was discarded meanwhile."""
         with self._lock:
             self._copies[copy] = self._unfinished.pop(copy)
 
     def discard(self, copy: CopyId) -> None:
-        """Free a copy that was not completed; there may be none."""
+        """Free a copy that was not completed, if there is one."""
         with self._lock:
             descriptor = self._unfinished.pop(copy, -1)
         if descriptor >= 0:
@@ -121,7 +121,7 @@ class CopyStore:
                 os.close(self._copies.pop(copy))
 
     def _drop(self, step: int, name: str) -> None:
-        """Free what an attempt before has saved under the same name and step."""
+        """Free what an earlier attempt saved under the same name and step."""
         for copies in (self._copies, self._unfinished):
             for copy in [copy for copy in copies if (copy.step, copy.name) == (step, name)]:
                 os.close(copies.pop(copy))
@@ -132,7 +132,7 @@ class Keeper:
 
     def __init__(self, copies: CopyStore, keep_s: float) -> None:
         self.copies, self.keep_s = copies, keep_s
-        self.token = ""  # of the run; nothing is taken or given over TCP before it is known
+        self.token = ""  # of the run; nothing is received or sent over TCP before it is known
         self.address = ""  # host and port of the TCP socket
         self.is_over = False
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class Keeper:
 
     @property
     def is_done(self) -> bool:
-        """True if the copies are not to be kept any longer."""
+        """True if the copies are no longer needed."""
         with self._lock:
             return self.is_over or self._num_ranks == 0 and time.monotonic() - self._alone_since > self.keep_s
 
@@ -172,7 +172,7 @@ class Keeper:
                     try:
                         self._fetch(copy, address)
                     except (ConnectionError, TimeoutError, ValueError):
-                        self._lost[address] = time.monotonic()  # its node may be the lost one
+                        self._lost[address] = time.monotonic()  # its node may be lost
                     except OSError:
                         continue
                 if (descriptor := self.copies.find(copy)) >= 0:
@@ -180,7 +180,7 @@ class Keeper:
         return -1, ""
 
     def _fetch(self, copy: CopyId, address: str) -> None:
-        """Bring a copy of another keeper, if that has it, into this one."""
+        """Fetch a copy from another keeper into this one, if it has it."""
         with RemoteKeeper(address, self.token) as remote:
             if not remote.ask("get", copy)["is_there"]:
                 return
@@ -267,7 +267,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         return self.slots.acquire(blocking=False)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a node that was lost leaves a broken connection."""
+        """Ignore it: a lost node leaves a broken connection."""
 
 
 class _Remote(socketserver.StreamRequestHandler):
@@ -324,7 +324,7 @@ class _Remote(socketserver.StreamRequestHandler):
 
 
 class _Local:
-    """One connection from a process of this node. What it has begun and not completed is discarded with it."""
+    """One connection from a process of this node. Copies it did not complete are discarded at its end."""
 
     def __init__(self, connection: socket.socket, keeper: Keeper) -> None:
         self._connection, self._keeper = connection, keeper
@@ -417,10 +417,10 @@ def keep(name: str, host: str, keep_s: float, limit_bytes: int) -> None:
 
 
 def main() -> None:
-    """Become a process that no launcher of a run ends, and keep copies as the command line says."""
+    """Detach from the run's launcher, and keep copies as the command line says."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # An orphan in its own session: a launcher that ends its descendants does not find it.
+    # An orphan in a separate session, so that a launcher that ends its descendants does not find it.
     if os.fork():
         os._exit(0)
     os.setsid()

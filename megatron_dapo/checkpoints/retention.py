@@ -1,7 +1,7 @@
-"""Choice of the checkpoints that a run keeps, as arithmetic over their steps.
+"""Chooses which checkpoints a run keeps, from their steps.
 
-Kept are the newest ones (`last`), those whose step is a multiple of `every`, the one whose evaluation is best, and
-always the newest of all. Evaluations are part of each checkpoint's counters: a resumed run knows the best one.
+It keeps the newest ones (`last`), those whose step is a multiple of `every`, the one with the best evaluation, and
+always the newest of all. Each checkpoint's counters include the evaluations, so a resumed run knows the best one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class KeepPolicy:
     """Rule by which checkpoints are kept."""
 
     last: int = 1  # newest valid ones
-    every: int = 0  # keep each multiple of so many steps for good; 0: none
+    every: int = 0  # keep every multiple of this many steps forever; 0: none
     best: str = ""  # evaluation metric whose best checkpoint is kept; "": none
     best_is: str = "higher"  # or "lower"
 
@@ -31,9 +31,9 @@ def steps_to_delete(
     steps: Mapping[int, bool],
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> list[int]:
-    """Return the steps whose checkpoints go, the newest first.
+    """Return the steps whose checkpoints to delete, newest first.
 
-    A broken checkpoint is none of the `last`, and goes once as many valid ones are newer.
+    A broken checkpoint does not count among the `last`, and is deleted once that many valid ones are newer.
 
     Args:
         newest: the step that was just saved, which stays.
@@ -60,7 +60,7 @@ def best_step(policy: KeepPolicy, steps: Sequence[int], evaluations: Mapping[str
 
 
 def most_checkpoints(policy: KeepPolicy, interval: int, total_steps: int) -> int:
-    """Return the most checkpoints that are on disk at a time, the one that is being written included.
+    """Return the most checkpoints on disk at a time, including the one being written.
 
     interval: train steps between two; 0: only at the end of a run and on a signal.
     """

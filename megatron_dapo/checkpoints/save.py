@@ -8,7 +8,7 @@
     status    idle, in flight, failed
     finish    agree on the end                                                 delete old checkpoints
 
-Each rank copies into shared memory, which the next save uses again. Tensors must not change from `start` to the end of
+Each rank copies into shared memory, which the next save reuses. Tensors must not change from `start` to the end of
 `wait_for_copy`; JSON is encoded at once. Rank 0 sees the parts in the directory that all nodes share: the rename needs no
 communication, and a failure on any rank is reported at the next collective.
 """
@@ -48,8 +48,8 @@ from megatron_dapo.files.process import BackgroundJob, FileProcess
 if TYPE_CHECKING:
     import torch
 
-IDLE, IN_FLIGHT, FAILED = 0.0, 1.0, 2.0  # status of a save on one rank; that of all ranks is the largest
-_LOOK_S = 0.02  # between two looks for the parts of other ranks
+IDLE, IN_FLIGHT, FAILED = 0.0, 1.0, 2.0  # status of a save on one rank; the maximum over ranks is that of the save
+_LOOK_S = 0.02  # between two checks for the parts of other ranks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Saved:
 
     step: int
     directory: Path
-    seconds: float  # from the begin of the save to the renamed directory on disk; 0 on other ranks than 0
+    seconds: float  # from the start of the save to the renamed directory on disk; 0 on ranks other than 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class CopyingWriter(CheckpointWriter):
         self._noted[name] = content
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what is to be copied."""
+        """Yield the tensors to copy."""
         for content in self._noted.values():
             if not isinstance(content, bytes):
                 yield from content[0].values()
@@ -117,7 +117,7 @@ class CopyingWriter(CheckpointWriter):
         self._noted.clear()
 
     def _place(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
-        # A page each: the file process writes them past the page cache.
+        # Page-aligned: the file process writes them past the page cache.
         start = -(-self.num_bytes // DIRECT_BYTES) * DIRECT_BYTES
         end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self._regions.append(_Region(name, start, end, head, tensors, sizes))
@@ -147,7 +147,7 @@ class CopyingWriter(CheckpointWriter):
         return [(each.name, each.start, each.end, each.sizes) for each in self._regions]
 
     def forget(self) -> None:
-        """Let go of the tensors."""
+        """Drop the references to the tensors."""
         self._noted.clear()
         self._regions.clear()
 
@@ -174,7 +174,7 @@ class _CopyMemory:
         return self._tensor
 
     def unlock(self) -> None:
-        """Give the locked pages back to CUDA, before the memory is mapped anew or unmapped."""
+        """Unregister the locked pages from CUDA before the memory is remapped or unmapped."""
         import torch
 
         if self._is_locked and self._tensor is not None:
@@ -188,8 +188,8 @@ class _Save:
 
     step: int
     begun: float  # on the monotonic clock, which processes of one machine share
-    is_noted: threading.Event = field(default_factory=threading.Event)  # what is saved; it may be copied
-    problem: Exception | None = None  # of noting, copying or starting to write
+    is_noted: threading.Event = field(default_factory=threading.Event)  # set once the content may be copied
+    problem: Exception | None = None  # from noting, copying or starting to write
     copying: threading.Thread | None = None
     part: BackgroundJob | None = None  # this rank's files; None until they are copied
     commit: BackgroundJob | None = None  # on rank 0
@@ -198,13 +198,13 @@ class _Save:
 class BackgroundSaves:
     """The saves of one rank, at most one in flight.
 
-    Without a file process (on other systems than Linux, in a single process) a save is done when `start` returns.
+    Without a file process (on systems other than Linux, in a single process) a save is done when `start` returns.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
         self._save: _Save | None = None
-        self._saved: Saved | None = None  # what `finish` has to tell of a save that was done at once
+        self._saved: Saved | None = None  # the result for `finish` of a save that was done immediately
         self._memory: _CopyMemory | None = None
 
     def start(
@@ -237,7 +237,7 @@ class BackgroundSaves:
     def _copy(
         self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory, files: FileProcess
     ) -> None:
-        """Note what is saved, and begin to copy it."""
+        """Note the content, and begin to copy it."""
         writer = CopyingWriter(self._store.partial_path(save.step), self._store.rank)
         write(writer)
         devices = {tensor.device for tensor in writer.tensors()}
@@ -245,7 +245,7 @@ class BackgroundSaves:
         stream = _stream_behind_current(cuda) if cuda is not None else None
 
         def copy() -> None:
-            save.is_noted.wait()  # the run goes on first
+            save.is_noted.wait()  # let the run continue first
             try:
                 writer.arrange()  # hundreds of names and sizes
                 writer.copy(memory.tensor(writer.num_bytes, is_locked=stream is not None), stream)
@@ -323,7 +323,7 @@ class BackgroundSaves:
 
 
 def _stream_behind_current(device: torch.device) -> Any:
-    """Return a CUDA stream that begins once the work queued so far is done."""
+    """Return a CUDA stream that waits for the work queued so far."""
     import torch
 
     stream = torch.cuda.Stream(device)
@@ -350,7 +350,7 @@ def write_part(
 ) -> str:
     """Write one rank's files from its copy, then its part of the manifest, then give the files of tensors to keepers.
 
-    `targets`: of `CopyTargets`; None without copies in memory. Returns why one was not copied, "" if all were.
+    `targets`: of `CopyTargets`; None without copies in memory. Returns why a file was not copied, "" if all were.
     """
     keepers = CopyTargets(**targets) if targets else None
     entries = []
@@ -361,7 +361,7 @@ def write_part(
         except FileExistsError:
             raise ValueError(written_twice(name)) from None
     part = directory / part_name(rank)
-    # Renamed in one step: to rank 0 its name means that all files of this rank are on disk.
+    # Renamed atomically: to rank 0 the name means that all files of this rank are on disk.
     unfinished = part.with_suffix(".unfinished")
     HERE.write_json(unfinished, [entry.to_json() for entry in entries])
     os.replace(unfinished, part)

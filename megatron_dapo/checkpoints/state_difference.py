@@ -1,4 +1,4 @@
-"""Comparison of two saved training states, tensor by tensor, whatever layouts saved them."""
+"""Comparison of two saved training states, tensor by tensor, independent of the layouts that saved them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StateDifference:
     kind: str
     num_elements: int  # compared
     num_different: int  # in their bits; NaN equals itself, -0.0 differs from 0.0
-    largest: float  # absolute difference, infinite where one is no number
+    largest: float  # absolute difference, infinite if one is NaN
     first: str = ""  # tensor and index of the first difference, or what is only in one state; "": equal
 
 
@@ -38,7 +38,7 @@ def compare_states(first: SavedModel, second: SavedModel) -> Iterator[StateDiffe
 
 
 def _only_in_one(first: SavedModel, second: SavedModel, kind: str) -> str:
-    """Return the first tensor that is in one state alone or has another shape or type there."""
+    """Return the first tensor that is only in one state or has a different shape or type there."""
     if kind != STEP and first.kinds.get(kind) != second.kinds.get(kind):
         return f"{kind} is {first.kinds.get(kind, 'missing')} and {second.kinds.get(kind, 'missing')}"
     for name in (*first.specs, *(name for name in second.specs if name not in first.specs)):

@@ -82,14 +82,14 @@ class Checkpoint:
     directory: Path
     files: Mapping[str, FileEntry]
     metadata: Mapping[str, Any]
-    copies: Mapping[str, Path] = field(default_factory=dict)  # of files in memory, which are read there
+    copies: Mapping[str, Path] = field(default_factory=dict)  # files to read from memory, by name
 
     def load_json(self, name: str) -> Any:
         return read_json(self._path(name))
 
     def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of one safetensors file, on the CPU. DamagedError if the file changed since it was written."""
-        # Here: checkpoints are listed and checked without torch.
+        # Imported here, as checkpoints are listed and checked without torch.
         from megatron_dapo.checkpoints.formats.safetensors import read_tensors
 
         return read_tensors(self.copies.get(name, self._path(name)), self.checksums.get(name))
@@ -149,7 +149,7 @@ def part_name(rank: int) -> str:
 
 
 def written_twice(name: str) -> str:
-    """Return the message of an error: a name that is not one rank's own."""
+    """Return the error message for a file name that is not unique to one rank."""
     return f"checkpoint file {name!r} is written twice; put the rank into its name"
 
 
@@ -162,7 +162,7 @@ def step_of(name: str) -> int | None:
 class CheckpointStore:
     """The checkpoints of one run, as one of its ranks sees them; `coordination` is None in a single process.
 
-    Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`, `remove`), during training by `ask`.
+    Only rank 0 changes the directory (`begin`, `commit`, `abandon`, `clean`, `remove`), during training through `ask`.
     """
 
     def __init__(
@@ -172,16 +172,16 @@ class CheckpointStore:
         coordination: Coordination | None = None,
         files: Files = HERE,
     ) -> None:
-        """`keep`: what stays of older checkpoints; a number: as many of the newest valid ones."""
+        """`keep`: which older checkpoints stay; a number: that many of the newest valid ones."""
         self.directory = Path(directory)
         self.keep = KeepPolicy(keep) if isinstance(keep, int) else keep
         self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
         self._coordination = coordination
         self.files = files
-        self.copies: MemoryCopies | None = None  # of checkpoints in memory; on all ranks or on none
+        self.copies: MemoryCopies | None = None  # copies in memory; on all ranks or on none
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this store in the process that writes the files and return its result. Both ways carry JSON."""
+        """Call a method of this store in the process that writes the files; return its result. All values are JSON."""
         return self.files.run(_manage_checkpoints, *self.identity, method, *arguments)
 
     @property
@@ -213,7 +213,7 @@ class CheckpointStore:
         return self.directory / f"step_{step:06d}.tmp"
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoint directories there are, valid or not, newest first."""
+        """Steps of the existing checkpoint directories, valid or not, newest first."""
         if not self.directory.is_dir():
             return []
         matches = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
@@ -228,9 +228,9 @@ class CheckpointStore:
         return CheckpointWriter(self.partial_path(step), self.rank, self.files)
 
     def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
-        """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`.
+        """Merge the ranks' parts, put the checkpoint in place, then delete what `keep` does not cover.
 
-        "evaluations" of `metadata`, train step -> metrics, say which checkpoint is the best one.
+        "evaluations" in `metadata`, train step -> metrics, determine the best checkpoint.
         """
         self.put_in_place(step, metadata)
         self.delete_old(step, metadata)
@@ -276,14 +276,14 @@ class CheckpointStore:
         self.clean()
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory with all its contents."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.directory if self.directory.is_dir() else Path.cwd()).free
 
     def clean(self) -> None:
-        """Undo or finish what a killed process left half done."""
+        """Undo or finish whatever a killed process left half done."""
         if not self.directory.is_dir():
             return
         for entry in sorted(self.directory.iterdir()):
@@ -347,7 +347,7 @@ def _summed(parts: list[list[list[int]]]) -> list[list[int]]:
 
 
 def _manage_checkpoints(directory: Path, keep: Sequence[Any], num_ranks: int, method: str, *arguments: Any) -> Any:
-    """Return what a method of rank 0's store of `num_ranks` ranks does; runs in its file process."""
+    """Call a method of rank 0's store of `num_ranks` ranks and return its result; runs in its file process."""
     return getattr(CheckpointStore.opened(directory, keep, num_ranks), method)(*arguments)
 
 
@@ -418,7 +418,7 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
 
 
 def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
+    """Return the newest checkpoint whose bytes are all as written; each rank reads its share of the files.
 
     `load` loads this rank's part and verifies the files of tensors while it reads them: if it raises DamagedError or
     OSError on any rank, all ranks load the previous checkpoint instead. Broken checkpoints are reported and skipped.
@@ -458,7 +458,8 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
 
 
 def _problem(store: CheckpointStore, step: int, is_loaded: bool) -> str | None:
-    """Return why a checkpoint is broken, None if it is not. If it `is_loaded` next, the load verifies the files of tensors."""
+    """Return why a checkpoint is broken, None if it is not. If it `is_loaded` next, the load verifies the tensor
+    files."""
     if store.copies is not None:
         store.copies.begin_load()
     try:
@@ -503,7 +504,8 @@ def _loaded(
 def find_resume(
     mode: str, store: CheckpointStore, load: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
+    """Return the checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial
+    policy.
 
     `load` loads it, see `newest_valid`.
 

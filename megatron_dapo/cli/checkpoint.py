@@ -1,4 +1,4 @@
-"""Checkpoints after they were written: their list, verification, comparison, and export to a Hugging Face directory."""
+"""Lists, verifies, compares and exports checkpoints after they are written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RUN_CONFIG = "config.json"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a directory, its manifest and the sizes of its files checked. CheckpointError with the
-    reason where it is none, or not whole."""
+    """Return the checkpoint in a directory after checking its manifest and file sizes. CheckpointError with the reason
+    if it is not a checkpoint, or incomplete."""
     path = path.resolve()
     step = step_of(path.name)
     if step is None:
@@ -107,7 +107,7 @@ def _store(path: Path) -> CheckpointStore:
 def inspect(path: Path, verifies: bool = False) -> dict[str, Any]:
     """Describe a checkpoint, or all those of a run's directory. `verifies`: by reading every byte of them.
 
-    CheckpointError where there is none.
+    CheckpointError if there is none.
     """
     if step_of(path.resolve().name) is not None:
         return describe(open_checkpoint(path), verifies)
@@ -141,7 +141,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe(checkpoint: Checkpoint, verifies: bool = False) -> dict[str, Any]:
-    """Return all facts of one checkpoint: files, models and their tensors. CheckpointError where it is damaged."""
+    """Return all facts of one checkpoint: files, models and their tensors. CheckpointError if it is damaged."""
     if verifies:
         require_intact(checkpoint)
     models = {}

@@ -40,7 +40,7 @@ def _row(metric: MetricComparison) -> tuple[str, ...]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return what a reader should know beside the table."""
+    """Return remarks on the table."""
     notes = [f"{metric.metric}: {metric.note}" for metric in comparison.metrics if metric.note]
     scores = [f"{score.name} {score.value:g} ({score.source})" for score in comparison.nearest_scores]
     return notes + ([f"published scores like the run's newest: {'; '.join(scores)}"] if scores else [])

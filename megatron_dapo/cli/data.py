@@ -36,7 +36,7 @@ def prepare_data(
     ] = False,
     revision: Annotated[str, typer.Option(help="of the Hub's repository")] = "main",
 ) -> None:
-    """Write one row a problem, checked against the published counts, and a data card beside it."""
+    """Write one row per problem, checked against the published counts, with a data card next to it."""
     from megatron_dapo.data.published import card_path, download, find_published, prepare
 
     destination = output or Path("data") / f"{name}.parquet"

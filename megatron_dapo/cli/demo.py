@@ -1,4 +1,4 @@
-"""The demo's page as a process of its own, with Gradio from a directory of packages."""
+"""The demo's page as a separate process, with Gradio from a directory of packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dapo.demo.space import write_demo
 
 
 def run_page(run: Path, base: str, trained: str, packages: Path, port: int) -> int:
-    """Serve the page on loopback until it is interrupted, and return its exit code. ValueError where Gradio is not there."""
+    """Serve the page on loopback until it is interrupted, and return its exit code. ValueError if Gradio is missing."""
     if not (packages / "gradio").is_dir():
         raise ValueError(
             f"{packages} has no gradio: run `make .venv-demo`, or pip install --no-deps --target {packages} -r "
@@ -33,7 +33,7 @@ def run_page(run: Path, base: str, trained: str, packages: Path, port: int) -> i
             environment["GRADIO_SERVER_PORT"] = str(port)
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # else the page would outlive this process
+        )  # otherwise the page would outlive this process
         process = subprocess.Popen([sys.executable, str(program)], cwd=directory, env=environment)
         try:
             return process.wait()

@@ -74,7 +74,7 @@ def partners(num_nodes: int, round_number: int) -> list[int | None]:
 def judge(figures: Mapping[str, Sequence[float]], tolerance: float) -> tuple[list[str], list[str]]:
     """Return a line for each node and the names of the slow ones.
 
-    figures: of each node by its name, in the order of MEASURES and in units a second; 0 where nothing was measured.
+    figures: of each node by name, in the order of MEASURES and in units per second; 0 if nothing was measured.
     tolerance: share of the median below which a figure is slow.
     """
     medians = [median(column) for column in zip(*figures.values(), strict=True)]

@@ -46,7 +46,7 @@ def quantize(
     Calibration uses the run's prompts with responses that the model samples. The written directory is loaded back and has to
     give the log-probs of other prompts and responses within the format's tolerance.
 
-    Exit code: 0 written, 1 out of tolerance, 2 it cannot be done; nothing is left behind by the last two.
+    Exit code: 0 written, 1 out of tolerance, 2 it cannot be done; the last two leave no files.
     """
     import torch
 

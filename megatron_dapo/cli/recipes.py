@@ -48,7 +48,8 @@ def shipped_files() -> dict[str, Path]:
 def find_shipped(name: str) -> list[Path]:
     """Return the files of a recipe (layouts/colocated_1node, or its last part), a directory (launch), or "all".
 
-    A recipe comes with the ones it builds on, and with the data, models and references that these name. ValueError for an unknown name.
+    A recipe includes its base recipes, and the data, models and references that they name. ValueError for an unknown
+    name.
     """
     root, files = shipped_directory(), shipped_files()
     if name == "all":

@@ -1,4 +1,4 @@
-"""Commands that train, sample or evaluate by a recipe: its plan is made and checked, then processes start."""
+"""Commands that train, sample or evaluate with a recipe: they plan and check the run, then start its processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def pretrain_value(
     free_disk: FreeDiskOption = None,
     inputs: InputsOption = True,
 ) -> None:
-    """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
+    """Train only the critic, on responses of the fixed policy; critic.path = OUTPUT_DIR/critic then starts a run from
+    it."""
 
     def adapt(config: Config) -> Config:
         if not config.has_critic:
@@ -131,7 +132,8 @@ def rejection_sample(
         Path | None, typer.Option(help="where it writes; default: rejection_sampling in run.output_dir")
     ] = None,
 ) -> None:
-    """Sample responses to the training prompts, verify them, keep diverse correct ones, and write them for `sft` with a data card."""
+    """Sample responses to the training prompts, verify them, and write diverse correct ones for `sft` with a data
+    card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, for_sampling, _inputs(False)).loaded.config
     from megatron_dapo.selection.run import EXAMPLES
@@ -158,7 +160,7 @@ def rounds(
     """Fine-tune, sample, select, fine-tune, then train: the stages of one recipe, continued when it is run again."""
     from megatron_dapo.selection.rounds import begin, outcome_lines, stages
 
-    # Checked as a whole at first: what is wrong with the last stage must not show hours later.
+    # All stages are checked first: an error in the last one must not show up hours later.
     plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), inputs=_inputs(dry_run))
     _require_disk(plan, None)
     config = plan.loaded.config
@@ -197,7 +199,7 @@ def replay(
     output_dir: OutputDirOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
+    """Train only on a dumped rollout batch, from the state before it; metrics go to BATCH/replay.json."""
     plan = _plan(recipe, overrides, layout, output_dir, machines_of(dry_run), inputs=_inputs(dry_run))
     if not batch.is_dir():
         refuse(f"{batch} is no directory of a dumped rollout batch; telemetry.dump_batches writes them to RUN/batches")
@@ -231,8 +233,8 @@ def evaluate(
 ) -> None:
     """Evaluate a Hugging Face directory on the recipe's held-out data: by SGLang servers of any TP, or in this process.
 
-    Servers where rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of sglang.urls.
-    Exit code: 0 done, 1 servers failed, 2 refused.
+    Uses servers if rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of
+    sglang.urls. Exit code: 0 done, 1 servers failed, 2 refused.
     """
     if model and checkpoint:
         refuse("--model and --checkpoint: give one of them")
@@ -322,12 +324,13 @@ def _plan(
 
 
 def _inputs(dry_run: bool, reads: bool = True) -> Inputs:
-    """Return what a command reads of its inputs before it starts anything: a dry run all, a run what takes a second."""
+    """Return which inputs a command checks before it starts anything: all for a dry run, those that take a second for a
+    run."""
     return ("all" if dry_run else "quick") if reads else "none"
 
 
 def _require_disk(plan: Plan, free_gib: float | None) -> str:
-    """Return the line about the disk that checkpoints need; refuse where it is not free."""
+    """Return the line about the disk space for checkpoints; refuse if it is not free."""
     assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
     free = None if free_gib is None else int(free_gib * GIB)
     space = checkpoint_space(plan.loaded.config, plan.architecture, free)
@@ -361,7 +364,7 @@ def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = (
     if is_done(config):
         typer.echo(f"the run in {directory} is finished: nothing to do")
     else:
-        summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
+        summary.unlink(missing_ok=True)  # otherwise a run that ends without one would show its predecessor's
         code = _start_workers(recipe, plan, arguments, restarts)
     if summary.is_file():
         Console().print(summary_table(read_summary(summary)))

@@ -37,12 +37,12 @@ DOES_NOT_FIT = 1
 
 
 class RecipeOrCommand(TyperGroup):
-    """Group of commands whose first argument may also be a recipe: `plan RECIPE` beside `plan sync RECIPE`."""
+    """Group of commands whose first argument may also be a recipe: `plan RECIPE` in addition to `plan sync RECIPE`."""
 
     default_command = "recipe"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the default command before what is no command and no request for help."""
+        """Insert the default command before an argument that is neither a command nor a request for help."""
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
             args = [self.default_command, *args]
         return super().parse_args(ctx, args)
@@ -68,9 +68,9 @@ def plan_recipe(
     svg: Annotated[Path | None, typer.Option(help="file for a picture of the layout, with --gpus of the first")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step, bytes of a
-    weight update and of a checkpoint; with --gpus the layouts that fit, the fastest first. Of the model config.json alone is
-    read. `plan sync` has the bytes of every rank in a weight update.
+    """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step,
+    bytes of a weight update and of a checkpoint; with --gpus the layouts that fit, fastest first. Only the model's
+    config.json is read. `plan sync` shows the bytes of every rank in a weight update.
 
     Exit code: 0 it fits, 1 it does not, 2 a recipe or sizes that cannot be planned.
     """
@@ -112,8 +112,8 @@ def own_plan(
     cluster: Cluster,
     mean_response: float | None = None,
 ) -> tuple[StepPlan, list[Violation]]:
-    """Return the plan of the recipe's own layout and what the validator says of these machines. ConfigError for sizes that do not
-    divide each other."""
+    """Return the plan of the recipe's layout and its violations on these machines. ConfigError if sizes do not divide
+    each other."""
     processes = config.num_processes
     if shapes := validate(config, processes, architecture):
         raise ConfigError(shapes, str(config.model.path))

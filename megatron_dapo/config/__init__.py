@@ -1,5 +1,5 @@
-"""The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above
-layer 0."""
+"""The typed configuration tree, its loader and its validator. Imports neither torch nor any package module above layer
+0."""
 
 from megatron_dapo.config.inputs import missing_inputs
 from megatron_dapo.config.loader import (

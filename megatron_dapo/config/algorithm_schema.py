@@ -1,4 +1,5 @@
-"""Sections of everything after a scored group: advantages, losses, optimizer steps, the critic and its windows."""
+"""Sections for everything after a group is scored: advantages, losses, optimizer steps, the critic and T-PPO's
+windows."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class TokenLossConfig(Section):
-    """Keys of every loss of single tokens: how token losses become one number."""
+    """Keys that all per-token losses share: how token losses are reduced to one number."""
 
     aggregation: Aggregation = "token_mean"
     """Reduction of token losses to one number over the whole optimizer step (exact under any layout and packing).
@@ -44,39 +45,39 @@ class TokenLossConfig(Section):
 
 
 class PpoClipLossConfig(TokenLossConfig):
-    """Clipped ratio of every token: PPO and GRPO with equal bounds, DAPO (arXiv 2503.14476) with a wider upper one."""
+    """Per-token ratio clipping: PPO and GRPO with equal bounds, DAPO (arXiv 2503.14476) with a wider upper bound."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
-    """ppo_clip: ratios of tokens, clipped. gspo, gspo_token: ratios of sequences. cispo: the clipped ratio as a constant
-    weight, so that every token keeps its gradient. Each has keys and defaults of its own."""
+    """ppo_clip: clipped token ratios. gspo, gspo_token: sequence ratios. cispo: the clipped ratio as a constant weight,
+    so that every token keeps its gradient. Each loss has different keys and defaults."""
 
     clip_ratio_low: Fraction = 0.2
     """The ratio is clipped below at 1 - clip_ratio_low."""
 
     clip_ratio_high: NonNegativeFloat = 0.28
-    """The ratio is clipped above at 1 + clip_ratio_high. Above clip_ratio_low it is DAPO's clip-higher; PPO and GRPO
-    take clip_ratio_low."""
+    """The ratio is clipped above at 1 + clip_ratio_high. A value above clip_ratio_low is DAPO's clip-higher; PPO and
+    GRPO use the value of clip_ratio_low."""
 
-    # With c = 1 ratios just above 1 would lose their gradient, inside the clipping range.
+    # With c = 1, ratios just above 1 would lose their gradient although they are inside the clipping range.
     dual_clip: Annotated[Literal["off"] | float, Bounds(gt=1)] = "off"
-    """Bound c of the loss for negative advantages: at most c * |advantage| (arXiv 1912.09729). Public scripts of DAPO
-    and T-PPO take 10."""
+    """Bound c of the loss for negative advantages: at most c * |advantage| (arXiv 1912.09729). The public scripts of
+    DAPO and T-PPO use 10."""
 
 
 class GspoLossConfig(Section):
-    """Clipped ratio of whole sequences (GSPO, arXiv 2507.18071); the loss is the mean over responses."""
+    """Sequence-level ratio clipping (GSPO, arXiv 2507.18071); the loss is the mean over responses."""
 
     name: Literal["gspo"] = "gspo"
     """Name of the policy loss."""
 
-    # A sequence's ratio is a geometric mean over tokens, so it moves far less than a token's.
+    # A sequence's ratio is a geometric mean over its tokens, so it varies far less than a token's.
     clip_ratio_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_ratio_low."""
 
     clip_ratio_high: NonNegativeFloat = 4e-4
     """The sequence's ratio is clipped above at 1 + clip_ratio_high."""
 
-    # Constants beside the keys of the other losses: GSPO is defined as a mean over responses.
+    # Keys in the other losses, constants here: GSPO is defined as a mean over responses.
     aggregation: ClassVar[Aggregation] = "sample_mean"
     aggregation_length: ClassVar[int] = 0
 
@@ -102,14 +103,14 @@ class CispoLossConfig(TokenLossConfig):
 
 
 class FunctionLossConfig(TokenLossConfig):
-    """A loss of single tokens of the user's own: name = "package.module:function" or "path/to/file.py:function"."""
+    """A user-defined per-token loss: name = "package.module:function" or "path/to/file.py:function"."""
 
     name: Literal["function"] = "function"
     """Name of the policy loss."""
 
     function: Annotated[str, Bounds(min_length=1)] = ""
-    """Function of `PolicyLossInputs` that returns a loss for each token, see docs/python.md. A name of the loss with a colon
-    sets it. A file is relative to the current directory."""
+    """Function of `PolicyLossInputs` that returns a loss for each token; see docs/python.md. A loss name that contains
+    a colon sets it. A file path is relative to the current directory."""
 
 
 PolicyLossConfig = PpoClipLossConfig | GspoLossConfig | GspoTokenLossConfig | CispoLossConfig | FunctionLossConfig
@@ -119,9 +120,9 @@ class GrpoAdvantageConfig(Section):
     """(reward - group mean) / group standard deviation (GRPO, DAPO)."""
 
     name: Literal["grpo"] = "grpo"
-    """Name of the advantage, used with algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: the mean of
-    the others subtracted. reinforce_baseline: group mean subtracted, then scaled over the batch. reinforce_pp: scaled
-    over the batch alone, for one response a prompt."""
+    """Name of the advantage, used with algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without
+    the std. rloo: reward minus the mean of the group's other rewards. reinforce_baseline: group mean subtracted, then
+    scaled over the batch. reinforce_pp: only scaled over the batch, for one response per prompt."""
 
     std: GrpoStd = "unbiased"
     """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased)."""
@@ -152,7 +153,7 @@ class ReinforceBaselineAdvantageConfig(Section):
 
     variant: Literal["scale_only", "paper"] = "scale_only"
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide; groups of
-    equal rewards then keep advantage 0 where lengths differ."""
+    equal rewards then keep advantage 0 even if lengths differ."""
 
     weighting: Literal["token", "sequence"] = "token"
     """Unit of the batch moments: trained tokens or responses."""
@@ -168,8 +169,8 @@ class ReinforceBaselineAdvantageConfig(Section):
 
 
 class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
-    """Reward scaled over the batch, without a baseline of the group (REINFORCE++ with one response a prompt). Its KL
-    term is kl_loss_coefficient's."""
+    """Reward scaled over the batch, without a group baseline (REINFORCE++ with one response per prompt). Set its KL
+    term with kl_loss_coefficient."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"  # type: ignore[assignment]
     """Name of the advantage."""
@@ -179,14 +180,14 @@ class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
 
 
 class FunctionAdvantageConfig(Section):
-    """An advantage of the user's own: name = "package.module:function" or "path/to/file.py:function"."""
+    """A user-defined advantage: name = "package.module:function" or "path/to/file.py:function"."""
 
     name: Literal["function"] = "function"
     """Name of the advantage."""
 
     function: Annotated[str, Bounds(min_length=1)] = ""
-    """Function of `AdvantageInputs` that returns an advantage for each response, see docs/python.md. A name of the advantage
-    with a colon sets it. A file is relative to the current directory."""
+    """Function of `AdvantageInputs` that returns an advantage for each response; see docs/python.md. An advantage name
+    that contains a colon sets it. A file path is relative to the current directory."""
 
 
 AdvantageConfig = (
@@ -200,12 +201,12 @@ AdvantageConfig = (
 
 
 class OffPolicyConfig(Section):
-    """Correction for the gap between the engine that sampled and the trainer: weight w from old_logprobs -
+    """Correction for the gap between the engine that sampled and the trainer: a weight w computed from old_logprobs -
     rollout_logprobs."""
 
     correction: Correction = "none"
-    """tis: w cut to [low, high]. mis: w inside [low, high], 0 outside, usually with low = 0. icepop: the same with both
-    tails dropped (low above 0)."""
+    """tis: w clipped to [low, high]. mis: w inside [low, high], 0 outside, usually with low = 0. icepop: like mis, with
+    both tails dropped (low above 0)."""
 
     level: CorrectionLevel = "token"
     """w per token, per sequence (product over tokens) or per sequence as the geometric mean over tokens."""
@@ -217,8 +218,8 @@ class OffPolicyConfig(Section):
     """Upper bound of w."""
 
     batch_normalize: bool = False
-    """Divide the weights by their mean over the optimizer mini-batch, after cutting. The mean is over trained tokens;
-    verl takes it over sequences for level = sequence, which differs much where lengths do."""
+    """Divide the weights by their mean over the optimizer mini-batch, after clipping. The mean is over trained tokens;
+    verl takes it over sequences for level = sequence, which differs a lot when lengths do."""
 
 
 class GeneralizedKlConfig(Section):
@@ -227,18 +228,19 @@ class GeneralizedKlConfig(Section):
 
         coefficient * (weighted_mse * 1/2 Var_q(log p_ref - log p) + cross_entropy * -sum p_ref log p),  q ~ weights^gamma
 
-    Its value is no KL; its gradient is. weighted_mse = 0 is the gradient of KL(ref || policy); cross_entropy = 0 with weigh_by
-    = "actor" and gamma = 1 that of KL(policy || ref). The paper's weights per class mean nothing for text and are left out."""
+    Its value is not a KL, but its gradient is that of one: of KL(ref || policy) with weighted_mse = 0, and of KL(policy
+    || ref) with cross_entropy = 0, weigh_by = "actor" and gamma = 1. The paper's per-class weights have no meaning for
+    text and are left out."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of both terms in the loss, e.g. 1e-3. Above 0 the reference policy is kept in memory, and runs forward before
-    each optimizer step. 0: off."""
+    """Weight of both terms in the loss, e.g. 1e-3. Above 0, the reference policy is kept in memory and runs a forward
+    pass before each optimizer step. 0: off."""
 
     gamma: NonNegativeFloat = 0.5
-    """Power of the probabilities that weigh the words: 1 as they are, 0 all words alike."""
+    """Exponent of the probabilities that weight the vocabulary: 1 keeps them, 0 weights all tokens equally."""
 
     weigh_by: Literal["reference", "actor"] = "reference"
-    """The model whose probabilities weigh the words; no gradient flows through the weights."""
+    """The model whose probabilities weight the vocabulary; no gradient flows through the weights."""
 
     weighted_mse: NonNegativeFloat = 1.0
     """Weight of the weighted squared error of log-probs."""
@@ -251,12 +253,12 @@ class AlgorithmConfig(Section):
     """Advantage, policy loss and its aggregation."""
 
     name: AlgorithmName = "dapo"
-    """Algorithm that puts the parts together. dapo: advantages from groups. ppo, vapo: from a critic ([critic],
-    [advantage_estimation]); the two differ in their switches alone. tppo: the same over windows of responses
+    """Algorithm that combines the parts. dapo: advantages from groups. ppo, vapo: advantages from a critic ([critic],
+    [advantage_estimation]); the two differ only in their switches. tppo: the same over windows of responses
     ([window])."""
 
     advantage: AdvantageConfig = Field(default=GrpoAdvantageConfig(), discriminator="name")
-    """Advantages from groups: a name, or a table with a name and its keys. For name = dapo."""
+    """Group-relative advantage: a name, or a table with a name and its keys. Used with name = dapo."""
 
     loss: PolicyLossConfig = Field(default=PpoClipLossConfig(), discriminator="name")
     """The policy loss: a name, or a table with a name and its keys."""
@@ -265,21 +267,21 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus. Entropy is logged either way."""
 
     kl_loss_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
+    """Weight of the KL loss towards the initial policy. Above 0, the reference policy is kept in memory."""
 
     kl_estimator: KlEstimator = "k3"  # GRPO's
-    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
+    """Per-token estimator of the KL loss. Only k2 has the gradient of the reverse KL (k1 has none and is only a
     metric)."""
 
     gkl: GeneralizedKlConfig = GeneralizedKlConfig()
-    """Generalized KL in the loss, beside or in place of kl_loss_coefficient."""
+    """Generalized KL in the loss, in addition to or instead of kl_loss_coefficient."""
 
     kl_reward_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL towards the initial policy that is taken off the reward of every token (PPO from human feedback).
-    For algorithms with a critic. Above 0 the reference policy is kept in memory."""
+    """Weight of the KL towards the initial policy that is subtracted from every token's reward (PPO from human
+    feedback). For algorithms with a critic. Above 0, the reference policy is kept in memory."""
 
     kl_reward_estimator: RewardKlEstimator = "k1"
-    """Its per-token estimator."""
+    """Per-token estimator of that KL."""
 
     positive_example_coefficient: NonNegativeFloat = 0.0
     """Weight of the language-model loss on correct responses, normalized over the optimizer step (VAPO, eq. 9 and 10:
@@ -297,18 +299,18 @@ class AlgorithmConfig(Section):
 class TrainingConfig(Section):
     """Mini-batches, epochs and micro-batches of the policy's optimizer steps."""
 
-    mini_batch_prompts: PositiveInt = 32  # 16 optimizer steps a rollout batch, as in DAPO's paper
-    """Groups of one optimizer step; must divide rollout.prompts_per_step."""
+    mini_batch_prompts: PositiveInt = 32  # 16 optimizer steps per rollout batch, as in DAPO's paper
+    """Groups per optimizer step; must divide rollout.prompts_per_step."""
 
     epochs: PositiveInt = 1
     """Passes over a rollout batch."""
 
     micro_batch_tokens: PositiveInt = 24576  # holds DAPO's 2,048 prompt and 20,480 response tokens
-    """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds
-    activation memory; must hold the longest prompt and response."""
+    """Padded tokens of one packed micro-batch on one data-parallel rank, before context parallelism splits it. Bounds
+    activation memory; must hold the longest prompt plus response."""
 
     shuffle: bool = True
-    """Shuffle the responses of a rollout batch before they are cut into mini-batches."""
+    """Shuffle the responses of a rollout batch before they are split into mini-batches."""
 
     max_consecutive_skips: PositiveInt = 3
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an
@@ -326,8 +328,8 @@ class CriticParallelConfig(Section):
     """Processes and parallel sizes of the critic; its data-parallel size follows. They may differ from the policy's."""
 
     num_processes: NonNegativeInt = 0
-    """Processes that hold the critic alone, started besides the policy's; the last ranks of the run. Critic and policy
-    then update at the same time. 0: it lives in the policy's processes, and they update in turn."""
+    """Processes that hold only the critic, started in addition to the policy's; the last ranks of the run. Critic and
+    policy then update at the same time. 0: the critic shares the policy's processes, and they update in turn."""
 
     tp_size: NonNegativeInt = 0
     """Ranks every weight matrix is cut over. 0: parallel.tp_size."""
@@ -336,7 +338,8 @@ class CriticParallelConfig(Section):
     """Stages the layers are cut into. 0: parallel.pp_size."""
 
     vpp_size: NonNegativeInt = 0
-    """Model chunks per pipeline stage. 0: parallel.vpp_size where the stages are as many, else 1."""
+    """Model chunks per pipeline stage. 0: parallel.vpp_size if the critic has as many stages as the policy, otherwise
+    1."""
 
     cp_size: NonNegativeInt = 0
     """Ranks every sequence is cut over. 0: parallel.cp_size."""
@@ -346,30 +349,30 @@ class CriticParallelConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of ppo, vapo and tppo: the policy's layers and a head that gives one value a token."""
+    """The critic of ppo, vapo and tppo: the policy's layers with a head that outputs one value per token."""
 
     path: str = ""
-    """Hugging Face directory it starts from: a policy (the head is fresh), a reward model, or a critic, of the policy's
+    """Hugging Face directory it starts from: a policy (with a new head), a reward model, or a critic, with the policy's
     architecture and tokenizer. Relative: from the current directory, where pretraining wrote it. "": model.path."""
 
     head_scale: NonNegativeFloat = 0.01
-    """About how large the values of a fresh head are."""
+    """Approximate magnitude of the values of a new head."""
 
     parallel: CriticParallelConfig = CriticParallelConfig()  # no etp_size: it is the policy's
     """Layout of the critic over the processes."""
 
     offload: Offload = "none"
-    """State moved to host memory while the critic is idle: nothing, its optimizer state and gradients, or
-    those and its weights. For a critic that shares the policy's processes."""
+    """State moved to host memory while the critic is idle: nothing, its optimizer state and gradients, or those and its
+    weights. For a critic that shares the policy's processes."""
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW of the critic."""
 
     megatron: Mapping[str, Any] = {}
-    """Fields of megatron-core's configuration for the critic, laid over those of [megatron]."""
+    """Fields of megatron-core's configuration for the critic; they override those of [megatron]."""
 
     mini_batch_prompts: NonNegativeInt = 0
-    """Groups of one optimizer step of the critic. 0: training.mini_batch_prompts."""
+    """Groups per optimizer step of the critic. 0: training.mini_batch_prompts."""
 
     epochs: PositiveInt = 1
     """Passes over a rollout batch."""
@@ -378,94 +381,96 @@ class CriticConfig(Section):
     """Padded tokens of one packed micro-batch. 0: training.micro_batch_tokens."""
 
     loss: ValueLossName = "clipped"
-    """squared: (V - target)^2 / 2. clipped: where V has moved beyond its bounds since the advantages were estimated, it
-    is trained only if it is further from the target than the bound is (PPO)."""
+    """squared: (V - target)^2 / 2. clipped: if V has moved beyond its bounds since the advantages were estimated, it is
+    trained only if it is further from the target than the bound is (PPO)."""
 
-    clip_value_low: PositiveFloat = 0.5  # a quarter of what separates right from wrong by default
-    """V is held above V_old - clip_value_low, in units of the return."""
+    clip_value_low: PositiveFloat = 0.5  # a quarter of the default distance between correct and incorrect rewards
+    """Lower bound of V: V_old - clip_value_low, in units of the return."""
 
     clip_value_high: PositiveFloat = 0.5
-    """V is held below V_old + clip_value_high."""
+    """Upper bound of V: V_old + clip_value_high."""
 
     aggregation: ValueAggregation = "token_mean"
     """token_mean: all tokens of the optimizer step weigh the same. sample_mean: all responses do."""
 
     warmup_train_steps: NonNegativeInt = 0
-    """Train steps at the beginning in which the critic learns and the policy does not, whose learning-rate schedule begins
-    after them."""
+    """Train steps at the beginning in which only the critic learns; the policy's learning-rate schedule starts after
+    them."""
 
     # Explained variance is at most 1 and has no lower bound.
     explained_variance_alarm: Annotated[float, Bounds(le=1)] = -1.0
-    """A warning names the step when the critic explains less than this share of the returns' variance. Values start to
+    """Warn, naming the step, when the critic explains less than this share of the returns' variance. Values start to
     help above 0."""
 
 
 class AdvantageEstimationConfig(Section):
-    """Generalized advantage estimation (arXiv 1506.02438), its lambdas apart for policy and critic (VC-PPO, VAPO)."""
+    """Generalized advantage estimation (arXiv 1506.02438), with separate lambdas for policy and critic (VC-PPO,
+    VAPO)."""
 
     gamma: Fraction = 1.0
-    """Discount of a token."""
+    """Discount per token."""
 
     lambda_rule: LambdaRuleName = "fixed"
     """Lambda rule of the policy's advantages. fixed: policy_lambda. length_adaptive: 1 - 1 / (lambda_alpha * length),
-    at least lambda_floor (VAPO, eq. 5). window: the same of the length so far and half a window more where the response
+    at least lambda_floor (VAPO, eq. 5). window: the same with the length so far, plus half a window if the response
     continues (T-PPO)."""
 
     policy_lambda: Fraction = 0.95
     """Lambda under lambda_rule = fixed."""
 
     lambda_alpha: PositiveFloat = 0.05  # VAPO's paper
-    """Share of the length that the weights of the errors sum to, under lambda_rule = length_adaptive and window."""
+    """Sum of the weights of the TD errors as a share of the length, under lambda_rule = length_adaptive and window."""
 
     lambda_floor: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
-    """Smallest lambda under lambda_rule = length_adaptive and window. The rule alone is negative below 1 /
-    lambda_alpha tokens; VAPO names no floor, T-PPO's authors take 0.95."""
+    """Smallest lambda under lambda_rule = length_adaptive and window. Without a floor, the rule is negative below 1 /
+    lambda_alpha tokens; VAPO names no floor, T-PPO's authors use 0.95."""
 
     critic_lambda: Fraction = 1.0  # below 1, long responses hide a late reward from early values (VC-PPO)
-    """Lambda of the critic's targets. 1: Monte-Carlo returns (decoupled GAE). policy_lambda of a fixed rule: plain
-    PPO. tppo needs 1."""
+    """Lambda of the critic's targets. 1: Monte-Carlo returns (decoupled GAE). The value of policy_lambda under a fixed
+    rule: plain PPO. tppo needs 1."""
 
     whiten: bool = True
     """Shift and scale the advantages of a rollout batch to mean 0 and variance 1 over its trained tokens."""
 
     clip: NonNegativeFloat = 0.0
-    """Largest magnitude of an advantage, after whitening. T-PPO's authors take 10. 0: off."""
+    """Largest magnitude of an advantage, after whitening. T-PPO's authors use 10. 0: off."""
 
 
 class WindowConfig(Section):
-    """Windows of tppo (arXiv 2506.15050): the tokens of a response made in one generation step; it continues in the next."""
+    """Windows of tppo (arXiv 2506.15050): the tokens that one generation step adds to a response, which continues in
+    the next."""
 
     tokens: PositiveInt = 8192
-    """Tokens of a window."""
+    """Tokens per window."""
 
     ignored_tail_tokens: NonNegativeInt = 8
-    """Last tokens of a window that are left out of the policy's loss where the response continues: their advantages rest
-    on one value alone."""
+    """Last tokens of a window that are left out of the policy's loss if the response continues, because their
+    advantages rest on a single value."""
 
     windows_per_step: NonNegativeInt = 0
-    """Windows trained in a step, chosen by priority: groups with mixed outcomes first. 0: all."""
+    """Windows trained per step, chosen by priority: groups with mixed outcomes first. 0: all."""
 
 
 class ValuePretrainingConfig(Section):
-    """Data and end of `megatron-dapo pretrain-value`, in which the critic learns Monte-Carlo returns of the fixed policy
-    (VC-PPO)."""
+    """Data and stopping rule of `megatron-dapo pretrain-value`, in which the critic learns the Monte-Carlo returns of
+    the fixed policy (VC-PPO)."""
 
     train_paths: tuple[InputPath, ...] = ()
-    """Prompts it samples from, e.g. a set of wide difficulty. Relative: from the recipe's directory. Empty:
+    """Prompts to sample from, e.g. a set with a wide range of difficulty. Relative: from the recipe's directory. Empty:
     data.train_paths."""
 
     min_steps: Annotated[int, Bounds(ge=2)] = 20  # a slope needs two points
-    """Steps (rollout batches) at least."""
+    """Fewest steps (rollout batches)."""
 
     max_steps: PositiveInt = 150
-    """Steps at most."""
+    """Most steps."""
 
     explained_variance_slope: NonNegativeFloat = 0.005
-    """Ends where, over the last min_steps steps, explained variance rises by less than this in total, and the loss is
+    """Stop when explained variance has risen by less than this in total over the last min_steps steps and the loss is
     flat as well."""
 
     loss_slope: NonNegativeFloat = 0.05
-    """The value loss is flat where it falls by less than this share over the last min_steps steps."""
+    """The value loss is flat if it falls by less than this share over the last min_steps steps."""
 
 
 class SftConfig(Section):
@@ -477,7 +482,7 @@ class SftConfig(Section):
     data.train_paths."""
 
     batch_size: PositiveInt = 64
-    """Responses of one optimizer step, which is a train step."""
+    """Responses per optimizer step, which is also a train step."""
 
     epochs: PositiveInt = 2
     """Passes over the data; rows * epochs / batch_size, rounded up, is the number of train steps."""
@@ -487,12 +492,12 @@ class SftConfig(Section):
     same. sample_mean: all responses do."""
 
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
-    """AdamW of supervised fine-tuning; its schedule is laid over these train steps."""
+    """AdamW of supervised fine-tuning; its schedule spans these train steps."""
 
 
 class RoundsConfig(Section):
-    """Stages of `megatron-dapo rounds`: fine-tuning on sft.train_paths where they are set, rounds of rejection sampling and
-    fine-tuning on what it keeps, then training."""
+    """Stages of `megatron-dapo rounds`: fine-tuning on sft.train_paths if they are set, rounds of rejection sampling
+    and fine-tuning on the kept responses, then training."""
 
     num_rounds: NonNegativeInt = 1
     """Rounds of sampling and fine-tuning."""
@@ -502,4 +507,4 @@ class RoundsConfig(Section):
     ReST-EM, arXiv 2312.06585)."""
 
     train: bool = True
-    """Train by the recipe's own algorithm at the end."""
+    """Train with the recipe's algorithm at the end."""

@@ -1,4 +1,4 @@
-"""Rules of the algorithms with a critic: what they need, what they cannot do, and how the critic may be cut."""
+"""Rules for algorithms with a critic: requirements, limits, and layouts of the critic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CRITIC_RULES = (
         where=f'{_CRITIC} and (megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False))',
         reason="tp_comm_overlap has buffers of one shape for all models of a process",
     ),
-    # Where the policy's tokens are too few even without padding, its own rule says so.
+    # If the policy's tokens are too few even without padding, the policy's rule reports it.
     Rule(
         "(critic.micro_batch_tokens or training.micro_batch_tokens) >= "
         "padded(data.max_prompt_tokens + rollout.max_response_tokens, critic_multiple)",
@@ -130,20 +130,21 @@ OWN_PROCESSES_RULE = Rule(
     path="critic.parallel.num_processes",
 )
 
-# Fields of the policy's layout that the critic has its own of.
+# Fields of the policy's layout that the critic can set separately.
 _CRITIC_FIELDS = {f"parallel.{name}" for name in CriticParallelConfig.model_fields if name != "num_processes"}
 
 
 def as_policy(config: Config) -> Config:
     """Return the configuration with the critic's layout in the place of the policy's, to be checked by the same rules."""
-    # Else a fix would add the critic's own processes to themselves.
+    # Otherwise a fix would add the critic's separate processes to themselves.
     no_own_processes = config.critic.parallel.model_copy(update={"num_processes": 0})
     critic = config.critic.model_copy(update={"parallel": no_own_processes})
     return config.model_copy(update={"parallel": config.critic_parallel, "critic": critic})
 
 
 def as_critic(config: Config) -> Config:
-    """Return the configuration of the critic as a model that is trained: `as_policy` with its own tokens, fields and optimizer."""
+    """Return the critic's configuration as a trained model: `as_policy` with the critic's tokens, fields and
+    optimizer."""
     tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
     training = config.training.model_copy(update={"micro_batch_tokens": tokens})
     changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
@@ -151,11 +152,12 @@ def as_critic(config: Config) -> Config:
 
 
 def of_critic(found: Iterable[Violation], own_processes: int) -> Iterator[Violation]:
-    """Name the critic's fields in violations of `as_policy`; those of fields that are the policy's alone are left out."""
+    """Rename fields in violations of `as_policy` to the critic's; violations of fields that only the policy has are
+    dropped."""
     for one in found:
         if one.path not in _CRITIC_FIELDS:
             continue
-        # Processes of the critic are not started by hand: their number is a setting.
+        # The number of critic processes is a setting, not the user's launch command.
         setting = r"set critic.parallel.num_processes = \1"
         fix = re.sub(r"start (\d+) processes", setting, one.suggestion) if own_processes else one.suggestion
         yield replace(

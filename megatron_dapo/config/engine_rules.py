@@ -1,4 +1,4 @@
-"""Rules of SGLang servers: where they run, how weights reach them, and what quantized ones sample from."""
+"""Rules for SGLang servers: their placement, weight sync and quantization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE_RULES = (
         where=_GIVEN_BY_URL,
         reason="shared memory reaches only servers that this run starts",
     ),
-    # Servers given by URL are on devices that this run knows nothing of.
+    # The devices of servers given by URL are unknown to this run.
     Rule(
         'sglang.placement == "disaggregated"',
         'set sglang.placement = "disaggregated"',
@@ -42,7 +42,7 @@ ENGINE_RULES = (
         "set sglang.max_total_tokens = {data.max_prompt_tokens + rollout.max_response_tokens} or more, or 0",
         where=f"{_SGLANG} and sglang.max_total_tokens > 0",
     ),
-    # A healthy bfloat16 run would be ended at its first batch; mismatch.alarm is the lower of the two for it.
+    # The gate would end a healthy bfloat16 run at its first batch; the lower threshold for it is mismatch.alarm.
     Rule(
         "mismatch.step0_max_mean_abs >= 0.05",
         "set mismatch.step0_max_mean_abs = 0.05; mismatch.alarm = {mismatch.alarm} warns below it",

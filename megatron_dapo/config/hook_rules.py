@@ -1,4 +1,4 @@
-"""Checks of the functions and objects of a user that a configuration names: each is imported and its signature compared."""
+"""Checks of user-defined functions and objects in a configuration: each is imported and its signature compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def hook_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def hook_problems(config: Config) -> list[Violation]:
-    """Return a violation for each hook that cannot be imported or takes other arguments than it will get. Runs the user's modules."""
+    """Return a violation for each hook that cannot be imported or whose arguments do not match. Runs the user's
+    modules."""
     found: list[Violation] = []
     for field, path in hook_paths(config):
         if not is_function_path(path):

@@ -1,4 +1,4 @@
-"""Checks that read the disk: the model's config.json, and the files that a configuration names."""
+"""Checks that read the disk: the model's config.json and the files named in a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_inputs(config: Config) -> tuple[ModelArchitecture | None, list[Violati
 
 
 def missing_inputs(config: Config) -> list[Violation]:
-    """Return a violation for each model directory, data file or reference that is not there."""
+    """Return a violation for each model directory, data file or reference that does not exist."""
     found, critic = [], Path(config.critic.path)
     if not config.model.path.is_dir():
         found.append(_absent("model.path", config.model.path, "a Hugging Face directory that exists"))
@@ -50,8 +50,8 @@ _OF_A_ROLE = ("max_position_embeddings", "tie_word_embeddings", "head", "dtype",
 
 
 def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[Violation]:
-    """A violation where critic.path is there and of another shape than the policy. Weights and tokenizers are compared when the
-    critic is built."""
+    """Yield a violation if critic.path exists and its shape differs from the policy's. Weights and tokenizers are
+    compared when the critic is built."""
     directory = Path(config.critic.path)
     if not (config.has_critic and config.critic.path and (directory / "config.json").is_file()):
         return []
@@ -59,7 +59,7 @@ def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[V
         critic = ModelArchitecture.from_directory(directory, heads=HEADS)
     except ValueError as error:
         return [Violation("critic.path", "a model directory this package knows", str(error))]
-    # A critic may have been trained at another length, and has another head.
+    # A critic may have been trained at another length, and its head differs.
     values: dict[str, Any] = {
         f"{field.name} of critic and policy": (of_critic, of_policy)
         for field in fields(policy)

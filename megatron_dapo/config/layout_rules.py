@@ -1,4 +1,5 @@
-"""Rules of the parallel layout and of precision: sizes that divide each other, the processes and the model's shape."""
+"""Rules for the parallel layout and for precision: sizes that must divide each other, the processes or the model's
+shape."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ LAYOUT_RULES = (
         where='megatron.get("nccl_ub", False) or critic.megatron.get("nccl_ub", False)',
         reason="memory that comes back to the device is not the memory that NCCL has registered",
     ),
-    # Megatron-core has no interleaved schedule for a single stage, and no sequence parallelism for a single tensor rank.
+    # Megatron-core has no interleaved schedule with one stage and no sequence parallelism with one tensor rank.
     Rule(
         "parallel.vpp_size == 1",
         "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
@@ -48,19 +49,19 @@ LAYOUT_RULES = (
         "set parallel.etp_size = 0, or parallel.ep_size = 2 or more",
         where="parallel.etp_size > 0 and parallel.tp_size % parallel.etp_size == 0 and parallel.ep_size == 1",
     ),
-    # The storage of an FP8 weight is Transformer Engine's: it cannot be freed and brought back.
+    # Transformer Engine owns the storage of FP8 weights: it cannot be freed and brought back.
     *(
         Rule(f'{path} != "all"', f'set {path} = "optimizer"', where="precision.fp8_param")
         for path in ("model.offload", "critic.offload")
     ),
-    # Their quantization takes the largest values of all data ranks' shards at once.
+    # Quantizing FP8 params needs the maxima over all data ranks' shards at once.
     *(
         Rule(f"not {path}", f"set {path} = false", where="precision.fp8_param")
         for path in ("optimizer.on_host", "critic.optimizer.on_host")
     ),
 )
 
-# Of the processes that hold the policy (or the critic, on processes of its own).
+# Rules for the processes that hold the policy (or the critic, if it has separate processes).
 WORLD_RULES = (
     Rule(
         "parallel.num_processes == processes",
@@ -80,7 +81,7 @@ WORLD_RULES = (
         where="processes % model_size == 0 and "
         "expert_ranks == parallel.tp_size / (parallel.etp_size or parallel.tp_size) * data_parallel_size * parallel.cp_size",
     ),
-    # A rank without a response would still have to join every collective of the step.
+    # A rank without responses would still have to join every collective of the step.
     Rule(
         "training.mini_batch_prompts * rollout.group_size >= data_parallel_size",
         "set training.mini_batch_prompts = {ceil(data_parallel_size / rollout.group_size)} or more, or use fewer data-parallel ranks",
@@ -90,7 +91,7 @@ WORLD_RULES = (
 )
 
 _EXPERT_CUT = "(parallel.etp_size or parallel.tp_size)"
-# Divides every size that tensor ranks cut: a fix for one of them would only move the error to the next.
+# Divides every size that is split over tensor ranks; a fix for only one of them would move the error to the next.
 _COMMON_SIZE = "gcd(num_attention_heads, num_key_value_heads, has_dense_layers * intermediate_size)"
 
 ARCHITECTURE_RULES = (
@@ -106,7 +107,7 @@ ARCHITECTURE_RULES = (
             ("intermediate_size", "has_dense_layers"),
         )
     ),
-    # SGLang cuts query heads evenly; key-value heads are cut or repeated.
+    # SGLang splits query heads evenly; key-value heads are split or replicated.
     Rule(
         "num_attention_heads % sglang.tp_size == 0 and "
         "(num_key_value_heads % sglang.tp_size == 0 or sglang.tp_size % num_key_value_heads == 0)",
@@ -127,7 +128,7 @@ ARCHITECTURE_RULES = (
         path="parallel.first_stage_layers",
         where="parallel.first_stage_layers or parallel.last_stage_layers",
     ),
-    # Strictly below: a response needs a position, too.
+    # Strictly below, because a response needs a position, too.
     Rule(
         "data.max_prompt_tokens < max_position_embeddings",
         "set data.max_prompt_tokens below {max_position_embeddings}, or use a model with more positions",
@@ -173,13 +174,13 @@ _LAYER_FIELDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_
 _FP8_PARAM = "precision.fp8_param and computes_in_fp8"
 
 PRECISION_RULES = (
-    # fp32 and bf16 name what model.dtype says; they convert nothing.
+    # fp32 and bf16 only restate model.dtype; they convert nothing.
     Rule(
         "model.dtype == recipe_dtype",
         'set precision.recipe = "", or model.dtype = "{recipe_dtype}"',
         where='recipe_dtype != ""',
     ),
-    # Without FP8 these keys would have no effect: refused rather than ignored.
+    # Without FP8 these keys would have no effect, so they are refused rather than ignored.
     *(
         Rule(
             f"{path} == {off}",
@@ -251,7 +252,7 @@ def layout_facts(config: Config, processes: int) -> dict[str, Any]:
 
 
 def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
-    """Return the sizes of the model that formulas name."""
+    """Return the sizes of the model that formulas refer to."""
     return {
         "num_layers": architecture.num_layers,
         "num_attention_heads": architecture.num_attention_heads,
@@ -265,7 +266,7 @@ def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
 
 
 def unfit_shapes(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
-    """Yield a violation for every weight whose size on a rank the FP8 recipe cannot multiply."""
+    """Yield a violation for every weight whose size on a rank the FP8 recipe does not support."""
     recipe, tensor = config.precision.recipe, config.parallel.tp_size
     expert_tensor = config.parallel.etp_size or tensor
     if not RECIPES.get(recipe, PrecisionRecipe()).is_fp8 or min(tensor, expert_tensor) < 1:
@@ -278,9 +279,9 @@ def unfit_shapes(config: Config, architecture: ModelArchitecture) -> Iterator[Vi
         architecture.intermediate_size if architecture.has_dense_layers else 0,
         architecture.moe_intermediate_size if architecture.num_experts else 0,
     )
-    # A smaller cut is a way out only where the whole weights fit.
+    # A smaller parallel size is a fix only if the whole weights have supported sizes.
     fits_whole = not misfits(recipe, sizes, 1)
-    # Experts are cut as dense layers where nothing else is said.
+    # Without etp_size, experts are split like dense layers.
     expert_path = "parallel.etp_size" if config.parallel.etp_size else "parallel.tp_size"
     cuts = {"tensor": "parallel.tp_size", "expert_tensor": expert_path}
     for one in misfits(recipe, sizes, tensor, expert_tensor):

@@ -1,7 +1,7 @@
-"""Load recipe files and --set overrides into one Config in which the origin of every value is known.
+"""Loads recipe files and --set overrides into one Config and records the origin of every value.
 
-A recipe is a TOML file; `base = "other.toml"` (relative to the file) takes everything from another recipe and the file
-then holds only what differs. Order: schema defaults < base < recipe < --set. Lists are replaced, never merged.
+A recipe is a TOML file. With `base = "other.toml"` (relative to the file) it inherits everything from another recipe
+and holds only what differs. Precedence: schema defaults < base < recipe < --set. Lists are replaced, never merged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULT_ORIGIN = "default"
 SET_ORIGIN = "--set"
 VERSION = 1  # of a run directory's config.json
 
-# Names that other frameworks and papers use: field -> name -> what it is here.
+# Names in other frameworks and papers: field -> their name -> our value.
 FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "algorithm.loss.name": {
@@ -59,7 +59,7 @@ FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked configuration and where each of its values came from."""
+    """A checked configuration and the origin of each of its values."""
 
     config: Config
     origins: Mapping[str, str]  # dotted path -> "default", the recipe file's path, or "--set"
@@ -67,7 +67,7 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value before type checks, with its origin and the directory that relative paths are taken from."""
+    """A value before type checks, with its origin and the directory that relative paths start from."""
 
     value: Any
     origin: str
@@ -112,7 +112,7 @@ def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
     """Write every value with its origin as JSON; `read_resolved` gives back an equal LoadedConfig."""
     document = {"version": VERSION, "config": loaded.config.model_dump(mode="json"), "origins": dict(loaded.origins)}
     target = Path(path)
-    # Replaced at once: a reader never sees half a file, and a crash leaves the old one.
+    # Replaced atomically: a reader never sees half a file, and a crash leaves the old one.
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".tmp")
     partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -132,14 +132,14 @@ def read_resolved(path: str | Path) -> LoadedConfig:
 
 
 def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
-    # Symbolic links may name one recipe twice: loops are found among real paths.
+    # Symbolic links may give one recipe two names, so loops are detected among real paths.
     resolved = recipe.resolve()
     if resolved in chain:
         loop = " -> ".join(str(path) for path in (*chain, resolved))
         problem = Violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")
         raise ConfigError([problem], str(recipe))
     tree = read_toml(recipe)
-    # Flattened before merging, so that a child changes one key of a table and a list is replaced as a whole.
+    # Flattened before merging, so that a child can change one key of a table while lists are replaced as a whole.
     base = tree.pop("base", None)
     own = _flatten(tree, origin=str(recipe), directory=recipe.parent)
     if base is None:
@@ -151,8 +151,8 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
 
 
 def _layered(lower: dict[str, _Value], upper: dict[str, _Value]) -> dict[str, _Value]:
-    """Lay `upper` over `lower`. A union that `upper` gives another name loses what `lower` set in it: the bounds of one
-    loss mean nothing to another."""
+    """Merge `upper` over `lower`. If `upper` gives a union another name, the values of `lower` in it are dropped: the
+    bounds of one loss mean nothing to another."""
     for path in section_types():
         names, key = union_names(path), f"{path}.name"
         if names and key in upper and upper[key].value != (lower[key].value if key in lower else names[0]):
@@ -161,7 +161,7 @@ def _layered(lower: dict[str, _Value], upper: dict[str, _Value]) -> dict[str, _V
 
 
 def read_toml(recipe: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises ConfigError for one that is missing or broken."""
+    """Read a TOML file. Raises ConfigError if it is missing or broken."""
     try:
         return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
                 rule = "an override as section.field=value, the value in TOML"
                 problems.append(Violation(path or "--set", rule, f"rewrite --set {override!r}"))
             else:
-                # Typed in a shell: relative paths are from the current directory, not the recipe's.
+                # Typed in a shell, so relative paths start from the current directory, not the recipe's.
                 values.update(_entries(path, _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())))
         except ValueError:
             kind, example = _written(path)
@@ -220,8 +220,8 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
 
 
 def _parse_override(path: str, text: str) -> Any:
-    """TOML, except that a field of text takes the bare word: no shell double quoting, and no guessing of types
-    either."""
+    """Parse a value as TOML, except that a text field takes the bare word: this needs no double quoting in shells and
+    guesses no types."""
     field = leaf_fields().get(path)
     if field is not None and text[:1] not in ("'", '"') and (_is_text(field.annotation) or text in _words(field)):
         return text
@@ -243,7 +243,8 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _words(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a field takes, e.g. "off" beside numbers; empty for one that takes none or any."""
+    """Return the words that a field accepts, e.g. "off" in addition to numbers; empty for a field that accepts none or
+    any."""
     kinds = (field.annotation, *typing.get_args(field.annotation))
     choices = [
         choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
@@ -267,7 +268,8 @@ _KINDS = {
 
 
 def _written(path: str) -> tuple[str, str]:
-    """The type of the field `path` in words, and how it is set on the command line; of no known field ("", "")."""
+    """Return the type of the field `path` in words, and how to set it on the command line; ("", "") for an unknown
+    field."""
     field = leaf_fields().get(path)
     if field is None:
         return 'a value in TOML: 3, 1e-6, true, "text" or a list of these', ""
@@ -293,7 +295,7 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
     problems += [problem for path, value in options.items() if (problem := _megatron_problem(path, value))]
     if unusable := [_with_null(path, value) for path, value in values.items() if _has_null(value.value)]:
         raise ConfigError([*problems, *unusable], source)  # no path can be made of them
-    # Unknown keys stay out of the schema's check: it would report each a second time, without the nearest name.
+    # Unknown keys are kept from the schema's check, which would report each again without the nearest name.
     known = {path: value for path, value in values.items() if path not in unknown}
     tree = _nest({path: _absolute_inputs(path, value) for path, value in known.items()})
     config = None
@@ -301,18 +303,18 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         # JSON mode: arrays become tuples and strings paths, and nothing else is converted.
         config = Config.model_validate_json(json.dumps(tree, default=_refuse))
     except ValidationError as error:
-        # A field of several types has an error for each: one of them says it all.
+        # A field of several types has an error for each type; one is enough.
         found = {one.path: one for one in (_from_pydantic(entry, known) for entry in error.errors(include_url=False))}
         problems += found.values()
     if config is not None and config.model.family and (config.model.path / "config.json").is_file():
-        # Here, as every process of a run loads its configuration before it reads a model.
+        # Done here because every process of a run loads its configuration before it reads a model.
         try:
             add_family(config.model.family, config.model.path)
         except ValueError as error:
             problems.append(UnusableInput(FAMILY, str(error).removeprefix(f"{FAMILY} = ")))
     if problems or config is None:
         raise ConfigError(problems, source)
-    # The keys of a union's other members are leaves as well, but not of this configuration.
+    # The keys of a union's other members are also leaves, but not of this configuration.
     origins = {
         path: known[path].origin if path in known else DEFAULT_ORIGIN
         for path in leaf_fields()
@@ -330,7 +332,7 @@ def _with_null(path: str, value: _Value) -> Violation:
 
 
 def _refuse(value: Any) -> str:
-    """A TOML date is no value of any field: hand on its type's name so that the type check names the field."""
+    """Replace a TOML date, which no field accepts, with its type's name, so that the type check reports the field."""
     return f"<{type(value).__name__} {value}>"
 
 
@@ -351,7 +353,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_unions(tree: dict[str, Any]) -> None:
-    """A union without a name is its default: [algorithm.loss] with clip_ratio_high alone is ppo_clip."""
+    """Give a union without a name its default name: [algorithm.loss] with only clip_ratio_high is ppo_clip."""
     for path in section_types():
         if names := union_names(path):
             node = tree
@@ -372,7 +374,7 @@ def _absolute_inputs(path: str, value: _Value) -> Any:
 
 
 def _absolute_source(table: Any, directory: Path) -> Any:
-    """Return a table of data.sources with the path of its file absolute; the name of a task stays."""
+    """Return a table of data.sources with its file path made absolute; a task's name is unchanged."""
     path = table.get("path") if isinstance(table, dict) else None
     if not isinstance(path, str) or path.startswith(TASK_PREFIX):
         return table
@@ -382,7 +384,7 @@ def _absolute_source(table: Any, directory: Path) -> Any:
 def is_input(path: str) -> bool:
     """Return True if the field `path` holds files that a run reads, relative to its recipe."""
     field = leaf_fields()[path]
-    # pydantic takes the mark off a single path's annotation, and leaves it on the items of a list.
+    # pydantic removes the marker from a single path's annotation, but leaves it on the items of a list.
     items = [getattr(item, "__metadata__", ()) for item in typing.get_args(field.annotation)]
     return any(isinstance(mark, RelativeToRecipe) for marks in (field.metadata, *items) for mark in marks)
 
@@ -414,8 +416,8 @@ def _unknown(path: str, value: _Value) -> Violation:
 
 
 def _nearest(path: str) -> str | None:
-    """The field the writer most likely meant: the same name in another section, else the closest spelling."""
-    # A right name in a wrong section is the most common slip: it goes before any misspelling.
+    """Return the field most likely meant: the same name in another section, otherwise the closest spelling."""
+    # A right name in the wrong section is the most common slip, so it is tried before misspellings.
     leaves = list(leaf_fields())
     name = path.rpartition(".")[2]
     for candidate in leaves:
@@ -434,7 +436,7 @@ def _nearest(path: str) -> str | None:
 
 def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Violation:
     path = _path_of(entry["loc"])
-    # Of a list with too few items pydantic also says "missing", of the item.
+    # For a list with too few items, pydantic also says "missing", about the item.
     if entry["type"] == "missing" and path == ".".join(map(str, entry["loc"])):
         return Violation(path, "a value (there is no default)", f"set {path} in the recipe or by --set {path}=...")
     if entry["type"] == "union_tag_invalid":
@@ -465,7 +467,7 @@ def _table_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _path_of(location: Sequence[str | int]) -> str:
-    """The field or section that pydantic speaks of; it names the member of a union and items of lists besides."""
+    """Return the field or section of a pydantic error, whose location also names union members and list items."""
     path = ""
     for part in map(str, location):
         longer = f"{path}.{part}" if path else part
@@ -478,7 +480,8 @@ def _path_of(location: Sequence[str | int]) -> str:
 
 
 def _of_another_member(path: str, given: Any, origin: str, known: Mapping[str, _Value]) -> Violation:
-    """A key that another member of its union has, e.g. dual_clip of ppo_clip where the loss is gspo."""
+    """Return the violation for a key of another member of the union, e.g. dual_clip of ppo_clip when the loss is
+    gspo."""
     section, _, name = path.rpartition(".")
     key = f"{section}.name"
     chosen = known[key].value if key in known else union_names(section)[0]
@@ -515,8 +518,8 @@ _TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)(\d+)|(sp)")
 
 
 def layout_overrides(text: str) -> list[str]:
-    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, etp, dp in any order, and sp; the
-    rest is 1 / off, etp as tp.
+    """Return overrides for the layout in `text`: sizes of tp, pp, vpp, cp, ep, etp, dp in any order, and sp. Omitted
+    sizes are 1, sp is off, and etp is tp.
 
     "tp2pp1" starts 2 processes, "tp2dp2sp" 4. Raises ValueError for anything else.
     """

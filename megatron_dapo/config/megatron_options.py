@@ -1,8 +1,9 @@
-"""Fields of megatron-core's own configuration that a recipe may set, in [megatron] and [critic.megatron].
+"""Fields of megatron-core's configuration that a recipe may set, in [megatron] and [critic.megatron].
 
-A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig, and goes to all of them that have it.
-Names and types are checked against a table of the versions that the locks have (`tools/megatron_fields.py` writes it), so that
-a laptop's dry run checks a recipe for GPUs. Fields that this project sets itself are refused with the reason.
+A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig and is passed to each of them
+that has it. Names and types are checked against a table for the locked versions (written by
+`tools/megatron_fields.py`), so that a dry run on a laptop can check a recipe for GPUs. Fields that this project sets
+itself are refused with the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _BUFFERS = "weight sync and checkpoints read the buffers of megatron-core's own 
 _INFERENCE = "SGLang or the embedded engine generates, not megatron-core"
 _UNSUPPORTED_LAYER = "the layers, converters and engines of the supported families have none"
 _INITIALIZATION = "weights come from model.path"
-# Measured: where gradients become ten times smaller, 300 steps later a bf16 moment with beta2 = 0.999 is 1.34 times the fp32 one.
+# Measured: 300 steps after gradients shrink to a tenth, a bf16 moment with beta2 = 0.999 is 1.34 times the fp32 one.
 _MOMENTS = (
     "a second moment in 16 bits does not decay at beta2 = 0.999, whose steps are below its spacing; where memory is short, "
     "set optimizer.on_host = true"
 )
 
-# A pattern of whole names -> the reason for refusing it and, where there is one, the key to set instead.
+# Pattern that matches whole names -> the reason for refusing them and, if there is one, the key to set instead.
 DENIED: Mapping[str, str] = {
     "tensor_model_parallel_size": "set parallel.tp_size",
     "pipeline_model_parallel_size": "set parallel.pp_size",
@@ -128,12 +129,12 @@ DENIED: Mapping[str, str] = {
 
 @cache
 def field_table() -> Mapping[str, Mapping[str, Any]]:
-    """Return what is known of every field: `parts` that have it, `versions`, and `kinds` of its values."""
+    """Return the table of fields: for each, the `parts` that have it, `versions`, and the `kinds` of its values."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["fields"]
 
 
 def reason_against(name: str) -> str:
-    """Return why a recipe must not set the field, "" where it may."""
+    """Return why a recipe must not set the field, "" if it may."""
     return next((reason for pattern, reason in DENIED.items() if re.fullmatch(pattern, name)), "")
 
 
@@ -143,7 +144,7 @@ def settable() -> list[str]:
 
 
 def problem_with(name: str, value: Any) -> tuple[str, str]:
-    """Return what is wrong with a key and its value, and the fix; empty texts where nothing is."""
+    """Return what is wrong with a key and its value, and the fix; both empty if nothing is."""
     if reason := reason_against(name):
         return "a field that is the recipe's to set", f"remove it: {reason}"
     if name not in field_table():
@@ -164,7 +165,7 @@ def _is_of(kind: Any, value: Any) -> bool:
         )
     if kind == "float":
         return type(value) in (int, float)
-    return type(value).__name__ == kind  # a bool is no int here
+    return type(value).__name__ == kind  # a bool does not count as an int
 
 
 def _in_words(kind: Any) -> str:
@@ -176,5 +177,5 @@ def _in_words(kind: Any) -> str:
 
 
 def options_for(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that are fields of "model", "ddp" or "optimizer"."""
+    """Return the `options` that are fields of `part`: "model", "ddp" or "optimizer"."""
     return {name: value for name, value in options.items() if part in field_table()[name]["parts"]}

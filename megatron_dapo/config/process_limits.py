@@ -1,4 +1,4 @@
-"""Cores and host memory that this process may use, by its affinity and its control groups."""
+"""Cores and host memory that this process may use under its affinity and control groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_dapo.affinity import cpus_at_start
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """Cores and host memory that this process may use, and that the machine has. `job`: the scheduler's, "" for none."""
+    """Cores and host memory that this process may use, and those of the machine. `job`: the scheduler's job, "" for
+    none."""
 
     cores: int
     machine_cores: int
@@ -44,7 +45,7 @@ def process_limits(root: Path = Path("/")) -> ProcessLimits:
 
 
 def _cgroup_files(root: Path) -> Iterator[Path]:
-    """Yield the limits of this process's control groups and of those above them: the lowest one holds."""
+    """Yield the limits of this process's control groups and of their parents; the lowest one applies."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -52,7 +53,7 @@ def _cgroup_files(root: Path) -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
-        # Inside a container the path may be the host's, which is not mounted: the mount itself is then the group.
+        # Inside a container, the path may be the host's, which is not mounted; the mount itself is then the group.
         for group in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
             yield from (group / name for name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us"))
             if group == top:
@@ -60,14 +61,15 @@ def _cgroup_files(root: Path) -> Iterator[Path]:
 
 
 def _limit(file: Path) -> tuple[str, float] | None:
-    """("memory", bytes) or ("cpu", cores) of a control group's file; None where it sets no limit or is not there."""
+    """Return ("memory", bytes) or ("cpu", cores) from a control group's file; None if it is missing or sets no
+    limit."""
     try:
         words = file.read_text(encoding="utf-8").split()
         if file.name == "cpu.cfs_quota_us":
             words.append((file.parent / "cpu.cfs_period_us").read_text(encoding="utf-8").strip())
     except OSError:
         return None
-    # "max" and -1 stand for none; version 1 writes no memory limit as a number near 2^63.
+    # "max" and -1 mean no limit; version 1 writes an absent memory limit as a number near 2^63.
     if words[0] in ("max", "-1") or float(words[0]) > 2**60:
         return None
     return ("memory", float(words[0])) if len(words) == 1 else ("cpu", float(words[0]) / float(words[1]))

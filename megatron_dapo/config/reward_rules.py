@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from megatron_dapo.config.rules import Rule
 
-# Those of rewards.verifiers.verifier, which this layer may not import.
+# The same as in rewards.verifiers.verifier, which this layer may not import.
 VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
-GOLD_PRESETS = ("dapo", "lenient")  # that compare an answer with a gold answer
+GOLD_PRESETS = ("dapo", "lenient")  # presets that compare an answer with a gold answer
 BUILT_IN_PARTS = (
     "verifier",
     "overlong",
     "perplexity",
     "format",
-)  # of a reward, beside those of a mixture or a user's function
+)  # of a reward, in addition to those of a mixture or a user's function
 _SERVICES = ("judge", "remote", "reward_model")
 
 REWARD_RULES = (
@@ -43,7 +43,7 @@ REWARD_RULES = (
         "give the tables of reward.mix different names: name = ...",
         reason="each is a part of the reward in the metrics",
     ),
-    # The preset `format` is refused where the recipe rewards the form as well.
+    # The preset `format` is refused if the recipe also adds a format reward.
     Rule(
         'not [name for name in reward.part_names if name in built_in_parts and (name != "format" or "format" not in reward.verifiers)]',
         f"give the tables of reward.mix other names than {', '.join(BUILT_IN_PARTS)}: name = ...",

@@ -1,4 +1,4 @@
-"""The section [reward]: verifiers, mixtures of them, their processes, and what is added to their word."""
+"""The section [reward]: verifiers, mixtures of verifiers, their processes, and reward shaping terms."""
 
 from __future__ import annotations
 
@@ -34,134 +34,138 @@ class OverlongPunishmentConfig(Section):
 
 
 class PerplexityPenaltyConfig(Section):
-    """Soft penalty of improbable responses: with n = -mean log-prob of a response's tokens under the policy that sampled it, 0 up to
-    n = start, falling linearly to -factor at n = end. It does not bound length, as a mean takes length out: keep the hard
-    limit and overlong_filter. It rewards low entropy, against clip-higher: watch `actor/entropy`."""
+    """Soft penalty on improbable responses: with n = -mean log-prob of a response's tokens under the policy that
+    sampled it, 0 up to n = start, falling linearly to -factor at n = end. It does not bound length, because a mean is
+    independent of length: keep the hard limit and overlong_filter. It rewards low entropy, which works against
+    clip-higher: watch `actor/entropy`."""
 
     enabled: bool = False
     """Add the penalty to the reward."""
 
     start: PositiveFloat = 1.0
-    """Nats a token up to which nothing is taken off. For example the 95 % quantile of correct responses at the first step,
+    """Nats per token up to which there is no penalty, e.g. the 95 % quantile of correct responses at the first step,
     `quality/nll_correct_p95`."""
 
     end: PositiveFloat = 1.5
-    """Nats a token from which the penalty is full, e.g. the first step's `quality/nll_correct_p995`."""
+    """Nats per token from which the penalty is full, e.g. the first step's `quality/nll_correct_p995`."""
 
     low_start: NonNegativeFloat = 0.0
-    """Nats a token below which it grows again, to be full at low_end: loops have a very low perplexity. 0: off."""
+    """Nats per token below which the penalty grows again, until it is full at low_end: loops have a very low
+    perplexity. 0: off."""
 
     low_end: NonNegativeFloat = 0.0
-    """Nats a token at which the penalty of loops is full."""
+    """Nats per token at which the penalty on loops is full."""
 
     factor: PositiveFloat = 1.0
     """Full penalty as a positive number."""
 
 
 class FormatRewardConfig(Section):
-    """Form of a response: a reward added to that of its answer, which leaves the accuracy that groups are filtered by alone, or the
-    verifier "format", alone or in a mixture."""
+    """Form of a response: either a reward added to the answer's, which does not change the accuracy that groups are
+    filtered by, or the verifier "format", by itself or in a mixture."""
 
     reward: NonNegativeFloat = 0.0
-    """Added where the form holds, e.g. 0.5. 0: off."""
+    """Added to the reward of a response that has the form, e.g. 0.5. 0: off."""
 
     markers: tuple[str, ...] = ()
-    """Texts that have to occur in this order, each once, e.g. ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]. Without
-    markers and pattern the form holds where the verifier finds an answer in a response that ended by itself."""
+    """Texts that must occur in this order, each once, e.g. ["<reasoning>", "</reasoning>", "<answer>", "</answer>"].
+    Without markers and pattern, a response has the form if it ended by itself and the verifier finds an answer in
+    it."""
 
     pattern: str = ""
-    """Regular expression that has to match the whole response, e.g. "<think>.*</think>.*"; a dot also stands for a line break."""
+    """Regular expression that must match the whole response, e.g. "<think>.*</think>.*"; a dot also matches a line
+    break."""
 
 
 class MixComponentConfig(Section):
     """One component of a mixture: the reward is the sum of weight times score."""
 
     verifier: str
-    """As reward.verifier."""
+    """A verifier, written as in reward.verifier."""
 
     weight: float = 1.0
-    """Factor of its score."""
+    """Weight of its score."""
 
     name: str = ""
-    """Its part in samples and metrics, reward/part/NAME. "": the preset's or the function's."""
+    """Its name in samples and metrics, reward/part/NAME. "": the name of the preset or function."""
 
     decides: bool = False
-    """Groups are filtered by whether this component calls responses right. Without any the first one decides."""
+    """Filter groups by this component's accuracy. If no component decides, the first one does."""
 
 
 class CodeRewardConfig(Section):
-    """Unit tests of the program in a response's last fenced block, in a sandbox (docs/rewards.md)."""
+    """Unit tests of the program in a response's last fenced block, run in a sandbox (docs/rewards.md)."""
 
     tests: str = ""
-    """Column of the tests; dots lead into nested fields. "": the gold answer holds them."""
+    """Column with the tests; dots lead into nested fields. "": the gold answer holds them."""
 
     score: CodeScore = "all"
-    """all: reward.correct where every test passes, else reward.incorrect. share: the share of tests that pass."""
+    """all: reward.correct if every test passes, otherwise reward.incorrect. share: the share of tests that pass."""
 
     max_tests: NonNegativeInt = 0
-    """Tests that count, from the first. 0: all."""
+    """Number of tests to run, from the first. 0: all."""
 
     seconds_per_test: PositiveFloat = 5.0
-    """Processor time of a test; by the clock it may take twice as long. All tests of a response together have
-    reward.timeout_seconds less one second, and those that get no turn have failed."""
+    """CPU seconds per test; wall time may be twice as long. All tests of a response together have
+    reward.timeout_seconds less one second, and tests that do not get to run count as failed."""
 
     memory_limit_mb: PositiveInt = 1024
-    """Memory of a program and all that it starts, in MiB."""
+    """Memory of a program and everything it starts, in MiB."""
 
     max_processes: PositiveInt = 16
-    """Processes and threads of a program at a time."""
+    """Most processes and threads of a program at a time."""
 
     allow_weak_sandbox: bool = False
-    """Run programs even where this site allows neither user namespaces nor Landlock: they then can read and write what your account
-    can."""
+    """Run programs even if this site allows neither user namespaces nor Landlock: they can then read and write whatever
+    your account can."""
 
 
 class ServiceConfig(Section):
-    """Requests to a service: where, and what happens to those that fail."""
+    """Requests to a service: its address, and the handling of failed requests."""
 
     url: str = ""
-    """URL that requests are sent to."""
+    """URL of the service."""
 
     key_variable: str = ""
-    """Environment variable with the key that goes as a bearer token; verifier processes get it. "": none."""
+    """Environment variable that holds the key to send as a bearer token; verifier processes get it. "": none."""
 
     request_seconds: PositiveFloat = 10.0
-    """Longest wait for one reply. All attempts together have reward.timeout_seconds."""
+    """Longest wait for one reply. All attempts together may take reward.timeout_seconds."""
 
     retries: NonNegativeInt = 3
-    """Further attempts after no connection, no reply in time, status 408, 409, 425, 429 or 5xx, or a reply that is no JSON, with
-    growing pauses from a quarter of a second to 30 s, or those of Retry-After. Any other status fails at once."""
+    """Retries after a failed connection, a reply that is late or not JSON, or status 408, 409, 425, 429 or 5xx. Pauses
+    grow from a quarter of a second to 30 s, or follow Retry-After. Any other status fails at once."""
 
     failure: float | FailureScore = "error"
-    """Reward of a response whose request failed; its outcome is error or timeout and it is never right. "error":
-    reward.incorrect."""
+    """Reward of a response whose request failed; its outcome is error or timeout and it never counts as correct.
+    "error": reward.incorrect."""
 
 
 class JudgeRewardConfig(ServiceConfig):
-    """A language model that grades, behind an OpenAI-compatible endpoint (docs/rewards.md). url ends before /chat/completions, e.g.
-    "http://127.0.0.1:8000/v1"."""
+    """A language model that grades through an OpenAI-compatible endpoint (docs/rewards.md). url ends before
+    /chat/completions, e.g. "http://127.0.0.1:8000/v1"."""
 
     model: str = ""
-    """Name of the model in requests. "": default, which servers of one model take."""
+    """Name of the model in requests. "": "default", which servers with a single model accept."""
 
     template: str = ""
     """Message to the judge, with {prompt} (the last turn), {messages}, {response}, {answer} and {data_source}. "": grades from 0 to
     10."""
 
     system_prompt: str = ""
-    """System message in front. "": none."""
+    """System message before it. "": none."""
 
     score_pattern: str = ""
-    """Regular expression whose last match has the score in its first group. "": Score: NUMBER."""
+    """Regular expression whose last match holds the score in its first group. "": Score: NUMBER."""
 
     score_key: str = ""
     """Key of the score in the last JSON object of the reply, instead of a pattern. "": none."""
 
     max_score: PositiveFloat = 10.0
-    """Divisor of the score."""
+    """The score is divided by this."""
 
     threshold: float = 0.5
-    """Divided score from which a response counts as right."""
+    """Divided score from which a response counts as correct."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of the judge's sampling."""
@@ -170,45 +174,46 @@ class JudgeRewardConfig(ServiceConfig):
     """Length limit of the judge's reply, in tokens."""
 
     extra_body: dict[str, Any] = {}
-    """Further fields of a request, as the endpoint names them, e.g. { regex = "Score: [0-9]" } of SGLang, so that every reply has a
-    score."""
+    """Further fields of a request under the endpoint's names, e.g. SGLang's { regex = "Score: [0-9]" }, which makes
+    every reply have a score."""
 
     cache_dir: str = ""
-    """Directory of the judge's replies by request; runs may share it, and it grows without a limit. "": none."""
+    """Directory that caches the judge's replies by request; runs may share it, and it grows without limit. "": none."""
 
 
 class RemoteRewardConfig(ServiceConfig):
-    """A service of your own that scores batches of responses over HTTP (docs/rewards.md has the JSON)."""
+    """A user-provided service that scores batches of responses over HTTP (docs/rewards.md has the JSON)."""
 
 
 class RewardModelConfig(ServiceConfig):
-    """A Hugging Face sequence classifier, which each verifier process loads, or which an SGLang server at url has loaded."""
+    """A Hugging Face sequence classifier, loaded by each verifier process or by an SGLang server at url."""
 
     url: str = ""
     """Server that holds the classifier, e.g. "http://127.0.0.1:30000", started with --is-embedding. "": each verifier process
     loads it."""
 
     path: str = ""
-    """Its directory, relative to the one that the run is started in. With url its tokenizer and configuration alone are read."""
+    """Directory of the classifier, relative to the directory the run is started in. With url, only its tokenizer and
+    configuration are read."""
 
     device: str = ""
-    """cpu, cuda or cuda:1. "": cuda where there is one. It shares a GPU with whatever else is there."""
+    """cpu, cuda or cuda:1. "": cuda if there is a GPU. It shares the GPU with whatever else runs there."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of its weights."""
+    """Type of the classifier's weights."""
 
     label: str = ""
-    """Name or number of the output whose probability is the score, of a classifier with several."""
+    """Name or number of the output whose probability is the score, for a classifier with several outputs."""
 
     threshold: float = 0.0
-    """Score from which a response counts as right."""
+    """Score from which a response counts as correct."""
 
     max_tokens: PositiveInt = 8192
-    """Last tokens of prompt and response that it sees."""
+    """Number of tokens it sees, counted from the end of prompt and response."""
 
 
 class RewardConfig(Section):
-    """The verifier, the processes it runs in, and what is added to its word."""
+    """The verifier, its worker processes, and reward shaping terms."""
 
     verifier: str = "dapo"
     """Preset dapo (bit-compatible with the published scorer), lenient (math-verify), code (unit tests), judge (a language model),
@@ -216,14 +221,14 @@ class RewardConfig(Section):
     "package.module:function" or "path/to/file.py:function"."""
 
     mix: tuple[MixComponentConfig, ...] = ()
-    """Components of verifier = "mix", tables [[reward.mix]], each with processes of its own."""
+    """Components of verifier = "mix", tables [[reward.mix]], each with separate processes."""
 
     shadow_verifier: str = ""
-    """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
+    """A second verifier whose disagreements are logged; it never changes a reward. "": none."""
 
     answer_format: str = "auto"
-    """Form of answer that the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
-    template of your own with {answer}."""
+    """Form of answer that the prompts request, for the start-up self-test: auto (read from the prompts), answer_line
+    ("Answer: ..."), boxed, or a custom template with {answer}."""
 
     num_workers: PositiveInt = 1
     """Verifier processes. Raise it when the reward phase shows in the step time."""
@@ -232,13 +237,14 @@ class RewardConfig(Section):
     """Seconds one answer may take in a worker before that worker is killed and the outcome is "timeout"."""
 
     concurrency: PositiveInt = 64
-    """Answers that each verifier process works on at a time where a user's function is an `async def`."""
+    """Answers that each verifier process works on at a time if the user's function is an `async def`."""
 
     batch_size: PositiveInt = 16
-    """Most responses of one call of a function of `samples`, and of the presets remote and reward_model."""
+    """Most responses per call of a function that takes `samples`, and of the presets remote and reward_model."""
 
     token_ids: bool = False
-    """Send reward functions the tokens of responses, as sample.token_ids, and the service of the preset remote."""
+    """Send the tokens of responses to reward functions, as sample.token_ids, and to the service of the preset
+    remote."""
 
     memory_limit_mb: PositiveInt = 2048
     """Memory limit of one verifier process, in MiB."""
@@ -247,12 +253,12 @@ class RewardConfig(Section):
     """Largest file that a verifier process may write, in MiB."""
 
     max_processes: PositiveInt = 64
-    """Processes that a verifier process and everything it has started may be at a time. Beyond it all of them are killed and the
-    outcome is "error"."""
+    """Most processes that a verifier process and everything it has started may have at a time. Beyond it, all of them
+    are killed and the outcome is "error"."""
 
     environment: tuple[str, ...] = ()
-    """Names of environment variables that verifier processes get beside PATH, LD_LIBRARY_PATH and the language. A reward function
-    that asks a service for its verdict may need its key here."""
+    """Names of environment variables that verifier processes get in addition to PATH, LD_LIBRARY_PATH and the language.
+    A reward function that calls a service may need its key here."""
 
     correct: float = 1.0
     """Reward of a correct answer."""
@@ -261,13 +267,13 @@ class RewardConfig(Section):
     """Reward of any other answer."""
 
     overlong_punishment: OverlongPunishmentConfig = OverlongPunishmentConfig()
-    """Soft punishment of long responses, added to the reward."""
+    """Soft punishment for long responses, added to the reward."""
 
     perplexity_penalty: PerplexityPenaltyConfig = PerplexityPenaltyConfig()
-    """Soft penalty of improbable responses, added to the reward."""
+    """Soft penalty on improbable responses, added to the reward."""
 
     format: FormatRewardConfig = FormatRewardConfig()
-    """Reward of the response's form, added to the reward, and the form that the preset format asks of responses."""
+    """Reward for the response's form, added to the reward, and the form that the preset format requires."""
 
     code: CodeRewardConfig = CodeRewardConfig()
     """Tests and limits of the preset code."""
@@ -282,16 +288,16 @@ class RewardConfig(Section):
     """Classifier of the preset reward_model."""
 
     overlong_filter: bool = False
-    """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the
+    """Leave truncated responses out of the loss (and their tokens out of the denominator). Not the same as the
     punishment."""
 
     allow_overlong_filter_and_punishment: bool = False
-    """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the
-    punishment."""
+    """Allow overlong_filter together with overlong_punishment, although the punishment then never affects truncated
+    responses."""
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """Verifiers that score training responses: one, or those of the mixture's components."""
+        """Verifiers that score training responses: one, or one per component of the mixture."""
         return tuple(one.verifier for one in self.mix) if self.verifier == "mix" else (self.verifier,)
 
     @property
@@ -301,5 +307,5 @@ class RewardConfig(Section):
 
     @property
     def num_processes(self) -> int:
-        """Verifier processes of all components, beside those of a shadow verifier."""
+        """Verifier processes of all components, without those of a shadow verifier."""
         return self.num_workers * len(self.verifiers)

@@ -1,4 +1,4 @@
-"""Sections of everything up to a scored group: prompts, sampling, SGLang servers, rewards."""
+"""Sections for everything up to a scored group: prompts, sampling, SGLang servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_dapo.config.section import (
     Seed,
 )
 
-TASK_PREFIX = "reasoning_gym:"  # of a source that is made, not read
+TASK_PREFIX = "reasoning_gym:"  # marks a source whose problems are generated, not read
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
 InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
@@ -34,71 +34,74 @@ Embedding = Literal["hidden_states", "encoder", "ngrams"]
 
 
 class InjectionConfig(Section):
-    """Adversarial prompt injection: rewrites of training prompts with the same answer, see `megatron_dapo/data/injection.py`. It
-    changes what the policy is trained on: watch held-out accuracy, and with wrong_hint the use of hints that are right."""
+    """Adversarial prompt injection: rewrites of training prompts with the same answer; see
+    `megatron_dapo/data/injection.py`. It changes the training distribution: watch held-out accuracy and, with
+    wrong_hint, whether the policy still uses correct hints."""
 
     templates: tuple[InjectionTemplate, ...] = ()
-    """Harder: distractor (an irrelevant statement), wrong_hint (a confident wrong answer; for answers that are whole numbers),
-    noise (capitals and spaces). Easier: answer_range (ten numbers that hold the answer, a whole number). Empty: off."""
+    """Harder: distractor (an irrelevant statement), wrong_hint (a confident wrong answer; only if the answer is a whole
+    number), noise (capitals and spaces). Easier: answer_range (ten numbers that include the answer, a whole number).
+    Empty: off."""
 
     when: Literal["filtered", "visit"] = "filtered"
-    """filtered: after a group that dynamic sampling dropped the next step samples a harder rewrite of its prompt if all were right,
-    an easier one if all were wrong; templates whose groups are kept are chosen more often. visit: in the place of the prompt
-    itself, whatever its pass rate."""
+    """filtered: after dynamic sampling has dropped a group, the next step samples a harder rewrite of its prompt if all
+    responses were right, an easier one if all were wrong; templates whose groups are kept are chosen more often. visit:
+    a rewrite replaces the prompt itself, whatever its pass rate."""
 
     rate: Fraction = 0.25
-    """filtered: largest share of a batch's groups that are of rewrites. visit: share of the visits that get one."""
+    """filtered: largest share of rewrites among a batch's groups. visit: share of visits that get a rewrite."""
 
     ramp_prompts: NonNegativeInt = 0
-    """Visits over which that share grows linearly from 0. 0: the full share from the beginning."""
+    """Visits over which rate is reached linearly from 0. 0: the full rate from the beginning."""
 
 
 class ColumnsConfig(Section):
-    """Columns of the data files that hold what a run needs; dots lead into nested fields."""
+    """Names of the data files' columns; dots lead into nested fields."""
 
     prompt: str = "prompt"
-    """Chat messages, the same as JSON text, or a plain text."""
+    """Chat messages, chat messages as JSON text, or plain text."""
 
     answer: str = "reward_model.ground_truth"
-    """Gold answer. "": there is none, for a reward function that needs none."""
+    """Gold answer. "": none, for a reward function that needs none."""
 
 
 class SourceConfig(Section):
-    """One source of training prompts, a table [[data.sources]]. What it leaves out is as in [data]."""
+    """One source of training prompts, a table [[data.sources]]. Keys that it leaves out are as in [data]."""
 
     path: str
-    """A file or saved directory as in data.train_paths, or reasoning_gym:TASK for made problems with a verifier of their own."""
+    """A file or saved directory as in data.train_paths, or reasoning_gym:TASK for generated problems that bring their
+    verifier."""
 
     name: str = ""
-    """Label in metrics, and data_source of rows that have none. "": the file's name, or the task's."""
+    """Label in metrics, and the data_source of rows that have none. "": the name of the file or task."""
 
     weight: float = 1.0
-    """Share of the prompts drawn, relative to the other sources' weights; above 0."""
+    """Relative share of the prompts that come from this source; above 0."""
 
     columns: ColumnsConfig | None = None
     """Names of its columns."""
 
     system_prompt: str | None = None
-    """System message in front of its prompts that have none."""
+    """System message for its prompts that have none."""
 
     prompt_template: str | None = None
     """Text of a prompt's last turn."""
 
     size: int = 10_000
-    """Problems that are made for an epoch, of a reasoning_gym task; above 0."""
+    """Problems generated per epoch, for a reasoning_gym task; above 0."""
 
     fresh: bool = True
-    """Make other problems for each epoch, of a reasoning_gym task. Off: every epoch has the first one's."""
+    """Generate new problems for each epoch, for a reasoning_gym task. Off: every epoch repeats those of the first."""
 
     seed: int = 0
-    """Seed of the made problems; another one gives others."""
+    """Seed of the generated problems."""
 
     settings: dict[str, Any] = {}
     """Settings of the task, e.g. { min_terms = 2, max_terms = 3 }."""
 
     @property
     def makes_fresh_problems(self) -> bool:
-        """True for a task whose problems come once."""
+        """True for a task whose problems do not repeat."""
         return self.fresh and self.path.startswith(TASK_PREFIX)
 
 
@@ -113,37 +116,38 @@ class DataConfig(Section):
     """Several sources with weights, tables [[data.sources]], instead of train_paths."""
 
     eval_paths: tuple[InputPath, ...] = ()
-    """Held-out data with the same columns, of the same kinds. Of several each has metrics of its own, by its file's name, beside
-    those of all problems. Empty: no evaluation."""
+    """Held-out data with the same columns and in the same formats. With several files, each has separate metrics under
+    its file name, in addition to those over all problems. Empty: no evaluation."""
 
     columns: ColumnsConfig = ColumnsConfig()
-    """Names of the columns; those of DAPO-Math-17k where nothing else is said."""
+    """Names of the columns. The defaults are those of DAPO-Math-17k."""
 
     system_prompt: str = ""
-    """System message in front of prompts that have none. "": none."""
+    """System message for prompts that have none. "": none."""
 
     prompt_template: str = "{prompt}"
-    """Text of a prompt's last turn, with {prompt} for the turn itself, e.g. "{prompt} End with a line 'Answer: ...'."."""
+    """Text of a prompt's last turn, with {prompt} in place of the original turn, e.g.
+    "{prompt} End with a line 'Answer: ...'."."""
 
     template: Template = "chat"
-    """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
+    """chat: the tokenizer's chat template. plain: the unchanged contents of the messages, for models without a
     template."""
 
     chat_template_options: dict[str, Any] = {}
-    """Variables that the chat template gets, e.g. { enable_thinking = false }."""
+    """Variables passed to the chat template, e.g. { enable_thinking = false }."""
 
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt in tokens; longer ones are dropped and counted."""
 
     deduplicate: bool = True
-    """Keep one of several equal (prompt, answer) rows, and say how many there were."""
+    """Keep one of several equal (prompt, answer) rows, and report how many there were."""
 
     shuffle_seed: Seed = 0
-    """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
+    """Seed of the order of prompts, separate from run.seed so that two runs can share the order."""
 
     order: str = ""
-    """Function of the user's own that orders the prompts of each epoch, as "package.module:function" or
-    "path/to/file.py:function": (prompts, epoch) -> every index once, see docs/python.md. "": shuffled."""
+    """User-defined function that orders the prompts of each epoch, as "package.module:function" or
+    "path/to/file.py:function": (prompts, epoch) -> every index once; see docs/python.md. "": shuffled."""
 
     injection: InjectionConfig = InjectionConfig()
     """Harder and easier rewrites of training prompts."""
@@ -153,11 +157,11 @@ class DataConfig(Section):
 
 
 class BudgetConfig(Section):
-    """Responses for each prompt by its difficulty: more for hard ones, fewer for easy ones, as many in all."""
+    """Group sizes by difficulty: more responses for hard prompts, fewer for easy ones, with the same total."""
 
     enabled: bool = False
-    """Give each prompt a group size of its own: as many responses as hold a right one with probability 0.95, by its pass
-    rate in earlier visits, fitted to prompts_per_step * group_size."""
+    """Choose each prompt's group size: as many responses as include a correct one with probability 0.95, estimated from
+    the prompt's pass rate in earlier visits and fitted to prompts_per_step * group_size in total."""
 
     min_size: Annotated[int, Bounds(ge=2)] = 4
     """Smallest group."""
@@ -166,34 +170,35 @@ class BudgetConfig(Section):
     """Largest group."""
 
     prompt_weight: PromptWeight = "equal"
-    """equal: every prompt counts alike in the loss, its advantages times mean size / size. responses: a prompt counts as
-    often as it has responses."""
+    """equal: every prompt has the same weight in the loss; its advantages are multiplied by mean size / size.
+    responses: a prompt's weight is its number of responses."""
 
 
 class PromptFilterConfig(Section):
-    """Prompts that are left out because their groups would not disagree."""
+    """Filter that leaves out prompts whose groups would not disagree."""
 
     name: PromptFilterName = "none"
-    """none: every prompt is tried. bounds: left out if the 95 % bound of its pass rate is below margin or above 1 -
-    margin. model: left out if a model of its earlier visits gives its next group a chance below margin to disagree."""
+    """none: every prompt is tried. bounds: a prompt is left out if the 95 % bound of its pass rate is below margin or
+    above 1 - margin. model: a prompt is left out if a model of its earlier visits predicts that its next group
+    disagrees with a probability below margin."""
 
     margin: Annotated[float, Bounds(gt=0, lt=0.5)] = 0.05
     """Threshold of the filter, see name."""
 
     audit_share: Annotated[float, Bounds(gt=0, le=1)] = 0.02
-    """Share of the prompts to be left out that are tried all the same. They say how often the filter is wrong."""
+    """Share of the filtered prompts that are sampled anyway, to measure how often the filter is wrong."""
 
 
 class RolloutConfig(Section):
-    """Sampling of responses, and the filter that groups pass before they are trained."""
+    """Sampling of responses, and the filter that groups must pass to be trained."""
 
     engine: Engine = "embedded"
-    """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
-    servers."""
+    """embedded: transformers generation inside the trainer's processes, with weights from the weight bridge. sglang:
+    SGLang servers."""
 
     responses: Responses = "sampled"
-    """Origin of the responses that are trained. sampled: the engine's. given: those in the rows of data.train_paths, learned by
-    maximum likelihood; set by `megatron-dapo sft`."""
+    """Origin of the trained responses. sampled: the engine. given: the rows of data.train_paths, learned by maximum
+    likelihood; set by `megatron-dapo sft`."""
 
     prompts_per_step: PositiveInt = 512  # with 16 responses each, the rollout batch of DAPO's paper
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
@@ -202,78 +207,80 @@ class RolloutConfig(Section):
     """Responses per prompt."""
 
     max_response_tokens: PositiveInt = 1024
-    """Longest response in tokens, stop token included; a longer one is cut and counts as truncated."""
+    """Longest response in tokens, stop token included; a longer one is cut off and counts as truncated."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
 
     top_p: ProbabilityMass = 1.0
-    """Nucleus mass. Below 1 the engine renormalizes what the trainer does not: refused unless allow_biased_sampling."""
+    """Nucleus mass. Below 1, the engine renormalizes probabilities and the trainer does not: refused unless
+    allow_biased_sampling."""
 
     top_k: NonNegativeInt = 0
-    """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless allow_biased_sampling."""
+    """Sample only from the k likeliest tokens; 0: off. Above 0, it biases like top_p < 1: refused unless
+    allow_biased_sampling."""
 
     allow_biased_sampling: bool = False
-    """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
+    """Allow top_p < 1 or top_k > 0 in training rollouts, although the importance ratios are then wrong."""
 
     oversample: AtLeastOne = 1.0  # below 1 the first round could never fill the batch
-    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 later groups are generated while a batch waits
-    for its longest response; they are trained by the next batches, within max_staleness. A group's place in the order of
-    starts decides when it is trained, not its length."""
+    """Prompts in flight at a time, as a multiple of prompts_per_step. Above 1, later groups are generated while a batch
+    waits for its longest response; the next batches train them, within max_staleness. Groups are trained in the order
+    in which they were started, whatever their length."""
 
     max_num_gen_batches: NonNegativeInt = 10  # as in verl's recipe of DAPO
-    """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
-    on_exhausted says. 0: no limit."""
+    """Most generation rounds of prompts_per_step * oversample prompts in one step; after them, on_exhausted applies. 0:
+    no limit."""
 
     on_exhausted: OnExhausted = "train_partial"
-    """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint,
-    or fail, after a checkpoint as well."""
+    """Action when rounds or prompts run out: train on the complete groups so far, stop cleanly with a checkpoint, or
+    save a checkpoint and fail."""
 
     filter_groups: bool = True
     """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
 
     dynamic_sampling: DynamicSampling = "hard"
     """hard: refill the batch until it has prompts_per_step groups that pass the filter. soft: start prompts_per_step groups
-    and train those that pass, however few (at least one): every step costs the same, and its batch varies."""
+    and train those that pass, however few (at least one): every step costs the same, but batch sizes vary."""
 
     accuracy_min: Fraction = 0.0
-    """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a group that is kept."""
+    """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a kept group."""
 
     accuracy_max: Fraction = 1.0
-    """Exclusive upper bound on the mean accuracy of a group that is kept."""
+    """Exclusive upper bound on the mean accuracy of a kept group."""
 
     group_filter: str = ""
-    """Function of the user's own in place of the two bounds, as "package.module:function" or "path/to/file.py:function": a
-    `Group` -> True to train it, see docs/python.md. "": none."""
+    """User-defined function that replaces the two bounds, as "package.module:function" or "path/to/file.py:function":
+    `Group` -> True to train it; see docs/python.md. "": none."""
 
     max_staleness: NonNegativeInt = 0
-    """Policy versions a carried-over group may be behind when it is trained; older ones are dropped and their
-    prompts queued again. Above 0 needs algorithm.off_policy.correction."""
+    """Most policy versions that a carried-over group may lag when it is trained; older groups are dropped and their
+    prompts queued again. Values above 0 need algorithm.off_policy.correction."""
 
     partial_rollout: bool = False
-    """Continue responses that are unfinished when a batch is full from where they are in the next generation step, each
-    token with the version that sampled it. Off: the generation step ends when they have ended. Has an effect within
-    max_staleness only."""
+    """Continue responses that are unfinished when a batch is full in the next generation step; each token records the
+    version that sampled it. Off: the generation step waits for them to end. Takes effect only within max_staleness."""
 
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the SGLang servers chose (R3, arXiv:2510.11370): the router still weighs
-    them, with gradients, and trainer and engine differ less. A token then takes layers x experts a token bytes from the
-    servers to the loss, twice that with more than 256 experts."""
+    """Train a mixture of experts with the experts that the SGLang servers chose (R3, arXiv:2510.11370): the router
+    still weights them, with gradients, and trainer and engine differ less. Each token then carries layers x
+    experts-per-token bytes from the servers to the loss, twice that with more than 256 experts."""
 
     replay_order: ReplayOrder = "oldest"
-    """Order in which groups that wait are trained. oldest: those started first, none is passed over. newest: those
-    started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but oldest
-    may leave groups until they are too old, and choose what is trained; oversample above 1 gives them a choice."""
+    """Order in which waiting groups are trained. oldest: those started first; none is passed over. newest: those
+    started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but
+    oldest may leave groups waiting until they are too old, and so select what is trained; oversample above 1 gives them
+    a choice."""
 
     prompt_order: PromptOrder = "shuffled"
-    """shuffled: epochs, each prompt once. priority: after the first epoch, prompts with mixed or few outcomes first (the
-    upper confidence bound of T-PPO's prompt pool)."""
+    """shuffled: epochs with each prompt once. priority: after the first epoch, prompts with mixed or few outcomes first
+    (the upper confidence bound of T-PPO's prompt pool)."""
 
     budget: BudgetConfig = BudgetConfig()
     """Group sizes by difficulty."""
 
     prompt_filter: PromptFilterConfig = PromptFilterConfig()
-    """Prompts that are left out for a while."""
+    """Filter that leaves prompts out for a while."""
 
     slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
@@ -288,70 +295,71 @@ SamplingBackend = Literal["", "flashinfer", "pytorch"]
 
 
 class SglangConfig(Section):
-    """SGLang servers, where rollout.engine = "sglang": started on every node, or given by their URLs."""
+    """SGLang servers, used if rollout.engine = "sglang": started on every node, or given by their URLs."""
 
     python: str = ""
-    """Interpreter of the environment SGLang is installed in; "": the trainer's own. Relative: from the current
+    """Python interpreter of the environment that SGLang is installed in. "": the trainer's. Relative: from the current
     directory."""
 
     tp_size: PositiveInt = 1
     """Tensor-parallel size of a server."""
 
     ep_size: PositiveInt = 1
-    """Ranks a server's experts are dealt out over, within its tensor ranks. For mixture-of-experts models."""
+    """Expert-parallel size of a server, within its tensor ranks. For mixture-of-experts models."""
 
     servers_per_node: PositiveInt = 1
     """Servers started on every node of the trainer."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already (other nodes of the same job), instead of starting any. Needs api_key_file."""
+    """Servers that are already running (on other nodes of the same job); none are started then. Needs api_key_file."""
 
     api_key_file: str = ""  # a file, not the key: recipes and resolved configurations are shared
-    """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
-    key in the run's directory."""
+    """File with the API key of the servers in urls, readable only by its owner. "": servers started here get a new key
+    in the run's directory."""
 
     host: str = "auto"
-    """Address the started servers listen on. auto: loopback in a run on one node; on several, each node's own address
-    towards the rendezvous host. 0.0.0.0: every interface, with the address of auto in the URL. Anything but loopback lets
-    other nodes try the key."""
+    """Address that started servers listen on. auto: loopback in a run on one node; on several nodes, each node's
+    address on the route to the rendezvous host. 0.0.0.0: every interface, with the address of auto in the URL. With
+    anything but loopback, other nodes can try keys."""
 
     environment: tuple[str, ...] = ()
-    """Names of environment variables that started servers get beside a list of harmless ones (docs/security.md), e.g. SGLANG_LOG_MS.
-    Secrets of the environment are not on that list."""
+    """Names of environment variables that started servers get in addition to a list of harmless ones
+    (docs/security.md), e.g. SGLANG_LOG_MS. Secrets are not on that list."""
 
     placement: Placement = "colocated"
-    """colocated: servers share the trainer's devices, generation and training alternate. disaggregated: servers have
-    devices of their own; with rollout.max_staleness above 0 the next batch is generated while this one is trained."""
+    """colocated: servers share the trainer's devices; generation and training alternate. disaggregated: servers have
+    separate devices; with rollout.max_staleness above 0, the next batch is generated while this one is trained."""
 
     weight_sync_transport: WeightTransport = "shared_memory"
-    """Transport of the weight sync. shared_memory: every engine rank's own shard through shared memory of the node. p2p: from
-    all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face directory."""
+    """Transport of the weight sync. shared_memory: each engine rank's shard through the node's shared memory. p2p:
+    point-to-point from all trainer ranks at once, for servers on other nodes. disk: a Hugging Face directory."""
 
     shared_memory: SharedMemory = "host"
-    """Memory of weight_sync_transport = "shared_memory". host: the node's, pinned, for servers on GPUs as well. device: the
-    GPU that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has run on one GPU alone."""
+    """Memory that weight_sync_transport = "shared_memory" uses. host: the node's, pinned, for servers on GPUs as well.
+    device: the GPU that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has run on one
+    GPU only."""
 
     weight_sync_bucket_mb: PositiveInt = 64
-    """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
+    """Mebibytes of weights that an engine rank receives at a time. A sync needs two buckets of extra memory."""
 
     quantization: Quantization = "none"
-    """none: servers hold the weights in model.dtype. fp8: their linear layers in e4m3 with a scale for every 128 x 128
-    values, rounded on the way to them as the trainer rounds. Needs algorithm.off_policy.correction, as servers then
-    sample from another policy than the one that is trained."""
+    """none: servers hold the weights in model.dtype. fp8: servers hold their linear layers in e4m3 with one scale per
+    128 x 128 values, rounded during the weight sync as the trainer rounds. Needs algorithm.off_policy.correction,
+    because servers then sample from a different policy than the one that is trained."""
 
     allow_quantization_bias: bool = False
-    """Allow quantization without an off-policy correction, knowing that the importance ratios are then wrong."""
+    """Allow quantization without an off-policy correction, although the importance ratios are then wrong."""
 
     fp8_step0_max_mean_abs: PositiveFloat = 0.1
-    """Takes the place of mismatch.step0_max_mean_abs where quantization = fp8: the gap of the first batch is then the
-    rounding's. Servers on GPUs round activations as well, and so does a trainer in FP8; fixed prompts are then held
-    against this, too, not against the tighter one."""
+    """Replaces mismatch.step0_max_mean_abs if quantization = fp8, because the gap of the first batch then comes from
+    rounding. Servers on GPUs round activations as well, and so does a trainer in FP8; the fixed prompts are then also
+    compared with this limit instead of the tighter one."""
 
     max_running_requests: PositiveInt = 128
     """Responses a server generates at a time."""
 
     max_total_tokens: NonNegativeInt = 0
-    """Tokens a server's KV cache holds. 0: as many as mem_fraction_static of its memory allows; on a CPU the most that
+    """Tokens that a server's KV cache holds. 0: as many as mem_fraction_static allows; on a CPU, the most that
     max_running_requests responses of full length need."""
 
     mem_fraction_static: Annotated[float, Bounds(gt=0, lt=1)] = 0.6
@@ -359,62 +367,63 @@ class SglangConfig(Section):
     out of memory."""
 
     enable_deterministic_inference: bool = True  # the name of SGLang's own flag
-    """Give every response its own seed (SGLang's deterministic mode, somewhat slower). Off: rollouts cannot be
-    repeated."""
+    """Seed every response separately (SGLang's deterministic mode, somewhat slower). Off: rollouts are not
+    reproducible."""
 
     attention_backend: AttentionBackend = ""
     """Attention kernels of started servers on GPUs. "": SGLang's choice for the GPU and the model. Rollout log-probs depend on
-    it (mismatch/*), so that layouts name it."""
+    it (mismatch/*), so the shipped layouts set it."""
 
     sampling_backend: SamplingBackend = ""
-    """Sampling kernels of started servers on GPUs. "": SGLang's choice. Deterministic mode always takes pytorch."""
+    """Sampling kernels of started servers on GPUs. "": SGLang's choice. Deterministic mode always uses pytorch."""
 
     prefill_cuda_graph: bool = True
-    """Capture CUDA graphs of prefill on GPUs, next to those of decoding. Off, a server starts 45 s earlier on an H100 and keeps
-    hundreds of MiB less while it sleeps; long responses spend little time in prefill."""
+    """Capture CUDA graphs of prefill on GPUs, in addition to those of decoding. When off, a server starts 45 s earlier
+    on an H100 and holds hundreds of MiB less while it sleeps; long responses spend little time in prefill."""
 
     start_timeout_seconds: PositiveFloat = 600.0
-    """Seconds a server may take to come up."""
+    """Seconds that a server may take to start."""
 
     request_timeout_seconds: PositiveFloat = 1800.0
-    """Seconds in which a server may finish no response at all. A request's time in the queue does not count while others
-    finish."""
+    """Longest time in seconds that a server may go without finishing a response. A request's time in the queue does not
+    count while others finish."""
 
     abort_timeout_seconds: PositiveFloat = 60.0
-    """Seconds without an answer of any server, after the requests under way were aborted, until servers that owe some are given
-    up. Time does not count while answers arrive: with rollout.routing_replay they are 2 to 4 KB a token."""
+    """Seconds without an answer from any server, after running requests were aborted, until servers that have not
+    answered are given up. Time does not count while answers arrive: with rollout.routing_replay they are 2 to 4 KB per
+    token."""
 
     weight_sync_timeout_seconds: PositiveFloat = 600.0
-    """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
+    """Seconds that each phase of a weight update (pause, flush, transfer, verify) may take."""
 
     max_restarts: NonNegativeInt = 3
-    """Times within an hour that a dead server is started again, for each server; then the attempt ends with a checkpoint and exit
-    code 75. Restarts between which servers never served count whatever they took."""
+    """Restarts of each dead server within an hour; after them, the attempt ends with a checkpoint and exit code 75.
+    Consecutive restarts of servers that never served count however long they took."""
 
     keep_seconds: NonNegativeFloat = 300.0
-    """Seconds that started servers outlive trainer processes which failed, where torchrun or slurm.sh starts these again: the
-    next attempt takes the servers over. 0: servers end with them, and under Slurm the whole job is requeued."""
+    """Seconds that started servers outlive failed trainer processes if torchrun or slurm.sh restarts these: the next
+    attempt takes over the servers. 0: servers end with the trainer, and under Slurm the whole job is requeued."""
 
     parity_interval: NonNegativeInt = 10
-    """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always
+    """Train steps between comparisons of trainer and engine log-probs on fixed prompts. The first update is always
     compared. 0: only that one."""
 
     @property
     def kernels(self) -> str:
-        """Kernels of servers on GPUs, in words."""
+        """Description of the servers' kernels on GPUs."""
         chosen = self.attention_backend or "SGLang's", self.sampling_backend or "SGLang's"
         return f"servers: attention {chosen[0]}, sampling {chosen[1]}, prefill graphs {'on' if self.prefill_cuda_graph else 'off'}"
 
 
 class RejectionSamplingConfig(Section):
-    """Responses that `megatron-dapo rejection-sample` draws from the policy, and those that it keeps for `sft`."""
+    """Sampling and selection by `megatron-dapo rejection-sample`, which keeps responses for `sft`."""
 
     num_samples: PositiveInt = 8
-    """Responses sampled for each prompt, as rollout.temperature, rollout.top_p and rollout.max_response_tokens say."""
+    """Responses sampled per prompt, with rollout.temperature, rollout.top_p and rollout.max_response_tokens."""
 
     selection: Selection = "diverse"
-    """diverse: by length, likeness and clusters, as below. random: as many of each prompt's correct responses, at random; for
-    comparison."""
+    """diverse: by length, similarity and clusters, see the keys below. random: equally many of each prompt's correct
+    responses at random, for comparison."""
 
     min_tokens: NonNegativeInt = 1
     """Shortest response in tokens, stop token included."""
@@ -426,23 +435,25 @@ class RejectionSamplingConfig(Section):
     """Quantiles of the lengths of a prompt's correct responses; shorter and longer ones are left out."""
 
     near_duplicate_similarity: Annotated[float, Bounds(gt=0, le=1)] = 0.8
-    """Jaccard similarity of word 5-grams from which on two responses to a prompt are nearly equal; the shorter one stays."""
+    """Jaccard similarity of word 5-grams from which two responses to a prompt are near duplicates; the shorter one is
+    kept."""
 
     embedding: Embedding = "hidden_states"
-    """hidden_states: the policy's last ones, their mean over the response. encoder: those of the model in encoder_path. ngrams:
-    counts of hashed word n-grams, without a model."""
+    """hidden_states: mean of the policy's last hidden states over the response. encoder: the same from the model in
+    encoder_path. ngrams: counts of hashed word n-grams, without a model."""
 
     encoder_path: str = ""
     """Hugging Face directory of a sentence encoder, for embedding = encoder. Relative: from the current directory."""
 
     cluster_similarity: Annotated[float, Bounds(gt=-1, le=1)] = 0.95
-    """Cosine similarity to a cluster's first response from which on a response belongs to it."""
+    """Cosine similarity to a cluster's first response from which a response belongs to the cluster."""
 
     max_per_cluster: PositiveInt = 1
-    """Responses kept of a cluster, the shortest ones."""
+    """Most responses kept per cluster; the shortest ones are kept."""
 
     max_per_prompt: PositiveInt = 4
-    """Responses kept of a prompt."""
+    """Most responses kept per prompt."""
 
     hard_pass_rate: Fraction = 0.25
-    """Prompts with a smaller share of correct responses have no max_per_prompt: all their clusters are kept."""
+    """max_per_prompt does not apply to prompts with a smaller share of correct responses: all their clusters are
+    kept."""

@@ -1,4 +1,4 @@
-"""Relations between fields as data (the formula that an error prints is the one that was checked), and their violations."""
+"""Relations between fields as data, and their violations. An error prints exactly the formula that was checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_dapo.untrusted import one_line
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: where, the rule as a formula, the values that break it, and what to change."""
+    """One broken rule: the field, the rule as a formula, the values that break it, and the fix."""
 
     path: str  # dotted path of the field to change
     formula: str  # the rule that does not hold, e.g. "rollout.prompts_per_step % training.mini_batch_prompts == 0"
@@ -36,7 +36,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class UnusableInput(Violation):
-    """Something that a configuration names and that cannot be used; `formula` is the whole message, with its place and fix."""
+    """A named input that cannot be used; `formula` is the whole message, with place and fix."""
 
     suggestion: str = ""
 
@@ -45,7 +45,7 @@ class UnusableInput(Violation):
 
 
 class ConfigError(ValueError):
-    """All that is wrong with a configuration. `violations` holds one entry a problem."""
+    """Everything that is wrong with a configuration. `violations` holds one entry per problem."""
 
     def __init__(self, violations: Sequence[Violation], source: str = "configuration") -> None:
         self.violations = tuple(violations)
@@ -96,7 +96,7 @@ def is_function_path(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a host, or the host of a URL, is reached from its own node alone."""
+    """Return whether a host, or the host of a URL, is reachable only from its own node."""
     host = urlsplit(address).hostname if "://" in address else address
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
@@ -112,8 +112,8 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A relation that must hold where `where` does; both are Python expressions over the configuration's sections, the
-    facts given to `broken`, and the functions above."""
+    """A relation that must hold if `where` holds; both are Python expressions over the configuration's sections, the
+    facts passed to `broken`, and the functions above."""
 
     formula: str
     fix: str  # an expression in braces is replaced by its value
@@ -123,7 +123,7 @@ class Rule:
 
     def fields(self) -> list[str]:
         """Return the dotted paths of all fields that the rule is about, the one to change first."""
-        # A fix names the field to change before any other; dict.fromkeys keeps that order.
+        # A fix names the field to change first; dict.fromkeys preserves that order.
         texts = (self.path or self.fix, self.formula, self.where, self.reason)
         return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
 
@@ -131,15 +131,15 @@ class Rule:
 def broken(
     rules: Sequence[Rule], config: Config, facts: Mapping[str, Any], out_of_range: Set[str] = frozenset()
 ) -> Iterator[Violation]:
-    """Yield a violation for every rule that does not hold. `facts`: numbers that are no fields, by the name that formulas
-    use."""
+    """Yield a violation for every rule that does not hold. `facts`: numbers that are not fields, by their name in
+    formulas."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     # All names are globals: a generator expression inside eval sees no others. The expressions are constants of this
-    # package; without builtins one that is mistyped fails here rather than doing something else.
+    # package; without builtins, a mistyped one fails here rather than doing something else.
     names = {"__builtins__": {}, **_FUNCTIONS, **sections, **facts}
     for rule in rules:
         fields = rule.fields()
-        # A field outside its own range is reported already; computing with it could only divide by 0 or mislead.
+        # A field outside its range is already reported; computing with it could only divide by 0 or mislead.
         if not out_of_range.isdisjoint(fields) or not eval(rule.where, names) or eval(rule.formula, names):
             continue
         words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]

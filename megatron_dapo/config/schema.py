@@ -1,8 +1,9 @@
 """The typed, immutable configuration of a run: one section a class, a docstring under every field.
 
-The sections of one subject share a file (`*_schema.py`). Types, allowed names and unknown keys are checked by them; ranges
-and relations between fields by `validator.validate`, which reports all of them at once. TOML has no null, so "off" and "take
-the default of another key" are written 0 or "" and said so in the field's docstring. Defaults live only here: a recipe holds what differs.
+The sections of one subject share a file (`*_schema.py`). They check types, allowed names and unknown keys;
+`validator.validate` checks ranges and relations between fields and reports all violations at once. TOML has no null, so
+"off" and "use another key's value" are written as 0 or "", as the field's docstring says. Defaults live only here: a
+recipe holds only what differs.
 """
 
 from __future__ import annotations
@@ -61,40 +62,43 @@ class RunConfig(Section):
     """Label in logs, TensorBoard and the summary."""
 
     output_dir: Path = Path("runs/run")
-    """Directory everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
+    """Directory for everything the run writes (metrics, samples, checkpoints, summary); relative to the current
+    directory."""
 
     group_readable: bool = False
-    """Let members of the files' group read what the run writes. Off: the run's directory and files are the user's alone. The key of
-    the servers is the user's alone either way."""
+    """Let members of the files' group read what the run writes. Off: only the user can read the run's directory and
+    files. The servers' key is readable only by the user either way."""
 
     seed: Seed = 0
     """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
     repeat a run."""
 
     deterministic: bool = False
-    """Use only kernels whose results repeat bit for bit (PyTorch, cuBLAS, cuDNN, NCCL, Transformer Engine). On a GPU a
-    resumed run equals the uninterrupted one bit for bit only with it; it is slower there. A CPU's kernels always repeat."""
+    """Use only kernels whose results repeat bit for bit (PyTorch, cuBLAS, cuDNN, NCCL, Transformer Engine). On GPUs it
+    is slower, and a resumed run equals the uninterrupted one bit for bit only with it. CPU kernels are always
+    deterministic."""
 
     total_steps: PositiveInt = 100  # not epochs: under dynamic sampling an epoch has no fixed number of steps
-    """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
+    """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules span all of them."""
 
     max_generation_steps: NonNegativeInt = 0
     """Generation steps (times the collector was called) after which the run ends even if fewer train steps
     were made. 0: no limit. Set it when the data may be too easy or too hard to fill batches."""
 
     max_train_seconds: NonNegativeFloat = 0.0
-    """Seconds of training, over all attempts and without evaluations and checkpoints, after which the run ends with the train
-    step that reaches them. 0: no limit. Gives runs to be compared the same time; a learning-rate schedule is still laid
-    over total_steps."""
+    """Seconds of training, over all attempts and without evaluations and checkpoints; the run ends with the train step
+    that reaches them. 0: no limit. Use it to compare runs at equal training time; a learning-rate schedule still spans
+    total_steps."""
 
     wait_timeout_seconds: PositiveFloat = 1800.0
     """Seconds without progress (no response finished, no verdict, no byte written, no collective completed) after which
-    stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it when
-    one response or one collective takes longer. Dead, stopped and silent ranks are found within seconds without it: docs/failures.md."""
+    stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it
+    when one response or one collective takes longer. Dead, stopped and silent ranks are found within seconds regardless
+    of this timeout: docs/failures.md."""
 
     hang_timeout_seconds: PositiveFloat = 180.0
-    """Seconds without a new collective or micro-batch on any rank after which ranks on GPUs that have entered different numbers
-    of collectives count as hung. Raise it if one micro-batch takes longer."""
+    """Seconds without a new collective or micro-batch on any rank, after which GPU ranks that have entered different
+    numbers of collectives count as hung. Raise it if one micro-batch takes longer."""
 
     node_timeout_seconds: PositiveFloat = 30.0
     """Seconds without contact, by datagram or connection, after which a node counts as lost. Raise it on a network that is
@@ -104,21 +108,22 @@ class RunConfig(Section):
     """Seconds for which a rank may be stopped (SIGSTOP) before the run ends. Raise it if a tool suspends processes."""
 
     max_fruitless_attempts: PositiveInt = 3
-    """Attempts in a row without a new train step after which the run is not started again by itself (requeued under Slurm,
-    restarted by torchrun)."""
+    """Attempts in a row without a new train step after which the run is no longer restarted automatically (requeued
+    under Slurm, restarted by torchrun)."""
 
     stop_notice_seconds: NonNegativeFloat = 0.0
-    """Seconds between a stop signal and the kill. A checkpoint that took longer is not begun then: the last one stands. 0:
-    until the end of the Slurm job, without limit outside of one."""
+    """Seconds between a stop signal and the kill. If earlier checkpoints took longer than this, none is started and the
+    last one stands. 0: the time left in the Slurm job; no limit outside one."""
 
     callbacks: tuple[str, ...] = ()
-    """Classes of the user's own, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start, after
-    train steps, evaluations and checkpoints, see docs/python.md."""
+    """User-defined classes, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start
+    and after train steps, evaluations and checkpoints; see docs/python.md."""
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, from which a run resumes exactly, and the exported model. A resumed run equals the uninterrupted one bit
-    for bit on a CPU; on GPUs with run.deterministic alone, and with servers under sglang.enable_deterministic_inference."""
+    """Checkpoints, from which a run resumes exactly, and the exported model. A resumed run equals the uninterrupted one
+    bit for bit on a CPU; on GPUs only with run.deterministic, and with servers only under
+    sglang.enable_deterministic_inference."""
 
     output_dir: str = ""
     """Directory of checkpoints; relative to the current directory. "": <run.output_dir>/checkpoints."""
@@ -130,41 +135,45 @@ class CheckpointConfig(Section):
     """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
 
     keep_every: NonNegativeInt = 0
-    """Train steps between checkpoints that are kept for good, beside the newest ones; a multiple of checkpoint.interval. 0: none."""
+    """Train steps between checkpoints that are kept permanently, in addition to the newest ones; a multiple of
+    checkpoint.interval. 0: none."""
 
     keep_best: str = ""
-    """Metric of the evaluations, such as eval/avg_at_k, by which the best checkpoint is kept as well. "": none. One that was not
-    evaluated is never the best: let evaluation.interval fall on checkpoints."""
+    """Evaluation metric, such as eval/avg_at_k, by which the best checkpoint is also kept. "": none. Only evaluated
+    checkpoints can be the best, so let evaluation.interval coincide with checkpoints."""
 
     keep_best_is: Literal["higher", "lower"] = "higher"
-    """The better value of checkpoint.keep_best."""
+    """Whether a higher or a lower value of checkpoint.keep_best is better."""
 
     memory_copies: Literal["none", "node", "peer"] = "none"
-    """Copies of the newest checkpoint in host memory, from which a restart after a failure reads instead of storage. node: what
-    the ranks of a node saved, in its memory; survives lost processes. peer: in that of another node as well, of another
-    data-parallel replica where there is one; survives a lost node. Linux only. See docs/checkpoints.md for the memory."""
+    """Copies of the newest checkpoint in host memory, which a restart after a failure reads instead of storage. node:
+    each node keeps what its ranks saved; survives lost processes. peer: another node keeps a copy as well, one of
+    another data-parallel replica if there is one; survives a lost node. Linux only. See docs/checkpoints.md for the
+    memory."""
 
     memory_copies_gib: NonNegativeFloat = 0.0
-    """GiB of copies on a node at most; a checkpoint beyond it is on storage alone, with a warning. 0: as much as /dev/shm has."""
+    """Most GiB of copies on a node; a larger checkpoint goes to storage only, with a warning. 0: as much as /dev/shm
+    has."""
 
     memory_copies_seconds: PositiveFloat = 600.0
-    """Seconds without a trainer process on a node after which its copies are freed: longer than a restart takes."""
+    """Seconds without a trainer process on a node after which its copies are freed. Must be longer than a restart
+    takes."""
 
     resume: Resume = "auto"
-    """auto: continue from the newest valid checkpoint if there is one; refused where the run's records say that there was one and
-    the directory has none, as when it is not mounted. never: fail if the directory holds one. must: fail
-    if it holds none."""
+    """auto: continue from the newest valid checkpoint if there is one; fails if the run's records mention a checkpoint
+    but the directory has none, e.g. because it is not mounted. never: fail if the directory holds one. must: fail if it
+    holds none."""
 
     export_huggingface: bool = True
-    """Write the trained policy as a Hugging Face directory, <run.output_dir>/huggingface, when the run ends, and the critic, where
-    there is one, as <run.output_dir>/critic."""
+    """Write the trained policy as a Hugging Face directory, <run.output_dir>/huggingface, when the run ends, and the
+    critic, if there is one, as <run.output_dir>/critic."""
 
 
 class EvaluationConfig(Section):
     """Evaluation on data.eval_paths: avg@k, pass@k, cons@k."""
 
     interval: NonNegativeInt = 0
-    """Train steps between evaluations. 0: none in between."""
+    """Train steps between evaluations. 0: none during training."""
 
     num_samples: PositiveInt = 32  # DAPO's paper reports avg@32 on AIME 2024
     """Responses per problem (k)."""
@@ -172,11 +181,11 @@ class EvaluationConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
 
-    top_p: ProbabilityMass = 0.7  # as DAPO's paper evaluates
+    top_p: ProbabilityMass = 0.7  # as in the evaluation of DAPO's paper
     """Nucleus mass."""
 
     top_k: NonNegativeInt = 0
-    """Only the k likeliest tokens; 0: off."""
+    """Sample only from the k likeliest tokens; 0: off."""
 
     max_response_tokens: NonNegativeInt = 0
     """Longest response in tokens. 0: rollout.max_response_tokens."""
@@ -196,9 +205,9 @@ class TelemetryConfig(Section):
     way."""
 
     trackers: tuple[Tracker, ...] = ()
-    """"wandb" and "mlflow", beside TensorBoard: metrics, and what recipe and options set. A resumed run continues its run there.
-    Each takes its own variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, ...); MLflow without one writes to
-    <run.output_dir>/mlruns. Extras of the same names install them."""
+    """"wandb" and "mlflow", in addition to TensorBoard: metrics and the values set by recipe and options. A resumed run
+    continues its run there. Each reads its usual variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, ...);
+    MLflow without one writes to <run.output_dir>/mlruns. Extras of the same names install them."""
 
     samples_per_step: NonNegativeInt = 64
     """Responses written to samples.jsonl per train step. 0: none."""
@@ -207,7 +216,7 @@ class TelemetryConfig(Section):
     """Live progress display on a terminal (otherwise plain log lines)."""
 
     report: bool = True
-    """Write <run.output_dir>/report.html at every evaluation and at the end, by a process of its own: one HTML file with
+    """Write <run.output_dir>/report.html at every evaluation and at the end, in a separate process: one HTML file with
     verdict, curves, samples and configuration, which reloads in a browser while the run is under way."""
 
     references: tuple[InputPath, ...] = ()
@@ -216,7 +225,7 @@ class TelemetryConfig(Section):
     Relative: from the recipe's directory."""
 
     dump_batches: NonNegativeInt = 0
-    """Train steps between dumps of a whole rollout batch, for replay through the trainer alone. 0: none."""
+    """Train steps between dumps of a whole rollout batch, for replay through the trainer without an engine. 0: none."""
 
 
 class MismatchConfig(Section):
@@ -225,16 +234,16 @@ class MismatchConfig(Section):
 
     step0_max_mean_abs: PositiveFloat = 0.05
     """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same
-    model. bfloat16 on both sides comes to some 0.01 to 0.04, so less than 0.05 is refused there; float32 allows 1e-3."""
+    model. bfloat16 on both sides gives about 0.01 to 0.04, so less than 0.05 is refused for it; float32 allows 1e-3."""
 
-    alarm: PositiveFloat = 0.02  # within what bfloat16 alone explains: it warns, the gate above ends the run
-    """A warning names the step when the gap of a batch is larger."""
+    alarm: PositiveFloat = 0.02  # bfloat16 rounding can reach this, so it only warns; the gate above ends the run
+    """Warn, naming the step, when the gap of a batch is larger."""
 
     trend_factor: Annotated[float, Bounds(gt=1)] = 2.0
-    """A warning also comes when the gap, smoothed over some steps, has grown by this factor within the last hundred."""
+    """Also warn when the gap, smoothed over some steps, has grown by this factor within the last hundred steps."""
 
     trend_floor: NonNegativeFloat = 1e-3
-    """Smoothed gaps up to this many nats are never a trend."""
+    """Smoothed gaps up to this many nats never count as a trend."""
 
 
 class QualityConfig(Section):
@@ -242,51 +251,54 @@ class QualityConfig(Section):
     are quality/* and reward/failed_share."""
 
     repetition_alarm: Fraction = 0.2
-    """Mean share of repeated 20-grams above which there is a warning. 1: none."""
+    """Warn when the mean share of repeated 20-grams is above this. 1: never."""
 
     tail_loop_alarm: Fraction = 0.2
-    """Share of responses that end in a loop above which there is a warning. 1: none."""
+    """Warn when the share of responses that end in a loop is above this. 1: never."""
 
     compression_alarm: Fraction = 0.0
-    """Mean compressed / raw size of a response's token ids below which there is a warning; 0: none. Off by default, as the
-    ratio depends on the length and the tokenizer more than on repetition: sums of six tokens are at 1.1, chains of eighty at 0.4.
-    Half of the first step's value is a start; repetition_alarm and tail_loop_alarm are on."""
+    """Warn when the mean compressed / raw size of a response's token ids is below this. 0: never. Off by default,
+    because the ratio depends more on length and tokenizer than on repetition: sums of six tokens are at 1.1, chains of
+    eighty at 0.4. Half of the first step's value is a good start; repetition_alarm and tail_loop_alarm are on."""
 
     probability_alarm: Fraction = 1.0
-    """Mean probability of sampled tokens above which there is a warning, before entropy has collapsed; 1: none. Off by default, as
-    the level is the model's and the task's: the quickstart starts at 0.97 and learns, SmolLM2-135M goes from 0.63 to 0.94.
-    Halfway from the first step's value to 1 is a start; the report names a collapse of entropy against the run's own first steps."""
+    """Warn when the mean probability of sampled tokens is above this, before entropy has collapsed. 1: never. Off by
+    default, because the level depends on model and task: the quickstart starts at 0.97 and learns, SmolLM2-135M goes
+    from 0.63 to 0.94. Halfway from the first step's value to 1 is a good start; the report names a collapse of entropy
+    relative to the run's first steps."""
 
     reward_failure_alarm: Fraction = 0.02
-    """Share of responses whose reward timed out or failed, wholly or in a part of it, above which there is a warning. 1: none."""
+    """Warn when the share of responses whose reward timed out or failed, wholly or in part, is above this. 1: never."""
 
 
 class NodesConfig(Section):
-    """The watch over the nodes of a run: a sample of their metrics a second, and a node that is unlike the others named
-    (Minder, arXiv 2411.01791; docs/nodes.md). Runs of one node have none; with fewer than four no node is judged."""
+    """Detection of faulty nodes: samples every node's metrics once a second and names a node that differs from the
+    others (Minder, arXiv 2411.01791; docs/nodes.md). Runs on one node have none; with fewer than four nodes, none is
+    judged."""
 
     enabled: bool = False
     """Sample every node into <run.output_dir>/nodes, compare the nodes, and report the slowest rank of each phase. Off by
-    default: the detector is proved only on simulated faults, of which it finds a third (docs/nodes.md)."""
+    default: the detector has been tested only on simulated faults, of which it finds a third (docs/nodes.md)."""
 
-    period_seconds: AtLeastOne = 480.0  # as the published system is called
-    """Seconds between two looks at the samples. A look covers 15/8 of it, at least twice continuity_seconds."""
+    period_seconds: AtLeastOne = 480.0  # interval of the published system
+    """Seconds between two searches of the samples. Each covers 15/8 of this period, at least twice
+    continuity_seconds."""
 
     continuity_seconds: AtLeastOne = 240.0
-    """Seconds that the same node must be the outlier of a metric, without a break, before there is an alert."""
+    """Seconds for which the same node must be a metric's outlier without a break before there is an alert."""
 
     noise_chance: Annotated[float, Bounds(gt=0, lt=1)] = 1e-3
-    """Chance of a candidate in one window among healthy nodes, as far as their noise is Gaussian; lower is less sensitive. The
-    similarity threshold follows from it and from the number of nodes."""
+    """Chance of a false candidate in one window among healthy nodes, if their noise is Gaussian; lower is less
+    sensitive. The similarity threshold follows from it and from the number of nodes."""
 
     action: NodeAction = "warn"
-    """After an alert. warn: a line in the log and a record. exclude: also save and end with exit code 75; slurm.sh requeues the
-    job without that node, which needs a spare one in the partition."""
+    """Action after an alert. warn: a log line and a record. exclude: also save and end with exit code 75; slurm.sh
+    requeues the job without that node, which needs a spare node in the partition."""
 
 
 class Config(Section):
-    """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this
-    tree."""
+    """Complete configuration of a run. Sections are read by name; functions below the trainer take plain values, never
+    this tree."""
 
     run: RunConfig = RunConfig()
     """Name, output directory, length and time limits of the run."""
@@ -295,14 +307,14 @@ class Config(Section):
     """The policy that is trained."""
 
     precision: PrecisionConfig = PrecisionConfig()
-    """How linear layers multiply."""
+    """Precision of the linear layers' products."""
 
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are cut over processes."""
 
     megatron: Mapping[str, Any] = {}
-    """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by their own names, for the
-    policy and, unless critic.megatron says otherwise, the critic: docs/megatron.md."""
+    """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig under their
+    original names, for the policy and, unless critic.megatron overrides them, the critic: docs/megatron.md."""
 
     data: DataConfig
     """Prompts to train and evaluate on."""
@@ -329,7 +341,7 @@ class Config(Section):
     """The critic of ppo, vapo and tppo."""
 
     advantage_estimation: AdvantageEstimationConfig = AdvantageEstimationConfig()
-    """From the critic's values to advantages and to its own targets."""
+    """Advantages and critic targets from the critic's values."""
 
     window: WindowConfig = WindowConfig()
     """Windows of tppo."""
@@ -368,7 +380,7 @@ class Config(Section):
     def keeps_servers(self) -> bool:
         """True if servers that the run starts are to outlive trainer processes that fail."""
         sglang = self.sglang
-        # Memory of a GPU that a dead process shared must not stay open.
+        # Servers must not keep GPU memory open that a dead process shared with them.
         is_kept = not sglang.urls and sglang.keep_seconds > 0 and not self.shares_gpu_memory
         return self.rollout.engine == "sglang" and is_kept
 
@@ -381,7 +393,8 @@ class Config(Section):
 
     @property
     def leaves_processes(self) -> bool:
-        """True if processes of the run's nodes outlive trainer processes that fail, so that a restart on the same nodes is worth it."""
+        """True if some processes outlive failed trainer processes, so that a restart on the same nodes is
+        worthwhile."""
         return self.keeps_servers or self.checkpoint.memory_copies != "none"
 
     @property
@@ -390,15 +403,15 @@ class Config(Section):
 
     @property
     def policy_starts_at(self) -> int:
-        """The first train step, from 0, in which the policy learns; its schedule counts from there."""
+        """First train step, counted from 0, in which the policy learns; its schedule starts there."""
         return self.critic.warmup_train_steps if self.has_critic else 0
 
     @property
     def critic_parallel(self) -> ParallelConfig:
-        """Return the critic's parallel sizes; those of 0 are the policy's."""
+        """Return the critic's parallel sizes; a size of 0 means the policy's."""
         asked, policy = self.critic.parallel, self.parallel
         tensor, pipeline = asked.tp_size or policy.tp_size, asked.pp_size or policy.pp_size
-        # Chunks divide the stages' layers: the policy's number means nothing for another number of stages.
+        # Chunks divide the layers of a stage, so the policy's number applies only to the same number of stages.
         same_stages = pipeline == policy.pp_size
         return policy.model_copy(
             update={
@@ -414,7 +427,7 @@ class Config(Section):
 
     @property
     def critic_megatron(self) -> Mapping[str, Any]:
-        """Return the critic's fields of megatron-core's configuration."""
+        """Return megatron-core's fields for the critic."""
         return {**self.megatron, **self.critic.megatron}
 
     @property
@@ -427,12 +440,12 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest response, of training or evaluation."""
+        """Tokens of the longest prompt plus the longest response in training or evaluation."""
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_response_tokens)
 
     @property
     def mismatch_gate(self) -> float | None:
-        """Largest mean gap, in nats, between engine and trainer on the first batch; None where no engine sampled it."""
+        """Largest mean gap, in nats, between engine and trainer on the first batch; None if no engine sampled it."""
         if self.rollout.responses == "given":
             return None
         if self.rollout.engine == "sglang" and self.sglang.quantization == "fp8":
@@ -445,18 +458,18 @@ class Config(Section):
 
     @property
     def num_processes(self) -> int:
-        """Processes this run asks for when no outside launcher decides."""
+        """Processes of this run when no outside launcher decides."""
         p = self.parallel
         return (p.num_processes or p.tp_size * p.pp_size * p.cp_size) + self.num_critic_processes
 
     @property
     def num_critic_processes(self) -> int:
-        """Processes that hold nothing but the critic: the last ranks of the run."""
+        """Processes that hold only the critic: the last ranks of the run."""
         return self.critic.parallel.num_processes if self.has_critic else 0
 
 
 def _members(info: FieldInfo) -> tuple[type[BaseModel], ...]:
-    """The sections a field may be: one, the members of a union, or none for a plain value."""
+    """Return the section classes of a field: one, the members of a union, or none for a plain value."""
     annotation = info.annotation
     if typing.get_origin(annotation) is tuple:
         return ()  # a list of tables is one value
@@ -474,15 +487,15 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[
 
 @cache
 def section_types() -> Mapping[str, tuple[type[BaseModel], ...]]:
-    """Every section by dotted path ("" is the root, "algorithm.loss" a nested one): the classes it may be, the default
-    first. More than one is a union, told apart by its field `name`."""
+    """Return the possible classes of every section by dotted path ("" is the root, "algorithm.loss" a nested one), the
+    default first. Several classes are a union, discriminated by its field `name`."""
     return MappingProxyType({"": (Config,), **dict(_sections(Config, ""))})
 
 
 @cache
 def leaf_fields() -> Mapping[str, FieldInfo]:
-    """Every field that holds a value (not a section), by dotted path, in the order of the schema. Of a union those of all
-    its members; its name has all their names."""
+    """Return every field that holds a value (not a section), by dotted path, in schema order. A union contributes the
+    fields of all its members; its `name` takes any of their names."""
     sections = section_types()
     leaves: dict[str, FieldInfo] = {}
     for path, members in sections.items():
@@ -495,7 +508,7 @@ def leaf_fields() -> Mapping[str, FieldInfo]:
 
 
 def union_names(path: str) -> tuple[str, ...]:
-    """The names that the section at `path` may have, the default first; empty where it is no union."""
+    """Return the names that the section at `path` may have, the default first; empty if it is not a union."""
     members = section_types().get(path, ())
     return tuple(member.model_fields["name"].default for member in members) if len(members) > 1 else ()
 

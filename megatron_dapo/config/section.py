@@ -1,4 +1,5 @@
-"""Parts of every section of the configuration: immutable, documented, without silent conversions, ranges beside the fields."""
+"""Base class and field types of all configuration sections: immutable, documented, no silent conversions, ranges in the
+annotations."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Offload = Literal["none", "optimizer", "all"]  # what of a model leaves the device while another one works
+Offload = Literal["none", "optimizer", "all"]  # part of a model that is offloaded while another one works
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a field may hold; of a list, each of its items.
+    """Bounds on the values of a field, or on each item of a list.
 
     The validator reads it, not pydantic (as it would `Field(ge=1)`): pydantic raises before a whole configuration exists,
     and the relations between fields would be left out of the list of what is wrong.
@@ -23,10 +24,10 @@ class Bounds:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    min_length: int = 0  # of a text or list; it stands alone
+    min_length: int = 0  # of a text or list; not combined with the others
 
     def hold(self, value: Any) -> bool:
-        """Return whether `value` is inside; a word such as "off" always is."""
+        """Return whether `value` is within the bounds; a word such as "off" always is."""
         if self.min_length:
             return len(value) >= self.min_length
         if isinstance(value, str):
@@ -42,7 +43,7 @@ class Bounds:
             return "not empty"
         low = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}" if self.gt is not None else ""
         high = f"{self.le:g}]" if self.le is not None else f"{self.lt:g})" if self.lt is not None else ""
-        high = "2**63)" if self.lt == 2**63 else high  # all its digits, as 9.22337e+18 is another number
+        high = "2**63)" if self.lt == 2**63 else high  # 9.22337e+18 would be a different number
         if low and high:
             return f"in {low}, {high}"
         one_sided = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}
@@ -60,7 +61,7 @@ ProbabilityMass = Annotated[float, Bounds(gt=0, le=1)]
 
 
 class RelativeToRecipe:
-    """Marks a path that, when relative, is taken from the directory of the recipe file that states it."""
+    """Marks a path that, if relative, starts from the directory of the recipe file that sets it."""
 
 
 InputPath = Annotated[Path, RelativeToRecipe()]
@@ -72,7 +73,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",  # a misspelled key would silently leave its default
-        strict=True,  # else "1" would pass for 1, and 1 for true
-        allow_inf_nan=False,  # TOML can write both
+        strict=True,  # otherwise "1" would pass as 1, and 1 as true
+        allow_inf_nan=False,  # TOML allows both
         use_attribute_docstrings=True,
     )

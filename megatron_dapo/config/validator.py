@@ -1,7 +1,7 @@
-"""The one validator: every rule that ranges over values, all violations at once.
+"""Validates all ranges and relations between values and reports all violations at once.
 
-A violation has its formula, every number in it and what to change. Nothing here touches torch, a process or the disk: the
-validator of a 1024-rank job runs on a laptop.
+A violation holds its formula, every number in it and the fix. Nothing here touches torch, a process or the disk, so a
+laptop can validate a 1024-rank job.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def validate(
 ) -> list[Violation]:
     """Return everything that is wrong with `config` for `world_size` processes and, if given, a model of that architecture.
 
-    Without `world_size` the number of processes is the one the configuration asks for. `plan.check` is the second step, for
+    Without `world_size`, the number of processes is the configured one. `plan.check` is the second step, which checks
     the machines of the run.
     """
     processes = config.num_processes if world_size is None else world_size
@@ -59,7 +59,8 @@ def validate(
         (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES), config, facts, outside.keys()
     )
     found += _layout_violations(config, facts, architecture, outside)
-    # No process is left for the policy: the critic's layout would be reported for a world that cannot be.
+    # No process is left for the policy, so checking the critic's layout would report violations for an impossible
+    # world.
     if own >= processes >= 1:
         return [*found, *broken([OWN_PROCESSES_RULE], config, {**facts, "processes": processes}, outside.keys())]
     if config.has_critic and (own or config.critic_parallel != config.parallel):
@@ -74,7 +75,7 @@ def require_valid(
     world_size: int | None = None,
     architecture: ModelArchitecture | None = None,
 ) -> None:
-    """Raise ConfigError with all violations if there is any."""
+    """Raise ConfigError with all violations if there are any."""
     found = validate(config, world_size, architecture)
     if found:
         raise ConfigError(found)
@@ -92,7 +93,7 @@ def field_bounds(section: BaseModel, prefix: str = "") -> dict[str, Bounds]:
 
 
 def out_of_range(config: Config) -> dict[str, Bounds]:
-    """Return the bounds that fields of `config` break, by dotted path."""
+    """Return the bounds that fields of `config` violate, by dotted path."""
     return {path: bound for path, bound in field_bounds(config).items() if not bound.hold(value_of(config, path))}
 
 
@@ -100,7 +101,7 @@ def _layout_violations(
     config: Config, facts: Mapping[str, Any], architecture: ModelArchitecture | None, outside: Mapping[str, Bounds]
 ) -> list[Violation]:
     """Return what is wrong between layout, processes and the model's shape."""
-    # Without a process left for the policy, the rule of the critic's own processes says what to start.
+    # If no process is left for the policy, the rule for the critic's separate processes says how many to start.
     found = list(broken(WORLD_RULES, config, facts, outside.keys())) if facts["processes"] >= 1 else []
     if architecture is not None:
         rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
@@ -110,7 +111,7 @@ def _layout_violations(
 
 
 def facts_of(config: Config, processes: int) -> dict[str, Any]:
-    """Return the numbers that formulas name and that are no fields."""
+    """Return the numbers that formulas refer to but that are not fields."""
     return {
         **layout_facts(config, processes),
         "critic_multiple": layout_facts(as_policy(config), processes)["multiple"],
@@ -124,13 +125,13 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
 
 
 def schedule_steps(config: Config) -> int:
-    """Return the steps in which the policy learns, in the unit its learning-rate schedule counts."""
+    """Return the number of steps in which the policy learns, in the unit of its learning-rate schedule."""
     train_steps, training = config.run.total_steps - config.policy_starts_at, config.training
     return _schedule_steps(config, config.optimizer, train_steps, training.mini_batch_prompts, training.epochs)
 
 
 def critic_schedule_steps(config: Config) -> int:
-    """Return the steps of the run in the unit that the critic's learning-rate schedule counts."""
+    """Return the number of steps of the run, in the unit of the critic's learning-rate schedule."""
     critic = config.critic
     mini_batch_prompts = critic.mini_batch_prompts or config.training.mini_batch_prompts
     return _schedule_steps(config, critic.optimizer, config.run.total_steps, mini_batch_prompts, critic.epochs)
@@ -141,7 +142,7 @@ def _schedule_steps(
 ) -> int:
     if optimizer.warmup_unit == "train_step":
         return train_steps
-    # max: a size of 0 is reported by its own bound and must not divide here.
+    # max: a size of 0 is reported as out of bounds and must not cause a division by 0 here.
     return train_steps * (config.rollout.prompts_per_step // max(mini_batch_prompts, 1)) * epochs
 
 
@@ -164,14 +165,14 @@ _PERPLEXITY = "reward.perplexity_penalty"
 _FULL_VOCABULARY = "the trainer's log-probs are over the whole vocabulary"
 
 # Reward 1, advantage 1 and a ratio of 1: the loss of CISPO, -ratio * advantage * log pi, is then the negative log-likelihood.
-# The ratio is 1 in the first optimizer step on a batch alone, so it is the only one.
+# The ratio is 1 only in the first optimizer step on a batch, so there is only one step.
 _MAXIMUM_LIKELIHOOD = (
     'algorithm.name == "dapo" and algorithm.advantage.name == "reinforce_pp" and algorithm.loss.name == "cispo" and '
     'algorithm.off_policy.correction == "none" and rollout.group_size == 1 and not rollout.filter_groups and '
     "training.mini_batch_prompts == rollout.prompts_per_step and training.epochs == 1"
 )
 
-# What draws on pass rates of earlier visits -> how it is switched off.
+# Feature that uses pass rates of earlier visits -> how to switch it off.
 _USES_OF_HISTORY = (
     ("rollout.budget.enabled", "rollout.budget.enabled = false"),
     ('rollout.prompt_order == "priority"', 'rollout.prompt_order = "shuffled"'),
@@ -234,7 +235,7 @@ RULES = (
         where='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name not in ("reinforce_pp", "function"))',
         reason="responses are compared within their group",
     ),
-    # Accuracies are multiples of 1 / group_size: bounds between two of them keep no group at all.
+    # Accuracies are multiples of 1 / group_size; bounds that lie between two neighboring multiples would keep no group.
     Rule(
         "any(rollout.accuracy_min < k / rollout.group_size < rollout.accuracy_max for k in range(rollout.group_size + 1))",
         "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
@@ -435,7 +436,8 @@ RULES = (
     ),
     *_schedule_rules("optimizer", "scheduled_steps", ""),
     *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name != "dapo" and '),
-    # at_start and at_end are on by default: without a file they have no effect, and a recipe of model and data is valid.
+    # at_start and at_end are on by default; without eval_paths they have no effect, so a recipe with only model and
+    # data is valid.
     Rule(
         "data.eval_paths != ()",
         "set data.eval_paths, or evaluation.interval = 0",

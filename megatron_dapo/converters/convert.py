@@ -42,7 +42,7 @@ from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 class ConversionReport:
     """Counts of a conversion."""
 
-    num_tensors: int  # stored in the Hugging Face model, aliases and other than parameters included
+    num_tensors: int  # stored in the Hugging Face model, including aliases and non-parameters
     num_files: int
     bytes_read: int
     bytes_written: int

@@ -71,7 +71,7 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
 
 
 class MegatronCheckpoint(StoredModel):
-    """A converted model. Opening it checks that files, sizes and buffers are those of its layout, else ValueError."""
+    """A converted model. Opening it raises ValueError unless files, sizes and buffers match its layout."""
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 CONFIG_FILE, METADATA_FILE = "metadata.json", ".metadata"
 RELEASE = "release"  # Megatron-LM's name of a checkpoint that no run saved
 BACKEND = "torch_dist"
-# Of the format, as written by the tested versions of megatron-core; a checkpoint does not say which of these wrote it.
+# Format version, as the tested megatron-core versions write it; a checkpoint does not say which of them wrote it.
 VERSION, MEGATRON_CORE = 1, "0.16.1 to 0.19.2"
 _OF_MODELS = ("decoder.", "embedding.", "output_layer.")
 _ONE_RANK = ParallelLayout(world_size=1)
@@ -58,7 +58,7 @@ def is_torch_dist(path: str | Path) -> bool:
 def iteration_directory(path: Path) -> Path:
     """Return the directory of the newest iteration in `path`, or `path` if it is one of an iteration.
 
-    ValueError where it is no torch_dist checkpoint.
+    Raises ValueError if it is not a torch_dist checkpoint.
     """
     latest = path / LATEST_FILE
     if latest.is_file():
@@ -88,7 +88,8 @@ def iteration_directory(path: Path) -> Path:
 class TorchDistModel(StoredModel):
     """The model of a `torch_dist` checkpoint, by Hugging Face names; `model`: directory with the config.json of the same model.
 
-    ValueError where files are missing or short, or tensors are those of another model. One buffer is in memory at a time.
+    Raises ValueError if files are missing or short, or tensors belong to a different model. One buffer is in memory at
+    a time.
     """
 
     def __init__(self, path: str | Path, model: str | Path) -> None:
@@ -143,7 +144,7 @@ class TorchDistModel(StoredModel):
     def _find(
         self, local: str, shape: tuple[int, ...], stored: Mapping[str, TensorSpec], model: str | Path
     ) -> tuple[TorchDistPlace, ...]:
-        """Return the places of a buffer of this shape. ValueError where there are none, or they have another shape."""
+        """Return the places of a buffer of this shape. Raises ValueError if there are none or their shape differs."""
         name = local.partition(".")[2]
         for found in places(name, self.architecture):
             if all(self._prefix + place.key in stored for place in found):
@@ -213,8 +214,8 @@ def write_torch_dist_model(
 ) -> int:
     """Write a stored model as a directory of Megatron-LM, and return its bytes; the whole model is in memory meanwhile.
 
-    model: directory with its config.json. iteration: None for a model that no run saved. ValueError where `target` exists or
-    the two are different models; then nothing is left behind.
+    model: directory with its config.json. iteration: None for a model that no run saved. Raises ValueError if `target`
+    exists or the two models differ, and leaves nothing behind.
     """
     from megatron_dapo.megatron.torch_dist import write_torch_dist
 
@@ -248,7 +249,7 @@ def write_torch_dist_model(
 
 
 def _checked(source: StoredModel, architecture: ModelArchitecture, model: str | Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the model's shapes. ValueError where `source` has other ones."""
+    """Return the model's shapes. Raises ValueError if those of `source` differ."""
     shapes = architecture.shapes()
     for name, shape in shapes.items():
         found = tuple(source.specs[name].shape) if name in source.specs else "missing"
@@ -263,7 +264,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes nothing but the records that torch's and megatron-core's checkpoints have in .metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or constant of these records, else raise UnpicklingError."""
+        """Return a class or constant of these records, or raise UnpicklingError."""
         is_record = module.startswith("torch.distributed.checkpoint.") or (
             module == "megatron.core.dist_checkpointing.strategies.torch" and name.startswith("MCore")
         )

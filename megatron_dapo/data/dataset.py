@@ -1,7 +1,7 @@
 """Prompts of a run, read once: checked, de-duplicated, rendered to token ids.
 
-The published training file repeats its 17k problems about a hundred times and the AIME file its 30 problems 32 times:
-rows with the same prompt and answer are one problem, and the report says how many there were.
+The published training file repeats its 17k problems about a hundred times, and the AIME file its 30 problems 32 times.
+Rows with the same prompt and answer are one problem, and the report says how many there were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LISTED = 10  # problems spelled out in a message
 
-# answers -> the ones no response could match, each with the reason (VerifierPool.validate_answers)
+# answers -> those that no response could match, each with the reason (VerifierPool.validate_answers)
 ValidateAnswers = Callable[[Iterable[str]], Mapping[str, str]]
 
 
@@ -117,7 +117,7 @@ def load_sources(
     deduplicate: bool = True,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
-    """Load the prompts of several sources; a problem that two of them have is the first one's. Errors as of `load_prompts`."""
+    """Load the prompts of several sources; a problem in two of them goes to the first. Errors: see `load_prompts`."""
     collected = _collect_sources(sources, deduplicate)
     _check_answers(collected.rows, validate_answers)
     prompts = [
@@ -150,7 +150,7 @@ def load_eval_sources(
     avg@k, pass@k and maj@k are then statistics over samples of one problem; `multiplicity` counts its rows in the files.
     ValueError for a prompt that is too long.
     """
-    # A benchmark without some of its problems is another benchmark.
+    # A benchmark that lacks some of its problems is a different benchmark.
     dataset = load_sources(sources, prompt_template, max_prompt_tokens, True, validate_answers)
     if dataset.report.num_too_long:
         raise ValueError(
@@ -162,23 +162,23 @@ def load_eval_sources(
 
 def prompt_id_of(messages: Messages, answer: str) -> str:
     """Return 16 hex digits of a SHA-256; equal (messages, answer) have equal ids on every machine."""
-    # Keys of a message may be in any order in the file: role and content are taken out by name.
+    # A message's keys may be in any order in the file, so take role and content by name.
     canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-# ---- of a recipe
+# ---- from a recipe
 
 
 def prompt_template(data: DataConfig, tokenizer: Tokenizer) -> PromptTemplate:
-    """Return the template that renders a run's prompts. ValueError where the tokenizer has none."""
+    """Return the template that renders a run's prompts. ValueError if the tokenizer has none."""
     return PromptTemplate(tokenizer, data.template, data.chat_template_options)
 
 
 def shares_of(
     data: DataConfig, prompts: Sequence[Prompt], fresh: Mapping[str, FreshIds] | None = None
 ) -> list[SourceShare] | None:
-    """Return each source's prompts and weight; None without data.sources. ValueError where a source has no prompt left.
+    """Return each source's prompts and weight; None without data.sources. ValueError if a source has no prompt left.
 
     `fresh`: prompts of later epochs by the source's name.
     """
@@ -208,7 +208,7 @@ def _rendered(row: Row, template: PromptTemplate) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CollectedRows:
-    """Rows of one or several files, equal ones once."""
+    """Rows of one or several files, without duplicates."""
 
     num_rows: int
     rows: tuple[tuple[str, Row], ...]  # (prompt_id, first row with it), or every row
@@ -217,7 +217,7 @@ class CollectedRows:
 
 
 def collect_rows(rows: Iterable[Row], deduplicate: bool = True) -> CollectedRows:
-    """Keep one of several rows with the same prompt and answer (all, where `deduplicate` is off), and count them."""
+    """Keep one of several rows with the same prompt and answer (all if `deduplicate` is off), and count them."""
     kept: list[tuple[str, Row]] = []
     multiplicity: dict[str, int] = {}
     for row in rows:

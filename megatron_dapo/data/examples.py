@@ -1,11 +1,11 @@
 """Given responses for supervised fine-tuning: rows of Parquet and JSON-lines files, tokenized once.
 
-prompt      chat messages [{"role", "content"}], the same as JSON text, or a plain text
-response    the text that is learned
-messages    instead of both: chat messages, of which the last one is the assistant's and is learned
+prompt      chat messages [{"role", "content"}], the same as JSON text, or plain text
+response    the text to learn
+messages    instead of both: chat messages, the last of which is the assistant's and is learned
 
-Other columns are left alone. A response ends with the stop token that the chat template puts behind it, so that the
-policy learns to end as well; the loss is over these tokens alone, those of the last turn.
+Other columns are ignored. A response ends with the stop token that the chat template puts after it, so that the policy
+also learns to stop. The loss covers only these tokens, those of the last turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_dapo.types import Prompt
 logger = logging.getLogger(__name__)
 
 EXAMPLE_COLUMNS = Columns((), ("prompt", "response", "messages"))
-SUBDIRECTORY = "sft"  # of the run's directory, and of its checkpoints' where those have one of their own
+SUBDIRECTORY = "sft"  # of the run's directory, and of a separate checkpoint directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleDataset:
-    """Examples in file order, each once. `num_rows`: of the files; `num_too_long`: left out for their length."""
+    """Examples in file order, without duplicates. `num_rows`: rows in the files; `num_too_long`: those left out."""
 
     examples: tuple[Example, ...]
     num_rows: int
@@ -54,7 +54,7 @@ class ExampleDataset:
 
     @cached_property
     def by_id(self) -> Mapping[str, Example]:
-        """Examples by the id of their prompt, which hashes the response as well."""
+        """Examples by prompt id, which also hashes the response."""
         return {example.prompt.prompt_id: example for example in self.examples}
 
 
@@ -65,9 +65,9 @@ def load_examples(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> ExampleDataset:
-    """Read examples, equal ones once; those with a longer prompt or response are left out, counted and logged.
+    """Read examples without duplicates; those with too long a prompt or response are left out, counted and logged.
 
-    Raises ValueError on a missing, empty, damaged or wrongly structured file, and where no example is short enough.
+    Raises ValueError on a missing, empty, damaged or wrongly structured file, and if no example is short enough.
     """
     end = end_of_response(template, stop_tokens)
     found: dict[str, Example] = {}
@@ -98,11 +98,11 @@ def load_examples(
 
 
 def end_of_response(template: PromptTemplate, stop_tokens: StopTokens) -> int:
-    """Return the token that ends a response: of a chat template the stop token that it puts behind an assistant's turn."""
+    """Return the token that ends a response: with a chat template, the stop token it puts after an assistant turn."""
     if template.name == "chat":
         prompt = [{"role": "user", "content": "a"}]
         turns = [*prompt, {"role": "assistant", "content": "b"}]
-        # A generation prompt may be longer than the turn's own head: what follows the prompt without one is searched.
+        # A generation prompt may be longer than the turn's own head, so search what follows the prompt without one.
         whole = template.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
         start = len(template.tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False))
         ends = [int(token) for token in whole[start:] if token in stop_tokens.token_ids]
@@ -133,14 +133,14 @@ def _checked_row(values: Mapping[str, Any], location: str) -> tuple[tuple[Mappin
     return checked_messages(values["prompt"], location), values["response"]
 
 
-# ---- the run that learns them
+# ---- supervised fine-tuning run
 
 
 def sft_config(config: Config, directory: Path | None = None) -> Config:
-    """Return the run in which the recipe's policy learns given responses by maximum likelihood.
+    """Return the configuration with which the recipe's policy learns given responses by maximum likelihood.
 
-    The loss is CISPO's with reward 1 and a ratio of 1 in each step, so the negative log-likelihood of the response tokens.
-    `directory`: where it writes; default: sft in run.output_dir. ValueError where a data file cannot be read.
+    The loss is CISPO's with reward 1 and a ratio of 1 in each step: the negative log-likelihood of the response tokens.
+    `directory`: where the run writes; default: sft in run.output_dir. ValueError if a data file cannot be read.
     """
     section = config.sft
     paths = section.train_paths or config.data.train_paths
@@ -158,7 +158,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             "max_epochs": 0,
             "injection": InjectionConfig(),
         },
-        # Of the temperature 1 that likelihood means; evaluations have their own. Rows come in the order of the stream, each once.
+        # Likelihood means temperature 1; evaluations have their own. Rows come in stream order, each once.
         "rollout": {
             "responses": "given",
             "prompts_per_step": section.batch_size,

@@ -1,14 +1,14 @@
-"""Rows of data files, and of data sets that the `datasets` library saved. Parquet, JSON lines and Arrow are streamed: no such
-file is in memory as a whole.
+"""Reads rows of data files and of data sets saved by the `datasets` library. Parquet, JSON lines and Arrow are
+streamed, so no such file is in memory as a whole.
 
 The columns of DAPO-Math-17k, which `RowFormat` replaces by others:
 
-data_source                   where the problem is from                     optional
+data_source                   where the problem comes from                  optional
 prompt                        chat messages [{"role", "content"}], the same
                               as JSON text, or a plain text                 required
 reward_model.ground_truth     gold answer                                   required
 
-Every other column goes to reward functions, the fields of `extra_info` by their own names.
+Every other column goes to reward functions; the fields of `extra_info` go by their own names.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def read_rows(path: Path, row_format: RowFormat = DAPO_FORMAT) -> Iterator[Row]:
 
 
 def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 16, rows: int = 64) -> Iterator[Row]:
-    """Yield checked rows from `places` >= 2 of a file, `rows` from each; the whole of a small file.
+    """Yield checked rows from `places` >= 2 of a file, `rows` from each; for a small file, all rows.
 
-    The places are the beginning, the end, and others drawn by a fixed seed, so that the same file gives the same rows. A file of
-    two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
+    The places are the beginning, the end, and others drawn with a fixed seed, so the same file gives the same rows. A
+    file of two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
     """
     with blamed_on(path):
         kind = _kind(path)
@@ -105,7 +105,7 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
 
 
 def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None = None) -> Iterator[Row]:
-    """Yield the first `count` of problems that reasoning-gym makes, by default all, in their system prompt and template."""
+    """Yield the first `count` problems from reasoning-gym, by default all, in their system prompt and template."""
     for number, made in enumerate(problems.rows(count)):
         messages = _formatted(({"role": "user", "content": made["question"]},), row_format)
         location, task = f"{problems}, problem {number}", problems.task
@@ -113,7 +113,7 @@ def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None =
 
 
 def read_table(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the values of every row of a file, in order. ValueError where it has none, or lacks a column."""
+    """Yield the location and values of every row of a file, in order. ValueError if it has no row or lacks a column."""
     is_empty = True
     with blamed_on(path):
         for location, values in _READERS[_kind(path)](path, columns):
@@ -124,7 +124,7 @@ def read_table(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str,
 
 
 def column_names(path: Path) -> tuple[str, ...]:
-    """Return the names of a file's columns; of JSON lines those of the first."""
+    """Return the names of a file's columns; for JSON lines, those of the first line."""
     with blamed_on(path):
         if _kind(path) == ".parquet":
             import pyarrow.parquet
@@ -136,7 +136,7 @@ def column_names(path: Path) -> tuple[str, ...]:
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of a file's rows, which are not read."""
+    """Return a file's number of rows without reading them."""
     with blamed_on(path):
         if _kind(path) == ".parquet":
             import pyarrow.parquet
@@ -151,7 +151,7 @@ def count_rows(path: Path) -> int:
 
 
 def _kind(path: Path) -> str:
-    """Return the file's kind, a key of `_READERS`. ValueError where there is no such file or kind."""
+    """Return the file's kind, a key of `_READERS`. ValueError if there is no such file or kind."""
     if path.is_dir():
         return SAVED
     if not path.is_file():
@@ -279,7 +279,7 @@ def _spread_json_lines(path: Path, columns: Columns, places: int, rows: int) -> 
         return
     with path.open("rb") as file:
         for place in _places(size, places):
-            # The last place is the end, where a copy that was cut short is damaged.
+            # The last place is the end, where a truncated copy is damaged.
             file.seek(min(place, size - _TAIL_BYTES))
             if place:
                 file.readline()  # the rest of a line
@@ -293,7 +293,7 @@ def _spread_json_lines(path: Path, columns: Columns, places: int, rows: int) -> 
 
 
 def _places(size: int, count: int) -> list[int]:
-    """Return `count` places in a file of that size, ascending: its beginning, its end, and drawn ones between."""
+    """Return `count` places in a file of that size, ascending: the beginning, the end, and random ones in between."""
     draw = random.Random(size)  # the same file gives the same places
     between = draw.sample(range(1, size - 1), min(count - 2, size - 2)) if size > 2 else []
     return sorted({0, *between, size - 1})
@@ -366,7 +366,7 @@ def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat
 
 
 def _field(values: Mapping[str, Any], name: str, location: str) -> Any:
-    """Return a column, or the nested field of one that a name with dots leads to."""
+    """Return a column or, for a dotted name, a column's nested field."""
     value: Any = values
     path = name.split(".")
     for depth, part in enumerate(path):
@@ -388,7 +388,7 @@ def _formatted(messages: tuple[Mapping[str, str], ...], row_format: RowFormat) -
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: of dates, bytes and the like their text."""
+    """Convert a value to JSON; dates, bytes and the like become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -397,7 +397,7 @@ def _plain(value: Any) -> Any:
 
 
 def checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...]:
-    """Return a prompt as chat messages. ValueError where it is neither a text nor a list of them."""
+    """Return a prompt as chat messages. ValueError if it is neither text nor a list of messages."""
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         prompt = _parse_chat(prompt, location)
     if isinstance(prompt, str) and prompt.strip():
@@ -434,7 +434,7 @@ def _is_message(message: Any) -> bool:
 
 
 def checked_answer(answer: Any, location: str) -> str:
-    """Return a gold answer as text. ValueError where it is neither a text nor an integer."""
+    """Return a gold answer as text. ValueError if it is neither text nor an integer."""
     # bool is a subclass of int; a float would be a guess at how the answer was written.
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)

@@ -1,7 +1,7 @@
-"""Prompts of a reasoning-gym task that are made anew for each epoch, and found again by their ids after a resume.
+"""Prompts of a reasoning-gym task that are generated anew for each epoch, and recovered by their ids after a resume.
 
-The first epoch's prompts are part of the data set. Those of a later one are made when it begins, and named
-TASK@EPOCH/HASH: the id says how to make a prompt again, so a checkpoint holds ids alone.
+The first epoch's prompts are part of the data set. A later epoch's are generated when it begins, with the id
+TASK@EPOCH/HASH. The id says how to generate the prompt again, so a checkpoint only holds ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FreshPrompts:
         self._of_epoch = lru_cache(_KEPT_EPOCHS)(self._make)
 
     def ids(self, epoch: int) -> Sequence[str]:
-        """Return the ids of an epoch's prompts, in the order in which they are made. ValueError where they cannot be."""
+        """Return the ids of an epoch's prompts, in generation order. ValueError if they cannot be generated."""
         return tuple(self._of_epoch(epoch))
 
     def has(self, prompt_id: str) -> bool:
@@ -43,7 +43,7 @@ class FreshPrompts:
         return bool(at) and name == self._source.name and rest.partition("/")[0].isdigit()
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """Return the prompt of an id that `has` knows. ValueError where this installation makes other problems."""
+        """Return the prompt of an id that `has` knows. ValueError if this installation makes other problems."""
         epoch = int(prompt_id.rpartition("@")[2].partition("/")[0])
         try:
             return self._of_epoch(epoch)[prompt_id]
@@ -62,7 +62,7 @@ class FreshPrompts:
 
 
 class PromptBook(Mapping[str, Prompt]):
-    """The data set's prompts by id, and behind them those that are made anew; only the former are counted and iterated."""
+    """The data set's prompts by id, then the newly generated ones; only the former are counted and iterated."""
 
     def __init__(self, prompts: Mapping[str, Prompt], fresh: Sequence[FreshPrompts]) -> None:
         self._prompts = prompts

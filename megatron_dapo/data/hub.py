@@ -3,7 +3,7 @@
     model.path = "Qwen/Qwen2.5-0.5B"                  or "hf://Qwen/Qwen2.5-0.5B@REVISION"
     data.train_paths = ["hf://OWNER/NAME"]            or "hf://OWNER/NAME@REVISION/DIRECTORY_OR_FILE"
 
-The copy lies in the Hub's cache under the commit it is of, so the path that a run records pins the revision.
+The copy is in the Hub's cache under its commit, so the path that a run records pins the revision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dapo.untrusted import one_line
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0  # of the first question: without a network it has to fail within a dry run's ten seconds
+TIMEOUT_S = 5.0  # for the first request: without a network it must fail within a dry run's ten seconds
 _PREFIX = "hf:"
 _REFERENCE = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.+))?")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
@@ -31,7 +31,7 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository of the Hub, and the part of it that is meant."""
+    """A repository on the Hub, and the part of it that is requested."""
 
     repository: str
     revision: str | None = None
@@ -42,18 +42,18 @@ class HubReference:
 
 
 class HubError(ValueError):
-    """A repository that cannot be had; the text says why and what to do."""
+    """Raised if a repository is not available; the text says why and what to do."""
 
 
 def hub_reference(path: Path, directory: Path, is_model: bool) -> HubReference | None:
     """Return the repository that an input of a recipe names, None for a local path.
 
-    `path`: absolute, as the loader made it; `directory`: that relative inputs are from. A model needs no "hf://" where no
-    directory of its owner's name is there.
+    `path`: absolute, as the loader made it; `directory`: the one that relative inputs start from. A model needs no
+    "hf://" if there is no directory with its owner's name.
     """
     if path.exists():
         return None
-    if _PREFIX in path.parts:  # after any directory: a recipe that is written elsewhere keeps the name
+    if _PREFIX in path.parts:  # after any directory, because a recipe written elsewhere keeps the name
         text = "/".join(path.parts[path.parts.index(_PREFIX) + 1 :])
     elif is_model and path.parent.parent == directory and not path.parent.exists():
         text = path.relative_to(directory).as_posix()
@@ -64,23 +64,23 @@ def hub_reference(path: Path, directory: Path, is_model: bool) -> HubReference |
 
 
 def marked_model(name: str) -> str:
-    """Return a model's name as hf://OWNER/NAME if it names a repository from the current directory, else as it is.
+    """Return a model's name as hf://OWNER/NAME if it names a repository from the current directory, else unchanged.
 
-    With the mark it names the same repository in a recipe of any directory.
+    With the prefix it names the same repository in a recipe in any directory.
     """
     reference = hub_reference(Path(os.path.abspath(name)), Path.cwd(), is_model=True)
     return f"hf://{reference}" if reference else name
 
 
 def download_model(reference: HubReference) -> Path:
-    """Return the local copy of a model; downloads what is missing. HubError where it cannot be had."""
+    """Return the local copy of a model, downloading what is missing. HubError if it is not available."""
     return _snapshot(reference, "model", list(_MODEL_FILES))
 
 
 def download_data(reference: HubReference, split: str) -> list[Path]:
-    """Return the data files of a data set: those of its part, else those whose path names the split ("train" or "eval").
+    """Return a data set's files: those of its part, or those whose path names the split ("train" or "eval").
 
-    HubError where the data set cannot be had, or has no such file.
+    HubError if the data set is not available or has no such file.
     """
     root = _snapshot(reference, "dataset", [f"*{kind}" for kind in DATA_KINDS])
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix in DATA_KINDS)
@@ -115,7 +115,7 @@ def _snapshot(reference: HubReference, kind: str, patterns: list[str]) -> Path:
             reference.repository, repo_type=kind, revision=reference.revision, timeout=TIMEOUT_S, files_metadata=False
         )
         logger.info("%s %s of the Hub, commit %s", kind, reference, info.sha)
-        # By its name, not by the commit: then the cache finds it by the name where there is no network.
+        # Ask by name, not by commit, so that the cache finds it by name without a network.
         return Path(snapshot_download(revision=reference.revision, **options))
     except HfHubHTTPError as error:
         raise HubError(_refusal(reference, kind, error)) from error
@@ -144,6 +144,6 @@ def _refusal(reference: HubReference, kind: str, error: Exception) -> str:
 
 
 def input_directory(origin: str) -> Path:
-    """Return the directory that relative inputs of a value are from, by its origin: a recipe's file, or --set."""
+    """Return the directory from which a value's relative inputs start, by its origin: a recipe's file, or --set."""
     recipe = Path(origin)
     return Path(os.path.abspath(recipe.parent)) if recipe.suffix == ".toml" else Path.cwd()

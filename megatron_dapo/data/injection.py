@@ -1,11 +1,11 @@
-"""Adversarial prompt injection: harder and easier rewrites of the training prompts, whose gold answer is known because it is unchanged.
+"""Adversarial prompt injection: harder and easier rewrites of the training prompts that keep the gold answer.
 
-Where dynamic sampling dropped a group, a rewrite of its prompt comes next: a harder one if all responses were right, an easier one
-if all were wrong. Or a harder rewrite takes the place of the prompt itself, at some visits.
+If dynamic sampling drops a group, a rewrite of its prompt comes next: a harder one if all responses were right, an
+easier one if all were wrong. Alternatively, a harder rewrite replaces the prompt itself at some visits.
 
-A template changes the text of the last user turn alone; system prompt and chat template stay as they are. A rewrite is a prompt
-of its own, with an id of its own ("<id>~wrong_hint"), so that its responses form groups of their own and are never compared
-with those to the original. Evaluation sees original prompts only.
+A template only changes the text of the last user turn; system prompt and chat template stay the same. A rewrite is a
+separate prompt with its own id ("<id>~wrong_hint"), so its responses form separate groups and are never compared with
+those to the original. Evaluation only uses original prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_dapo.types import FilterDecision, Prompt
 
 SEPARATOR = "~"  # between the id of a prompt and the name of a template
 TEMPLATE = "injection"  # key of Prompt.extra that names a rewrite's template
-_FADING = 0.98  # of what is known of the templates, with each group of a rewrite: the policy changes, and none is given up for good
+_FADING = 0.98  # of templates' counts per rewrite group: the policy changes, so no template is given up for good
 
 _ASIDES = (
     "Note that the shop next door is closed on Sundays.",
@@ -39,7 +39,7 @@ def distractor(text: str, answer: str, rng: random.Random) -> str | None:
 
 
 def wrong_hint(text: str, answer: str, rng: random.Random) -> str | None:
-    """Put a confident and wrong answer before the problem; None where the gold answer is no whole number."""
+    """Put a confident but wrong answer before the problem; None if the gold answer is not a whole number."""
     number = _whole_number(answer)
     if number is None:
         return None
@@ -48,7 +48,7 @@ def wrong_hint(text: str, answer: str, rng: random.Random) -> str | None:
 
 
 def noise(text: str, answer: str, rng: random.Random) -> str | None:
-    """Double a tenth of the spaces and write a tenth of the words in capitals; words with other characters than letters stay."""
+    """Double a tenth of the spaces and capitalize a tenth of the words; words with non-letters stay unchanged."""
 
     def changed(word: str) -> str:
         return word.upper() if word.isalpha() and rng.random() < 0.1 else word
@@ -58,7 +58,7 @@ def noise(text: str, answer: str, rng: random.Random) -> str | None:
 
 
 def answer_range(text: str, answer: str, rng: random.Random) -> str | None:
-    """Put ten numbers in a row before the problem that hold its answer; None where the gold answer is no whole number."""
+    """Put ten consecutive numbers that include the answer before the problem; None if it is not a whole number."""
     number = _whole_number(answer)
     if number is None:
         return None
@@ -82,10 +82,10 @@ def rewrites(
     max_prompt_tokens: int,
     seed: int,
 ) -> dict[str, tuple[Prompt, ...]]:
-    """Return prompt id -> its rewrites, one a template that fits the prompt and keeps it short enough.
+    """Return prompt id -> its rewrites, one per template that fits the prompt and keeps it short enough.
 
-    `template` renders their messages. Equal seeds give equal rewrites, whatever the other prompts are. ValueError for a template
-    that does not exist.
+    `template` renders their messages. Equal seeds give equal rewrites, whatever the other prompts are. ValueError for a
+    template that does not exist.
     """
     if unknown := [name for name in templates if name not in TEMPLATES]:
         raise ValueError(f"unknown injection template {unknown[0]!r}: choose among {', '.join(TEMPLATES)}")
@@ -115,16 +115,16 @@ def _rewrite(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> 
 
 
 class Injection:
-    """Choice of rewrites, see `data.injection` in the configuration.
+    """Chooses rewrites; see `data.injection` in the configuration.
 
-    Every choice depends on the seed, the visits so far and the state alone, so that a resumed run chooses alike.
+    Every choice depends only on the seed, the visits so far and the state, so a resumed run makes the same choices.
 
     Args:
         rewrites: prompt id -> template -> id of its rewrite.
-        at_visits: a rewrite takes the place of the prompt at some visits; otherwise that of a group that was filtered.
+        at_visits: if True, a rewrite replaces the prompt at some visits; otherwise it replaces a filtered group.
         rate: share of the visits, or of a batch's `batch_groups` groups, once the ramp is over.
         ramp_prompts: visits over which the rate grows linearly from 0.
-        seed: of the choices.
+        seed: seed of the choices.
         batch_groups: number of groups in a batch.
     """
 
@@ -144,7 +144,7 @@ class Injection:
         self._ramp_prompts = ramp_prompts
         self._seed = seed
         self._batch_groups = batch_groups
-        self._num_replaced = 0  # groups that a rewrite took the place of
+        self._num_replaced = 0  # groups replaced by a rewrite
         self._outcomes: dict[str, list[float]] = {}  # template -> groups kept and groups filtered, faded
 
     @property
@@ -161,12 +161,12 @@ class Injection:
         return rng.choice(list(own.values()))
 
     def in_place_of(self, prompt_id: str, decision: FilterDecision, num_held: int, visit: int) -> str | None:
-        """Learn from the filter's decision on a group; return the id of the rewrite to sample in its place, None for none.
+        """Record the filter's decision on a group; return the id of the rewrite to sample in its place, or None.
 
         Args:
-            prompt_id: of the group.
-            decision: of dynamic sampling, see `FilterDecision`.
-            num_held: rewrites that wait for their responses or for their batch; never more than a batch may have.
+            prompt_id: the group's prompt.
+            decision: dynamic sampling's decision, see `FilterDecision`.
+            num_held: rewrites waiting for their responses or their batch; never more than a batch may have.
             visit: number of visits so far.
         """
         if template := self._template_of.get(prompt_id):
@@ -179,7 +179,7 @@ class Injection:
         if not own or self._at_visits or not has_room:
             return None
         self._num_replaced += 1
-        # Thompson sampling: a template is chosen as often as it is likely to be the one whose groups are kept.
+        # Thompson sampling: a template is chosen with the probability that its groups are the ones that are kept.
         rng = random.Random(f"{self._seed}/{self._num_replaced}/template")
         share = {}
         for template in sorted(own):

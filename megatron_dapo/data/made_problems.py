@@ -1,6 +1,6 @@
 """Problems made by reasoning-gym, as a source of prompts: `path = "reasoning_gym:chain_sum"` in [[data.sources]].
 
-The package is optional and imports many others: problems are made by a process of its own, whose output this one reads.
+The package is optional and imports many others, so a separate process makes the problems and this one reads its output.
 Its own verifier scores them: reward.verifier = "megatron_dapo.rewards.verifiers.reasoning_gym:reward".
 """
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class MadeProblems:
-    """A task of reasoning-gym, and the problems of it that are made for an epoch. Equal values make equal problems."""
+    """A reasoning-gym task and its problems for one epoch. Equal values make equal problems."""
 
     task: str
     size: int
@@ -35,8 +35,8 @@ class MadeProblems:
         return f"reasoning_gym:{self.task}"
 
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield question, answer and entry of the first `count` problems, by default all. ValueError with the reason where the
-        package, the task or a setting is unknown."""
+        """Yield question, answer and entry of the first `count` problems, by default all. ValueError, with the reason,
+        if the package, the task or a setting is unknown."""
         wanted = self.size if count is None else min(count, self.size)
         spec = json.dumps({**asdict(self), "size": wanted, "seed": self._seed()})
         command = [sys.executable, "-m", __name__, spec]
@@ -53,13 +53,13 @@ class MadeProblems:
         yield from map(json.loads, done.stdout.splitlines())
 
     def _seed(self) -> int:
-        # reasoning-gym makes problem i by the seed + i: neighbouring seeds would make nearly the same problems.
+        # reasoning-gym makes problem i from seed + i, so neighboring seeds would make nearly the same problems.
         digest = hashlib.sha256(f"{self.seed}/{self.epoch}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 2  # some tasks take 32 bits
 
 
 def main(spec: str) -> None:
-    """Write the problems of a JSON description, an object a line."""
+    """Write the problems of a JSON description, one object per line."""
     import reasoning_gym
 
     wanted = json.loads(spec)

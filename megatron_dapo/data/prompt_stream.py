@@ -1,8 +1,8 @@
 """The order of prompts: endless shuffled epochs with an exact state.
 
-Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. The prompts of an epoch are
-always the same ones, or are made for it by its number (`FreshIds`). A prompt that was drawn and not trained (an abort, a crash) is
-returned with `requeue` and precedes fresh prompts, as does the rewrite of a prompt whose group was filtered.
+Every epoch is a permutation that depends only on the seed and the epoch, so the state is a position. Every epoch has
+the same prompts, or prompts generated from its number (`FreshIds`). A prompt that was drawn but not trained (an abort,
+a crash) is returned with `requeue` and precedes fresh prompts, like the rewrite of a prompt whose group was filtered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATE_VERSION = 1
 
 
 class FreshIds(Protocol):
-    """Ids of prompts that are made anew for each epoch."""
+    """Ids of prompts that are generated anew for each epoch."""
 
     def ids(self, epoch: int) -> Sequence[str]:
         """Return the ids of an epoch's prompts."""
@@ -49,8 +49,8 @@ class FunctionOrder:
     """Epochs in the order that a user's function gives them (data.order).
 
     Args:
-        path: of the function, (prompts, epoch) -> indices of all prompts.
-        prompts: of the data set, in its order.
+        path: path of the function (prompts, epoch) -> indices of all prompts.
+        prompts: the data set's prompts, in its order.
     """
 
     def __init__(self, path: str, prompts: Sequence[Prompt]) -> None:
@@ -59,7 +59,7 @@ class FunctionOrder:
         self._prompts = tuple(prompts)
 
     def indices(self, epoch: int) -> list[int]:
-        """Return the order of an epoch. HookError for an error of the function, and where it leaves out or repeats a prompt."""
+        """Return the order of an epoch. HookError if the function fails, or leaves out or repeats a prompt."""
         with named(self._path, "data.order"):
             order = [int(index) for index in self._function(self._prompts, epoch)]
         if sorted(order) != list(range(len(self._prompts))):
@@ -72,7 +72,7 @@ class FunctionOrder:
 
 
 class _Passes:
-    """The epochs of one source, shuffled or in an order of the user's own, and the place in them."""
+    """The epochs of one source, shuffled or in the user's order, and the position in them."""
 
     def __init__(self, share: SourceShare, seed: str, own_order: FunctionOrder | None = None) -> None:
         if not share.prompt_ids or not share.weight > 0:
@@ -85,14 +85,17 @@ class _Passes:
         self.move(0, 0)
 
     def move(self, epoch: int, position: int, num_before: int | None = None) -> None:
-        """Go to the place where `position` prompts of `epoch` were drawn; `num_before`: of earlier epochs, by default all equally long."""
+        """Move to the position after `position` prompts of `epoch`.
+
+        `num_before`: prompts in earlier epochs; by default these are equally long.
+        """
         self.epoch, self.position = epoch, position
         self._num_before = epoch * len(self.share.prompt_ids) if num_before is None else num_before
         self._ids = self.share.ids(epoch)
         self._order = self._ordered(epoch)
 
     def state(self) -> dict[str, Any]:
-        """Return the place, as the arguments of `move`."""
+        """Return the position, as the arguments of `move`."""
         place = {"epoch": self.epoch, "position": self.position}
         return {**place, "num_before": self._num_before} if self.share.fresh else place
 
@@ -105,7 +108,7 @@ class _Passes:
         return order
 
     def hash_of_order(self, epoch: int) -> str | None:
-        """Return a hash of the user's own order of an epoch; None without one."""
+        """Return a hash of the user's order of an epoch; None without one."""
         if self._own_order is None:
             return None
         return hashlib.sha256(",".join(map(str, self._ordered(epoch))).encode()).hexdigest()[:16]
@@ -118,7 +121,7 @@ class _Passes:
         return self.position == len(self._order) and self.epoch + 1 == max_epochs
 
     def due(self) -> float:
-        """Return the time of the next draw, on a clock on which each source draws `weight` times a unit."""
+        """Return the time of the next draw, on a clock where each source draws `weight` times per unit."""
         return (self.num_drawn + 0.5) / self.share.weight
 
     def next(self) -> str:
@@ -137,11 +140,11 @@ class PromptStream:
         max_epochs: number of epochs; None: endless.
         injection: of rewrites of prompts; None: none.
         sources: shares of the draws; None: all prompts are one source.
-        order: of the user's own in place of the shuffles, where all prompts are one source; None: none.
+        order: the user's order, used instead of shuffles if all prompts are one source; None: none.
 
-    With several sources each has epochs of its own, and every draw takes the source that is furthest behind its share: no random
-    number decides it, and the state is the position in each. A source that has made `max_epochs` leaves its share to the others.
-    Of a source with `fresh` prompts each epoch has ids of its own.
+    With several sources, each has separate epochs, and every draw takes the source that is furthest behind its share.
+    This uses no random numbers, and the state is the position in each source. A source that has completed `max_epochs`
+    leaves its share to the others. For a source with `fresh` prompts, each epoch has different ids.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """Number of epochs before the current one; of several sources the fewest."""
+        """Number of epochs before the current one; with several sources, the smallest of their numbers."""
         return min(source.epoch for source in self._passes)
 
     @property
@@ -214,7 +217,7 @@ class PromptStream:
         return prompt_id in self._known or any(one is not None and one.has(prompt_id) for one in fresh)
 
     def judged(self, prompt_id: str, decision: FilterDecision, num_held: int) -> None:
-        """Learn how the filter decided on a prompt's group; its rewrite comes next where the injection has one.
+        """Record the filter's decision on a prompt's group; if the injection has a rewrite of it, that comes next.
 
         `num_held` is the number of rewrites drawn that still may be trained.
         """
@@ -238,7 +241,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. ValueError, and no change, if it is of other data or another seed."""
+        """Continue from where `state` was taken. ValueError, and no change, if it has other data or another seed."""
         self._check_state(state)
         self._requeued = deque(state["requeued"])
         for source, place in zip(self._passes, _places_of(state)):
@@ -247,7 +250,7 @@ class PromptStream:
             self._injection.load_state_dict(state["injection"])
 
     def _positions(self) -> dict[str, Any]:
-        """Return the state of the sources: of one as ever, of several a list with names and weights."""
+        """Return the sources' state: for one source its position, for several a list with names and weights."""
         if not self._passes[0].share.name:
             place = self._passes[0].state()
             order = self._passes[0].hash_of_order(place["epoch"])

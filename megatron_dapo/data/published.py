@@ -1,8 +1,8 @@
-"""Published data sets, prepared for training: one row a problem, in one schema, with counts compared with what is published.
+"""Prepares published data sets for training: one row per problem, in one schema, with counts checked as published.
 
     published file(s), by path or from the Hub -> rows -> equal ones once -> checks -> parquet + a data card
 
-Each entry of `PUBLISHED` says where its counts are from. A file that does not have them is refused: it is another one, or cut.
+Each entry of `PUBLISHED` says where its counts come from. A file with other counts is rejected as different or cut.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PublishedDataset:
     num_rows: int
     num_prompts: int  # different prompts
     num_problems: int  # different (prompt, answer)
-    answers: Answers  # aime: 0 to 999; integer: any; text: as it is written
+    answers: Answers  # aime: 0 to 999; integer: any; text: verbatim
     is_benchmark: bool  # for evaluation: no problem may be left out
     counts_from: str
 
@@ -106,7 +106,7 @@ PUBLISHED: Mapping[str, PublishedDataset] = {
 
 @dataclass(frozen=True)
 class DataCard:
-    """Counts of a preparation, and where its rows are from. Written beside the data."""
+    """Counts of a preparation and the origin of its rows. Written next to the data."""
 
     dataset: str
     repository: str
@@ -120,7 +120,7 @@ class DataCard:
     num_overlapping: int  # problems that are also in a file of `against`: left out
     num_written: int
     num_wrapped: int  # bare problems that got the prompt's text
-    num_not_integer: int  # written answers that are no integer, where integers are published
+    num_not_integer: int  # written non-integer answers, if integers are published
     published: Mapping[str, Any]
     differences: tuple[str, ...]  # from the published counts
     against: tuple[str, ...]
@@ -150,10 +150,10 @@ def prepare(
     keep_conflicts: bool = False,
     allow_other_counts: bool = False,
 ) -> DataCard:
-    """Write the problems of published files to `output` (.parquet or .jsonl) and a data card beside it, and return the card.
+    """Write the problems of published files to `output` (.parquet or .jsonl) with a data card, and return the card.
 
-    `against`: prepared benchmarks whose problems are left out of a training set. ValueError, in one line, where the files
-    do not have the published counts, where an answer is none, or where a benchmark would lose a problem.
+    `against`: prepared benchmarks whose problems are left out of a training set. ValueError, in one line, if the files
+    do not have the published counts, an answer is invalid, or a benchmark would lose a problem.
     """
     published = find_published(name)
     if output.suffix not in _WRITERS:
@@ -199,7 +199,7 @@ def prepare(
 
 
 def find_published(name: str) -> PublishedDataset:
-    """Return the entry of a data set. ValueError listing all of them where there is none."""
+    """Return the entry of a data set. If there is none, ValueError lists all entries."""
     if name not in PUBLISHED:
         raise ValueError(f"data set {name!r}: choose one of {', '.join(PUBLISHED)}")
     return PUBLISHED[name]
@@ -211,7 +211,7 @@ def card_path(output: Path) -> Path:
 
 
 def download(name: str, revision: str = "main") -> list[Path]:
-    """Return the published files, from the Hub or its cache. ValueError, in one line, where they cannot be had."""
+    """Return the published files, from the Hub or its cache. ValueError, in one line, if they are not available."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -273,7 +273,7 @@ def _aime_answer(text: str, location: str) -> str:
 
 def _differences(published: PublishedDataset, collected: CollectedRows, num_prompts: int) -> list[str]:
     found = []
-    # A file that somebody else has de-duplicated by prompt has lost the copies, and the second answers.
+    # A file that somebody else has de-duplicated by prompt has lost the copies and any second answers.
     is_unique = collected.num_rows == num_prompts == published.num_prompts
     if collected.num_rows != published.num_rows and not is_unique:
         found.append(f"{collected.num_rows:,} rows, published {published.num_rows:,}")
@@ -297,7 +297,7 @@ def _without_conflicts(
         raise ValueError(f"{name}: {len(conflicts)} problems have several answers: {listed[0]}")
     if keep or not conflicts:
         return rows, 0, listed
-    # At most one of the answers is right, and nothing says which.
+    # At most one of the answers is right, but nothing says which.
     several = {location for one in conflicts for location in one.locations}
     dropped = {prompt_id_of(row.messages, "") for row in rows if row.location in several}
     return [row for row in rows if prompt_id_of(row.messages, "") not in dropped], len(conflicts), listed
@@ -329,7 +329,7 @@ def _record(name: str, row: Row) -> dict[str, Any]:
 
 
 def _write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file in one step: a reader never sees half of it."""
+    """Write the file atomically, so that a reader never sees half of it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.tmp")
     _WRITERS[output.suffix](partial, records)

@@ -36,7 +36,7 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
 
 
 def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
-    """Invert `to_tensors`. ValueError if lengths and tensors do not fit."""
+    """Invert `to_tensors`. ValueError if lengths and tensors do not match."""
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
     num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]
     _check_total("tokens", tensors["tokens"], sum(num_tokens))
@@ -77,7 +77,7 @@ def _staleness(sample: TrainSample) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    # torch.cat refuses an empty list.
+    # torch.cat rejects an empty list.
     return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 

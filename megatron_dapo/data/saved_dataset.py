@@ -1,8 +1,8 @@
-"""Data sets saved by `save_to_disk` of the `datasets` library, read by pyarrow alone.
+"""Data sets saved by `save_to_disk` of the `datasets` library, read with only pyarrow.
 
 DIRECTORY/state.json        names the Arrow files, in order
 DIRECTORY/data-*.arrow      streams of record batches, memory-mapped here
-DIRECTORY/dataset_dict.json of several splits instead: each is such a directory below
+DIRECTORY/dataset_dict.json with several splits instead: each is such a directory below this one
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_dapo.untrusted import read_json
 
 
 def data_files(directory: Path) -> list[Path]:
-    """Return the Arrow files of a saved data set. ValueError where the directory is none, or has splits."""
+    """Return the Arrow files of a saved data set. ValueError if the directory is not one, or has splits."""
     if (directory / "dataset_dict.json").is_file():
         splits = read_json(directory / "dataset_dict.json")
         names = splits.get("splits", []) if isinstance(splits, dict) else []
@@ -57,14 +57,14 @@ def column_names(directory: Path) -> tuple[str, ...]:
 
 
 def count_rows(directory: Path) -> int:
-    """Return the number of rows, which are not read."""
+    """Return the number of rows without reading them."""
     return sum(batch.num_rows for _, batch in _batches(directory))
 
 
 def read_rows(
     directory: Path, columns: Sequence[str], ranges: Sequence[range] | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the values of every row, or of those whose numbers are in `ranges`."""
+    """Yield the location and values of every row, or of the rows whose numbers are in `ranges`."""
     start = 0
     for _, batch in _batches(directory):
         stop = start + batch.num_rows

@@ -42,7 +42,7 @@ class Source:
 
 
 def row_format(data: DataConfig) -> RowFormat:
-    """Return how rows of the data files are read where a source says nothing else."""
+    """Return the format in which data files are read unless a source sets another."""
     return RowFormat(data.columns.prompt, data.columns.answer, data.system_prompt, data.prompt_template)
 
 
@@ -62,7 +62,7 @@ def train_files(data: DataConfig) -> tuple[Path, ...]:
 
 
 def eval_sources(data: DataConfig) -> tuple[Source, ...]:
-    """Return a source for each of data.eval_paths; a single one has no name of its own."""
+    """Return a source for each of data.eval_paths; a single source has no name."""
     paths = data.eval_paths
     if len(paths) < 2:
         return tuple(Source((path,), row_format(data)) for path in paths)

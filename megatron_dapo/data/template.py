@@ -64,7 +64,7 @@ class PromptTemplate:
     """Rendering of messages to token ids.
 
     `name` is "chat" (the tokenizer's own chat template) or "plain" (the bare text, for base models without one);
-    `options` go to the chat template as they are, e.g. {"enable_thinking": False}.
+    `options` go to the chat template unchanged, e.g. {"enable_thinking": False}.
     """
 
     tokenizer: Tokenizer
@@ -81,11 +81,11 @@ class PromptTemplate:
             )
 
     def render(self, messages: Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt for the model to continue. ValueError where the chat template refuses it."""
+        """Return the token ids of a prompt for the model to continue. ValueError if the chat template rejects it."""
         try:
             ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
         except TemplateError as error:
-            # Some templates know no system role, and want user and assistant to take turns.
+            # Some templates have no system role and require user and assistant to alternate.
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the model's chat template refuses messages of the roles {roles} ({error}); put the text of a system "
@@ -120,7 +120,7 @@ _LONGEST_TOKEN = 512  # characters; tokenizers takes seconds to build the automa
 
 
 def check_special_tokens(directory: Path) -> None:
-    """Raise ValueError where a file of the tokenizer is broken or has a special token of absurd length."""
+    """Raise ValueError if a tokenizer file is broken or has a special token of absurd length."""
     for file in (directory / name for name in _TOKEN_FILES):
         if file.is_file():
             document = read_json(file)

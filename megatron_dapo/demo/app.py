@@ -1,7 +1,7 @@
-"""The page, a program of its own: `megatron-dapo demo` starts it, and a Hugging Face Space runs it as it is.
+"""The page, a separate program: `megatron-dapo demo` starts it, and a Hugging Face Space runs it unchanged.
 
-Beside it: demo.json (models, sampling, verifier, examples) and the modules of this package that it imports. Nothing else of
-the package imports Gradio, which is in an environment of its own (requirements/demo-cpu-py311.txt).
+Next to it: demo.json (models, sampling, verifier, examples) and the package modules that it imports. Nothing else of
+the package imports Gradio, which has a separate environment (requirements/demo-cpu-py311.txt).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ChatModel:
 
 
 def verdict(verifier: Verifier, response: str, answer: str, num_tokens: int, is_cut: bool) -> str:
-    """Return the verifier's word on a response, as the run's reward would have it: a cut response is never correct."""
+    """Return the verifier's verdict on a response, as in the run's reward: a truncated response is never correct."""
     tokens = f"{num_tokens} tokens"
     if not answer.strip():
         return f"{tokens}; no answer given to compare with"
@@ -74,7 +74,7 @@ def build_page(settings: Mapping[str, Any]) -> gradio.Blocks:
     """Return the page of these settings (demo.json)."""
     models = [ChatModel(settings[name], settings["template"], settings["dtype"]) for name in ("base", "trained")]
     verifier = load_verifier(settings["verifier"])
-    one_at_a_time = threading.Lock()  # of two visitors: the random numbers are the process's
+    one_at_a_time = threading.Lock()  # serializes visitors, as the random state is per process
 
     def ask(prompt: str, answer: str, temperature: float, seed: float) -> list[str]:
         if not prompt.strip():

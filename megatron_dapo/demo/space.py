@@ -36,7 +36,7 @@ def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") ->
     """Write the page and its settings for a finished run into `directory`, and return the page's program.
 
     `base`, `trained`: directories, or repositories of the Hub; by default the run's model.path and its exported model.
-    Raises ValueError, in one line, where the run has no export, or a verifier of its user's own, which a Space does not have.
+    Raises ValueError, in one line, if the run has no export, or has a custom verifier, which a Space lacks.
     """
     config, summary = _read_run(run)
     if config.reward.verifier not in ("dapo", "lenient"):
@@ -76,7 +76,7 @@ def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") ->
 def write_space(run: Path, directory: Path, base: str = "", trained: str = "") -> Path:
     """Write a whole Space: the demo, requirements.txt and a model card. Models that are directories are copied into it.
 
-    ValueError where `directory` has files already: a Space is written whole.
+    Raises ValueError if `directory` already has files: a Space is written whole.
     """
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: name another directory, or remove it")
@@ -103,7 +103,7 @@ def _read_run(run: Path) -> tuple[Config, RunSummary | None]:
 
 
 def _examples(config: Config) -> list[list[str]]:
-    """Return the first held-out problems of one turn, with their answers; none where their file is gone."""
+    """Return the first held-out problems of one turn, with their answers; none if their file is gone."""
     examples: list[list[str]] = []
     for path in config.data.eval_paths:
         for row in read_rows(path) if path.is_file() else ():
@@ -115,7 +115,7 @@ def _examples(config: Config) -> list[list[str]]:
 
 
 def _text(config: Config, summary: RunSummary | None) -> str:
-    """Return what the page and the card say of the run."""
+    """Return the description of the run for the page and the card."""
     parts = [f"{config.model.path.name}, trained with {config.algorithm.name.upper()} by megatron_dapo."]
     evaluations: Mapping[str, Mapping[str, float]] = summary.extra.get("evaluations", {}) if summary else {}
     if summary:

@@ -31,7 +31,7 @@ def engine_libraries(python: Path, metadata: Sequence[object]) -> EngineLibrarie
     if key in remembered:
         return EngineLibraries(**remembered[key])
     try:
-        # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
+        # The trainer's PYTHONPATH would make the trainer's packages shadow the engines'.
         output = run([str(python), "-m", engine_probe.__name__], {"PYTHONPATH": str(ROOT)}, _TIMEOUT_S)
         answer = next(line.removeprefix(MARK) for line in reversed(output.splitlines()) if line.startswith(MARK))
     except (ProbeFailure, StopIteration) as failure:

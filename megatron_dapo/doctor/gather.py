@@ -44,8 +44,8 @@ TIMEOUT_S = 300.0  # of a probe: the first import of torch from a network file s
 DISTRIBUTION = "megatron-dapo"
 TRANSFORMER_ENGINE = "transformer-engine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_EXTRA = re.compile(r"\bextra\s*==")  # metadata lists what extras require, too, behind this marker
-# Transformer Engine's switches: each back-end alone.
+_EXTRA = re.compile(r"\bextra\s*==")  # metadata also lists the requirements of extras, with this marker
+# Transformer Engine's switches that enable a single back-end.
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SGLANG_CODE = """
@@ -72,7 +72,7 @@ class ProbeFailure(RuntimeError):
 
 
 def ask(name: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
-    """Run probe `name` in a process with `environment` added and return its answer. ProbeFailure where there is none."""
+    """Run probe `name` in a process with `environment` added and return its answer. ProbeFailure if there is none."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     command = [sys.executable, "-m", _PROBES, name, json.dumps(arguments)]
     output = run(command, {"PYTHONPATH": os.pathsep.join(paths), **(environment or {})}, timeout_s)
@@ -131,7 +131,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def required_packages() -> dict[str, Requirement]:
-    """Return the base requirements of this package, by its metadata, or by pyproject.toml where it is not installed."""
+    """Return the base requirements of this package from its metadata, or from pyproject.toml if it is not installed."""
     try:
         texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -207,7 +207,7 @@ def apex_facts(installed: dict[str, str]) -> ApexFacts:
 
 def implementation_rows(config: Config | None) -> list[dict[str, str]]:
     """Return the implementation of each operation by the trainer's rules, for a small decoder if no model is given.
-    ProbeFailure where the actor cannot be built."""
+    ProbeFailure if the actor cannot be built."""
     if config is None:
         return ask("implementations", model=None, dtype="float32", precision={})
     rows = ask(

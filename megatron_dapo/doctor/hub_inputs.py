@@ -49,7 +49,7 @@ def local_copies(loaded: LoadedConfig) -> tuple[list[str], list[Violation]]:
 
 
 def local_model(loaded: LoadedConfig) -> tuple[list[str], list[Violation]]:
-    """Return the same as `local_copies`, of the model alone."""
+    """Return the same as `local_copies`, but only for the model."""
     directory = input_directory(loaded.origins["model.path"])
     reference = hub_reference(loaded.config.model.path, directory, is_model=True)
     if reference is None:

@@ -1,4 +1,5 @@
-"""Everything that a run reads and starts, tried before a process of it begins: weights, data, chat template, reward, engine."""
+"""Tries everything that a run reads and starts before its processes begin: weights, data, chat template, reward,
+engine."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def _rendezvous_problems() -> Iterator[Violation]:
 
 
 def _unreachable(url: str) -> str:
-    """Return why no server listens at a URL, "" where one does."""
+    """Return why no server listens at a URL, "" if one does."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -132,7 +133,7 @@ def _model_problems(config: Config) -> Iterator[Violation]:
 
 
 def _model_file_problems(config: Config) -> Iterator[Violation]:
-    """Yield what is wrong with the files of the models: weights that are cut or absent, tokenizer files that are no JSON."""
+    """Yield what is wrong with the models' files: truncated or missing weights, tokenizer files that are not JSON."""
     path = config.model.path
     if path.is_dir():
         files = () if config.model.allow_random_init and not any(path.glob("*.safetensors")) else _broken_weights(path)
@@ -154,7 +155,7 @@ def _unknown_family(directory: Path) -> Iterator[str]:
 
 
 def _broken_weights(directory: Path) -> Iterator[str]:
-    """Yield a line where the safetensors files of a directory are absent or not whole; no tensor is read."""
+    """Yield a line if the safetensors files of a directory are missing or truncated; no tensor is read."""
     if not directory.is_dir():
         return
     files = sorted(directory.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Findings, and the checks of the machine, its packages and the libraries that use its devices, from facts alone."""
+"""Findings, and checks of the machine, its packages and device libraries, based only on collected facts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def conflict(name: str, detail: str, fix: str) -> Finding:
 
 
 def conflict_or_ok(name: str, problem: str, fix: str, detail: str) -> Finding:
-    """Return a conflict for `problem`, "" for none: then all is well, with `detail`."""
+    """Return a conflict for `problem`; if that is "", a passed check with `detail`."""
     return conflict(name, problem, fix) if problem else ok(name, detail)
 
 
@@ -118,7 +118,7 @@ class ApexFacts:
 
 
 def cores_finding(limits: ProcessLimits) -> Finding:
-    """Warn where affinity or a quota leaves this process few of the machine's cores."""
+    """Warn if affinity or a quota leaves this process few of the machine's cores."""
     detail = f"{limits.cores} of the machine's {limits.machine_cores} cores for this process"
     if limits.cores < min(MIN_CORES, limits.machine_cores):
         fix = "start with --cpus-per-task (sbatch --exclusive) and srun --cpu-bind=none, or a wider taskset or --cpus"
@@ -128,7 +128,7 @@ def cores_finding(limits: ProcessLimits) -> Finding:
 
 
 def memory_finding(limits: ProcessLimits) -> Finding:
-    """Warn where a limit leaves this process little of the machine's memory."""
+    """Warn if a limit leaves this process little of the machine's memory."""
     if limits.memory is None or limits.memory >= limits.machine_memory:
         return ok("host memory", f"{limits.machine_memory / GIB:.0f} GiB, no limit")
     detail = f"limited to {limits.memory / GIB:.1f} of the machine's {limits.machine_memory / GIB:.0f} GiB"

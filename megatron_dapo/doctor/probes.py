@@ -1,4 +1,4 @@
-"""Facts that need heavy or fragile libraries, each probed in a process of its own: a library that crashes on import, or
+"""Facts that need heavy or fragile libraries, each probed in a separate process: a library that crashes on import, or
 changes global state, then does not affect the report.
 
     python -m megatron_dapo.doctor.probes NAME '{"argument": value}'

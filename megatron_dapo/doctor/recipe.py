@@ -1,4 +1,4 @@
-"""Checks of the machine against a recipe, from facts alone."""
+"""Checks of the machine against a recipe, based only on collected facts."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def checkpoint_storage(space: CheckpointSpace) -> Storage:
 
 
 def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, beside: int) -> Storage:
-    """Compute the space for exports beside `beside` bytes of checkpoints on the same disk."""
+    """Compute the space for exports in addition to `beside` bytes of checkpoints on the same disk."""
     # Two exports: the new one is written completely before it replaces the old one.
     needed = 2 * num_parameters * weight_bytes + beside
     formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes" + (

@@ -48,7 +48,7 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
         chosen = [*overrides, *(layout_overrides(layout) if layout else [])]
         config, findings = _read_recipe(recipe_file, chosen, torch)
         report.findings += findings
-    # An error beside a version is of the devices: torch itself can be imported.
+    # An error together with a version is about the devices: torch itself can be imported.
     if torch.error and not torch.version:
         return report  # every further probe imports torch
     if config is not None:

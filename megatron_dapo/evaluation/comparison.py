@@ -1,4 +1,4 @@
-"""Comparison of a run with a reference: on track, or since when not.
+"""Comparison of a run with a reference: whether it is on track or, if not, since when.
 
 For every metric both have, differences (run - reference) with 95 % intervals:
 
@@ -6,8 +6,8 @@ For every metric both have, differences (run - reference) with 95 % intervals:
                      that of sampling the run's responses, and the reference's own
     train steps      means over blocks of BLOCK steps; the error is that of a mean of correlated numbers (AR(1))
 
-A point deviates if its whole interval is beyond the tolerance. A run is off track since the first of the deviating points at
-its end, if there are at least PATIENCE: one alone may be chance, and a run that came back is on track.
+A point deviates if its whole interval is beyond the tolerance. A run is off track from the first of the deviating
+points at its end, if there are at least PATIENCE of them: one may be chance, and a run that came back is on track.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TrackRule:
     """Deviations that count: below the reference (at_least), or to either side (equal), by more than the tolerance."""
 
     direction: Direction
-    tolerance: float  # absolute; training seeds alone make such differences
+    tolerance: float  # absolute; differences that training seeds by themselves make
     relative: float = 0.0  # of the reference's value, added to it
 
 
@@ -77,13 +77,13 @@ class MetricComparison:
             if not point.deviates:
                 break
             trailing.append(point)
-        # Where there is but one point, such as a published final score, it decides.
+        # A single point, such as a published final score, decides by itself.
         enough = len(trailing) >= min(PATIENCE, len(self.differences))
         return trailing[-1].step if trailing and enough else None
 
     @property
     def last(self) -> Difference | None:
-        """The newest difference; None where the curves have no common step yet."""
+        """The newest difference; None if the curves have no common step yet."""
         return self.differences[-1] if self.differences else None
 
 
@@ -132,7 +132,7 @@ def _describe(name: str, last: Difference) -> str:
 def compare_with(run: Path, reference: Record, rules: Mapping[str, TrackRule] | None = None) -> Comparison:
     """Compare a run's directory with a reference. `rules`: more metrics, or other tolerances.
 
-    Raises ValueError where the two have no metric of `RULES` or `rules` in common.
+    Raises ValueError if the two have no metric of `RULES` or `rules` in common.
     """
     record = read_record(run, reference.unit)
     chosen = {**RULES, **(rules or {})}
@@ -241,7 +241,7 @@ def _blocks(rule: TrackRule, ours: Curve, theirs: Curve) -> list[Difference]:
     both = [(point, other) for point in ours.points if (other := theirs.at(point.step)) is not None]
     starts = list(range(0, len(both), BLOCK))
     if len(both) % BLOCK and len(both) % BLOCK < MIN_BLOCK:
-        starts.pop()  # too few for a block of their own: they join the one before
+        starts.pop()  # too few for a separate block, so they join the previous one
     edges = [*starts, len(both)]
     blocks = [both[start:end] for start, end in zip(edges, edges[1:])]
     values = [[point.value - other.value for point, other in block] for block in blocks]

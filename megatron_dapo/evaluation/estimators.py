@@ -58,7 +58,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     _check_k(k, num_samples)
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@k: {num_correct} correct of {num_samples} responses")
-    # comb is 0 where fewer than k responses are wrong: every draw then holds a correct one.
+    # comb is 0 if fewer than k responses are wrong: every draw then includes a correct one.
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -141,7 +141,7 @@ def bootstrap_mean(
 
 
 def student_mean(values: Sequence[float], *, confidence: float = 0.95) -> Estimate:
-    """Return the mean of a few independent values, such as one a seed, and Student's interval of it.
+    """Return the mean of a few independent values, such as one per seed, with Student's interval.
 
     A bootstrap of three values would cover far less than its name says. One value has no interval: low = high = value.
     """

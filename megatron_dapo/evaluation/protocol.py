@@ -1,4 +1,4 @@
-"""The protocol of a score, stored with it, and comparisons that refuse unlike protocols."""
+"""The protocol of a score, stored with it, and comparisons that reject different protocols."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FREE_FIELDS = ("model", "seed", "dataset_path")
 
 @dataclass(frozen=True)
 class EvaluationProtocol:
-    """Everything that moves a score besides the model's ability."""
+    """Everything that affects a score besides the model's ability."""
 
     model: str  # the evaluated model: directory, or run and step
     dataset_path: str
@@ -70,7 +70,7 @@ class EvaluationProtocol:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A protocol, the metrics measured by it, and the table behind them."""
+    """A protocol, the metrics measured by it, and the table that they come from."""
 
     protocol: EvaluationProtocol
     metrics: Mapping[str, Estimate]  # avg@n, pass@k, cons@k: means over problems with 95 % intervals
@@ -84,12 +84,12 @@ class EvaluationResult:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources in order of appearance; empty where all problems are of one."""
+        """Names of the sources in order of appearance; empty if there is only one source."""
         names = tuple(dict.fromkeys(problem.source for problem in self.problems if problem.source))
         return names if len(names) > 1 else ()
 
     def of_source(self, name: str) -> EvaluationResult:
-        """Return the result of one source's problems alone."""
+        """Return the result for only one source's problems."""
         problems = tuple(problem for problem in self.problems if problem.source == name)
         if not problems:
             raise ValueError(f"no problem of {name!r} in this evaluation; it has {', '.join(self.sources)}")
@@ -98,7 +98,7 @@ class EvaluationResult:
 
     def to_json(self) -> str:
         """Return the result as a JSON document."""
-        # NaN is no JSON: other readers would refuse the file.
+        # NaN is not valid JSON, and other readers would reject the file.
         return printable(json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False))
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Curves of a run, of another run, or of a publication, by step.
+"""Curves of this run, another run or a publication, by step.
 
     a run's directory | reference.json | .csv or .jsonl with a step column (a W&B export, for example) -> Record
 
-`examples/references` has the published figures. A paper's text names few points: between two of them nothing is claimed, and
-the last one holds until the next (`interpolation: "hold"`). A record with many points is read linearly between them.
+`examples/references` has the published figures. A paper's text names few points, so nothing is claimed between two of
+them, and each holds until the next (`interpolation: "hold"`). A record with many points is interpolated linearly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A value and its 95 % interval; low = high = value where the record states none."""
+    """A value and its 95 % interval; low = high = value if the record states none."""
 
     step: float
     value: float
@@ -64,11 +64,11 @@ class Curve:
 
     @property
     def has_intervals(self) -> bool:
-        """True if any point has an interval of its own."""
+        """True if any point has an interval."""
         return any(point.low < point.high for point in self.points)
 
     def at(self, step: float) -> CurvePoint | None:
-        """Return the curve at `step`; None before its first point and, unless the last one holds, behind its last."""
+        """Return the curve at `step`; None before its first point and, unless the last one holds, after its last."""
         index = bisect_right([point.step for point in self.points], step)
         if index == 0:
             return None

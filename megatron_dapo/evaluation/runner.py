@@ -1,8 +1,7 @@
 """Evaluation on any engine: sample n responses per problem, score them, estimate.
 
-The result depends on the protocol and the model alone. Every response has a seed of its own, derived from the
-protocol's seed, the problem and the sample number, so neither the order of the problems nor the engine's batching
-matters.
+The result depends only on the protocol and the model. Every response has a separate seed, derived from the protocol's
+seed, the problem and the sample number, so neither the order of the problems nor the engine's batching matters.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Files of a run: durable writes, the process that does them, checksums. The standard library only."""
+"""Files of a run: durable writes, the process that does them, checksums. Imports only the standard library."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 try:
-    # The CRC-32 of zlib by carry-less multiplication: the same numbers in a fraction of the time.
+    # zlib's CRC-32 by carry-less multiplication: the same values in a fraction of the time.
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -23,17 +23,17 @@ _PIECES = re.compile(r"\d{1,18}:[0-9a-f]{8}(?: \d{1,18}:[0-9a-f]{8})*")
 class DamagedError(ValueError):
     """Bytes of a checkpoint are not what was written; the message names the file.
 
-    `is_consequence`: this rank read nothing wrong, another one's message says what.
+    `is_consequence`: this rank read nothing wrong; another rank's message says what is damaged.
     """
 
     is_consequence = False
 
 
 class PieceChecksums:
-    """The checksums of a file's pieces, by the byte at which each begins."""
+    """The checksums of a file's pieces, by the offset at which each begins."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError for any other text."""
+        """Raises ValueError for text in any other format."""
         if not _PIECES.fullmatch(text):
             raise ValueError(f"checksums of pieces are {text[:100]!r}, not size:crc32 of each")
         self._pieces: dict[int, tuple[int, int]] = {}
@@ -48,12 +48,12 @@ class PieceChecksums:
 
 
 class PieceSums:
-    """Sums up the pieces of a file, whose sizes are known, from its chunks in the order of writing, cut anywhere."""
+    """Computes checksums of a file's pieces, of known sizes, from its chunks in writing order, split anywhere."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._done: list[str] = []
-        self._read = self._sum = 0  # of the piece that is not done
+        self._read = self._sum = 0  # of the unfinished piece
 
     def update(self, chunk: memoryview) -> None:
         """Take the next bytes."""
@@ -70,7 +70,7 @@ class PieceSums:
             self._read = self._sum = 0
 
     def text(self) -> str:
-        """Return the checksums; every byte was taken."""
-        self._end_pieces()  # if all are empty
+        """Return the checksums, after the last byte."""
+        self._end_pieces()  # in case all are empty
         assert len(self._done) == len(self._sizes), f"{len(self._done)} of {len(self._sizes)} pieces were written"
         return " ".join(self._done)

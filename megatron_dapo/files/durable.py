@@ -1,7 +1,7 @@
 """Files that are on disk when the call returns, with the size and hash of what was written.
 
-Everything goes through os.write and os.fsync in this module, so that a full disk or a kill at any write point can be
-tested.
+Everything goes through os.write and os.fsync in this module, so that tests can simulate a full disk or a kill at any
+write.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_dapo.files.safetensors import code_of, encode_header
 if TYPE_CHECKING:
     import torch
 
-# Without the page cache, addresses in memory, offsets in the file and sizes are multiples of it.
+# Past the page cache, memory addresses, file offsets and sizes must be multiples of this.
 DIRECT_BYTES = 1 << 12
-_WRITE_BYTES = 1 << 24  # at once, past the cache
+_WRITE_BYTES = 1 << 24  # per write past the cache
 _READ_BYTES = 1 << 22
 FILE_PROCESS = "file process"  # name of a rank's file process, as `ps -o comm` shows it
 _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
@@ -37,7 +37,8 @@ _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
 class FileEntry:
     """Identity of a file: name within its directory, bytes, SHA-256 in hex.
 
-    A file with `pieces`, see `PieceChecksums`, is verified piece by piece while it is read; `sha256` is that of their text.
+    A file with `pieces`, see `PieceChecksums`, is verified piece by piece on reading; `sha256` is then that of their
+    text.
     `keepers`: addresses at which a copy in memory may be, see `memory_copies`.
     """
 
@@ -52,7 +53,8 @@ class FileEntry:
 
 
 class _Sums:
-    """Checksums of a file from its bytes in order: of its pieces if their sizes are given, else of all of it."""
+    """Checksums of a file from its bytes in order: of its pieces if their sizes are given, otherwise of the whole
+    file."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._digest, self._pieces = hashlib.sha256(), PieceSums(sizes) if sizes else None
@@ -63,7 +65,7 @@ class _Sums:
         (self._pieces or self._digest).update(chunk)
 
     def entry(self, name: str) -> FileEntry:
-        """Return the file's entry under a name, once every byte was taken."""
+        """Return the file's entry under a name, after the last byte."""
         if self._pieces is None:
             return FileEntry(name, self._size, self._digest.hexdigest())
         return FileEntry(name, self._size, sha256_of_pieces(self._pieces.text()), self._pieces.text())
@@ -87,11 +89,12 @@ class OpenFile:
         """Write a chunk. Raises OSError (ENOSPC if the disk is full)."""
         view = memoryview(chunk).cast("B")
         self._sums.update(view)
-        while view:  # os.write may take less than it was given
+        while view:  # os.write may write less than requested
             view = view[os.write(self._descriptor, view) :]
 
     def finish(self) -> FileEntry:
-        """Flush the file to the disk. What was appended is left to the kernel, which loses it only with the machine."""
+        """Flush the file to the disk. Appended data is left to the kernel, which loses it only if the machine
+        crashes."""
         if not self._is_appended:
             os.fsync(self._descriptor)
         return self._sums.entry(self._path.name)
@@ -102,17 +105,17 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Work:
-    """Surroundings of a function that a file process runs in a thread: the rank's copy, and a request to end early."""
+    """Context of a function that a file process runs in a thread: the rank's copy, and a request to end early."""
 
     memory: memoryview
     cancelled: threading.Event
 
 
 def write_direct(path: Path, content: memoryview, sizes: Sequence[int] = ()) -> FileEntry:
-    """Write a new file from memory that begins at a page, past the page cache if the file system can.
+    """Write a new file from page-aligned memory, past the page cache if the file system supports it.
 
-    The cache would cost a copy of everything, and push out what the run reads. Checksums, of pieces of these `sizes` if
-    there are any, are computed meanwhile by another thread.
+    The cache would cost a copy of everything and evict what the run reads. Another thread meanwhile computes the
+    checksums, of pieces of these `sizes` if there are any.
     """
     sums = _Sums(sizes)
     hashing = device_thread(sums.update, content, name="checksum")
@@ -138,14 +141,14 @@ def _write_past_cache(descriptor: int, content: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # The rest is less than a page, or the file system cannot write past the cache.
+    # The rest is less than a page, or the file system cannot bypass the cache.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     while done < len(content):
         done += os.write(descriptor, content[done : done + _WRITE_BYTES])
 
 
 class Files:
-    """Writes files in this process. `FileProcess` has the same methods and leaves the work to another process."""
+    """Writes files in this process. `FileProcess` has the same methods and does the work in another process."""
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments), a function of this package that works on files.
@@ -177,8 +180,8 @@ class Files:
         metadata: Mapping[str, str] | None = None,
         mode: str = "w",
     ) -> FileEntry:
-        """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
-        tensors too."""
+        """Write a safetensors file, with one tensor at a time in memory besides those given. Any layout and device,
+        also 0-size tensors."""
         header, order = safetensors_header(tensors, metadata)
         ordered = [tensors[name] for name in order]
         chunks: Iterable[bytes | memoryview] = chain([header], map(_bytes_of, ordered))
@@ -189,13 +192,13 @@ class Files:
         self.run(_append, path, text)
 
     def replace(self, path: Path, text: str) -> None:
-        """Give a file this text in one step: its readers see the old text or the new one."""
+        """Replace a file's text atomically: readers see either the old or the new text."""
         partial = path.with_suffix(".tmp")
         self.write(partial, [text.encode()])
         self.run(_rename, partial, path)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents unless it exists."""
+        """Make a directory and its parents if it does not exist."""
         self.run(_make_directory, path)
 
     def close(self) -> None:
@@ -230,7 +233,7 @@ def piece_sizes(header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
 def safetensors_header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[str]]:
-    """Return what a safetensors file begins with, and the names of its tensors in the order of their data."""
+    """Return the header of a safetensors file, and the names of its tensors in the order of their data."""
     described = {name: (code_of(name, tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     header, entries = encode_header(described, metadata)
     return header, list(entries)
@@ -245,7 +248,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def is_intact(path: Path, entry: FileEntry) -> bool:
-    """Return True if every byte of a file is what was written (a full read)."""
+    """Return True if every byte of a file is as written. Reads the whole file."""
     with open(path, "rb") as stream:
         if not entry.pieces:
             digest = hashlib.sha256()
@@ -260,7 +263,7 @@ def is_intact(path: Path, entry: FileEntry) -> bool:
 
 def sync_directory(directory: Path) -> None:
     """Flush a directory's entries (creations and renames in it) to the disk."""
-    # fsync of a file does not make its name durable: that is in the directory.
+    # fsync of a file does not make its name durable, which is stored in the directory.
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

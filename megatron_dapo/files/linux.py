@@ -1,4 +1,4 @@
-"""What Linux tells a process about others: the death of its parent, and whose process is at the other end of a socket."""
+"""What Linux lets a process know of others: the death of its parent, and the owner of a socket's other end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def signal_at_parents_death(number: int) -> partial[object]:
-    """Return a function by which the calling process gets signal `number` from the kernel when its parent dies, however it dies.
+    """Return a function that has the kernel send its caller signal `number` when the parent dies, for any reason.
 
-    It may be called between fork and exec. Only Linux has this; on other systems the function does nothing.
+    It may be called between fork and exec. Only Linux supports this; on other systems it does nothing.
     """
     if not sys.platform.startswith("linux"):
         return partial(int)
@@ -26,17 +26,17 @@ def signal_at_parents_death(number: int) -> partial[object]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent, of the same session, dies. Only Linux has this."""
+    """Have the kernel kill this process when its parent, in the same session, dies. Only Linux supports this."""
     if not sys.platform.startswith("linux"):
         return
     signal_at_parents_death(signal.SIGKILL)()
-    # The parent may have died before: then init, which is in another session, is the parent.
+    # The parent may have died already: then init, which is in another session, is the parent.
     if os.getsid(os.getppid()) != os.getsid(0):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raise PermissionError if another user's process is at the other end: an abstract socket has no file permissions."""
+    """Raise PermissionError if the other end belongs to another user: an abstract socket has no file permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user = struct.unpack("3i", credentials)[1]
     if user != os.geteuid():

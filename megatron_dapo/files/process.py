@@ -1,4 +1,4 @@
-"""The file process of a rank: it does the rank's work on files, so that a file system that hangs holds it and not the rank.
+"""The file process of a rank: it does the rank's file operations, so a hanging file system blocks it, not the rank.
 
     rank: FileProcess                              file process: main
     run(function, arguments)   --- socket: JSON ->  calls the function by its name
@@ -6,10 +6,10 @@
     start(function, arguments) --- socket: JSON ->  calls the function in a thread, while other requests go on
     result, or the same error  <-- socket: JSON --
 
-`copy_memory` is a second piece of shared memory, as large as a rank's part of a checkpoint: what is started reads it.
+`copy_memory` is a second shared memory, as large as a rank's part of a checkpoint; started functions read it.
 
 The rank waits on the socket, where a signal or the watcher can end it. The kernel kills the file process when its
-rank dies, however it dies; if it is held by the file system then, it dies before its next operation. It imports
+rank dies, for any reason; if the file system is blocking it at that time, it dies before its next operation. It imports
 only the standard library, and isal for checksums.
 """
 
@@ -37,9 +37,9 @@ from typing import Any
 from megatron_dapo.files.durable import FILE_PROCESS, FileEntry, Files, OpenFile, Work
 from megatron_dapo.files.linux import end_with_parent
 
-_NUM_PARTS = 16  # of the shared memory: one is written while the next are filled
+_NUM_PARTS = 16  # of the shared memory: one is written while the next ones are filled
 _MEMORY_BYTES = 1 << 26
-_END_S = 2.0  # to end in good order; one that the kernel holds is left to it
+_END_S = 2.0  # for a clean exit; a process blocked in the kernel is abandoned
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -50,7 +50,7 @@ class BackgroundJob:
         self._files, self._number = files, number
 
     def is_done(self) -> bool:
-        """Return True once `result` would not wait."""
+        """Return True once `result` would not block."""
         return self._files.is_answered(self._number)
 
     def has_failed(self) -> bool:
@@ -58,29 +58,29 @@ class BackgroundJob:
         return self.is_done() and self._files.is_error(self._number)
 
     def result(self) -> Any:
-        """Wait for the end and return what the function returned; its error is raised here. Call it once."""
+        """Wait for the function and return its result, or raise its error. Call it once."""
         return self._files.answer(self._number)
 
     def cancel(self) -> None:
-        """Have the function end early, with an error, and wait for that; it may be done already."""
+        """Make the function end early, with an error, and wait for that; it may be done already."""
         self._files.cancel(self._number)
-        with suppress(Exception):  # of the cancelled function
+        with suppress(Exception):  # the error of the cancelled function
             self.result()
 
 
 class FileProcess(Files):
-    """Writes files in a separate process. Threads may share it: it does requests in the order in which they arrive."""
+    """Writes files in a separate process. Threads may share it: it handles requests in order of arrival."""
 
     IS_POSSIBLE = sys.platform.startswith("linux")
 
     def __init__(self) -> None:
-        """Start the process; the calling thread has to live as long as this one's process, as the main thread does."""
+        """Start the process; the calling thread must live as long as this process, as the main thread does."""
         self._socket, theirs = socket.socketpair()
         self._received = bytearray()
         memory = os.memfd_create("files")
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # holds for files in memory too
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # applies to files in memory too
         size = min(_MEMORY_BYTES, limit) if limit != resource.RLIM_INFINITY else _MEMORY_BYTES
-        os.ftruncate(memory, size)  # pages exist once they are used
+        os.ftruncate(memory, size)  # pages are allocated on first use
         self._memory, self._part_bytes = mmap.mmap(memory, size), size // _NUM_PARTS
         self._copy_file, self._copy_bytes = os.memfd_create("checkpoint"), 0
         descriptors = theirs.fileno(), memory, self._copy_file
@@ -89,7 +89,7 @@ class FileProcess(Files):
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
             pass_fds=descriptors,
-            # A process that the kernel holds must not hold the log open, whose reader may wait for its end.
+            # A process blocked in the kernel must not keep the log open, as its reader may wait for the end.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -97,9 +97,9 @@ class FileProcess(Files):
         theirs.close()
         os.close(memory)
         self._sending, self._writing = threading.Lock(), threading.Lock()
-        self._arrived, self._is_reading = threading.Condition(), False  # one thread reads answers for all that wait
+        self._arrived, self._is_reading = threading.Condition(), False  # one thread reads answers for all
         self._number = 0
-        self._pending: dict[int, str] = {}  # number of a request -> what it does, the oldest first
+        self._pending: dict[int, str] = {}  # request number -> what it does, oldest first
         self._replies: dict[int, dict[str, Any]] = {}
 
     @property
@@ -108,11 +108,11 @@ class FileProcess(Files):
 
     @property
     def doing(self) -> str:
-        """Name of the operation under way with its file, "" if there is none."""
+        """The current operation and its file, "" if there is none."""
         return next(iter(list(self._pending.values())), "")
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return function(*arguments) as the file process computes it; its errors are raised here."""
+        """Return function(*arguments) computed in the file process; its errors are raised here."""
         return self.answer(self._request("call", function, arguments))
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> BackgroundJob:
@@ -127,9 +127,9 @@ class FileProcess(Files):
         return self._send(request, f"{function.__name__.lstrip('_')} {target}")
 
     def copy_memory(self, num_bytes: int) -> mmap.mmap:
-        """Return shared memory of at least `num_bytes`, the same at each call, as large as the largest so far.
+        """Return shared memory of at least `num_bytes`, the same one at each call; it grows to the largest request.
 
-        It is gone with both processes, however they end. Raises OSError (EFBIG) beyond a limit on the size of files.
+        It is freed with both processes, however they end. Raises OSError (EFBIG) beyond a limit on the size of files.
         """
         if num_bytes > self._copy_bytes:
             os.ftruncate(self._copy_file, num_bytes)
@@ -153,8 +153,8 @@ class FileProcess(Files):
         return FileEntry(**entry)
 
     def close(self) -> None:
-        """End the process, once it has answered all requests, or soon."""
-        with suppress(OSError):  # it has ended already
+        """End the process after it has answered all requests, or after a short wait."""
+        with suppress(OSError):  # the process has ended already
             self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
         try:
             self._process.wait(_END_S)
@@ -162,7 +162,7 @@ class FileProcess(Files):
             self._process.kill()
 
     def _copy(self, chunks: Iterable[bytes | memoryview], doing: str, sent: deque[int]) -> None:
-        """Copy chunks into the shared memory, part by part; `sent` are the requests without an answer yet."""
+        """Copy chunks into the shared memory, part by part; `sent`: the unanswered requests."""
         part = used = 0
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
@@ -179,7 +179,7 @@ class FileProcess(Files):
     def _send_part(self, part: int, num_bytes: int, doing: str, sent: deque[int]) -> None:
         start = part * self._part_bytes
         sent.append(self._send({"do": "part", "start": start, "end": start + num_bytes}, doing))
-        while len(sent) >= _NUM_PARTS:  # the next part is filled once it has been written
+        while len(sent) >= _NUM_PARTS:  # a part is refilled only after it has been written
             self.answer(sent.popleft())
 
     def _send(self, request: Mapping[str, Any], doing: str) -> int:
@@ -208,7 +208,7 @@ class FileProcess(Files):
         return reply["result"]
 
     def is_answered(self, number: int) -> bool:
-        """Return True if a request has its answer, which `answer` still has to take, or will have none."""
+        """Return True if `answer` would not block: a request has its answer, or will never have one."""
         with self._arrived:
             while number not in self._replies and not self._is_reading:
                 if not select.select([self._socket], [], [], 0)[0]:
@@ -229,12 +229,12 @@ class FileProcess(Files):
         self.answer(self._send({"do": "cancel", "job": number}, "cancel"))
 
     def _read(self) -> None:
-        """Receive once, and note the replies that are whole; `_arrived` is held, but not while nothing comes."""
+        """Receive once and note complete replies. `_arrived` is held, but released while nothing arrives."""
         self._is_reading = True
         self._arrived.release()
         try:
             received = self._socket.recv(_RECEIVE_BYTES)
-        except OSError:  # it died with requests unread, or `close` came first
+        except OSError:  # it died with unread requests, or after `close`
             received = b""
         finally:
             self._arrived.acquire()
@@ -261,7 +261,7 @@ class FileProcess(Files):
 
 
 def _import_path() -> list[str]:
-    """Return directories of what the process imports: this package and, if there is one, isal's."""
+    """Return the import directories of the process: this package's and, if installed, isal's."""
     isal = importlib.util.find_spec("isal")
     found = [] if isal is None or isal.origin is None else [str(Path(isal.origin).parents[1])]
     return [str(Path(__file__).resolve().parents[2]), *found]
@@ -294,7 +294,7 @@ def _error(description: Mapping[str, Any]) -> Exception:
     module, name = description["type"]
     try:
         error = getattr(importlib.import_module(module), name)(*description["arguments"])
-    except Exception:  # any type may want other arguments
+    except Exception:  # the type may need other arguments
         error = None
     return error if isinstance(error, Exception) else RuntimeError(description["text"])
 
@@ -327,12 +327,12 @@ class _Server:
         self._memory, self._copy = memoryview(memory), copy
         self._log = _Log()
         self._file: OpenFile | None = None
-        self._problem: Exception | None = None  # of the file that is being written, told when it is closed
-        self._cancelled: dict[int, threading.Event] = {}  # of what is started, by number of the request
+        self._problem: Exception | None = None  # with the file being written; reported when it is closed
+        self._cancelled: dict[int, threading.Event] = {}  # of started functions, by request number
         logging.basicConfig(level=logging.INFO, handlers=[self._log])
 
     def do(self, request: Mapping[str, Any]) -> None:
-        """Do a request and answer it, or start it."""
+        """Handle a request and answer it, or start its function."""
         if request["do"] == "start":
             self._cancelled[request["number"]] = threading.Event()
             threading.Thread(target=self._answer, args=(request, self._do_beside), daemon=True).start()
@@ -342,7 +342,7 @@ class _Server:
     def _answer(self, request: Mapping[str, Any], do: Callable[[Mapping[str, Any]], Any]) -> None:
         try:
             reply = {"result": do(request)}
-        except Exception as error:  # whatever it is, it is the rank's
+        except Exception as error:  # any error is sent to the rank
             reply = {"error": _described(error)}
         with self._sending:
             reply |= {"number": request["number"], "log": self._log.taken()}
@@ -392,7 +392,7 @@ def _function(request: Mapping[str, Any]) -> Callable[..., Any]:
 
 def main() -> None:
     """Serve the rank that has started this process, until it closes its socket or dies."""
-    # A launcher that ends its job sends these to every process; the rank has still to save its state.
+    # A launcher that ends its job sends these to every process, but the rank still has to save its state.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     rank = os.getppid()

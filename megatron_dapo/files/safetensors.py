@@ -16,7 +16,7 @@ from typing import Any
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-MAX_DIMENSIONS = 64  # as torch allows; reading a slice takes time quadratic in it
+MAX_DIMENSIONS = 64  # as in torch; reading a slice takes time quadratic in it
 
 # Code -> (torch's name of the type, bytes of an element).
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -47,7 +47,7 @@ class TensorEntry:
 
 
 def code_of(name: str, dtype: object) -> str:
-    """Return the code of a torch type. ValueError, naming the tensor `name`, for a type that the format does not have."""
+    """Return the code of a torch type. Raises ValueError, naming the tensor `name`, for an unsupported type."""
     text = str(dtype).removeprefix("torch.")
     if text not in _CODES:
         raise ValueError(f"tensor {name}: safetensors has no {text}; it has {', '.join(_CODES)}")
@@ -57,12 +57,12 @@ def code_of(name: str, dtype: object) -> str:
 def encode_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return what a file begins with, a multiple of 8 bytes, and its tensors in the order of their data.
+    """Return a file's header, a multiple of 8 bytes, and its tensors in the order of their data.
 
     Args:
         tensors: name -> (code, shape).
     """
-    # The widest types first: every tensor is then aligned to its type, which readers that map the file rely on.
+    # Widest types first, so that every tensor is aligned to its type, as readers that mmap the file require.
     order = sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]][1], name))
     ends = [0]
     for name in order:
@@ -100,7 +100,7 @@ def decode_header(text: bytes) -> tuple[dict[str, TensorEntry], int]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of several equal keys: which tensor is meant would be a guess.
+    # json keeps the last of duplicate keys, so which tensor is meant would be a guess.
     entries = dict(pairs)
     if len(entries) != len(pairs):
         (name, count), *_ = Counter(name for name, _ in pairs).most_common(1)

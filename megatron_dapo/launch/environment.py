@@ -1,4 +1,4 @@
-"""The one place that reads the process environment a launcher sets (torchrun or srun)."""
+"""The only module that reads the environment variables of a launcher (torchrun or srun)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.supervised import Supervision
 
 
-DRIVER_DEVICE = Path("/dev/nvidiactl")  # there where the NVIDIA driver is
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; before, and still read
-SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts supervisors of servers
+DRIVER_DEVICE = Path("/dev/nvidiactl")  # exists if the NVIDIA driver does
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; older, but still read
+SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts server supervisors
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Rank of this process, number of processes of the run, its number on its node, the nodes, and its node among them."""
+    """Rank and local rank of this process, number of processes and nodes of the run, and the index of its node."""
 
     rank: int
     world_size: int
@@ -35,7 +35,7 @@ class ProcessEnvironment:
     node_rank: int = 0
 
 
-# torchrun first: inside a Slurm job both are set, and srun's then count the torchruns.
+# torchrun first: inside a Slurm job both are set, and srun's variables then count the torchrun processes.
 _NAMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -44,9 +44,9 @@ _NODE_RANK = {"torchrun": "GROUP_RANK", "srun": "SLURM_NODEID"}
 
 
 def process_environment(environment: Mapping[str, str] | None = None) -> ProcessEnvironment:
-    """Read rank, world size and local rank as torchrun sets them, else as srun does; without either a world of one.
+    """Read rank, world size and local rank from torchrun, otherwise from srun; without either, return a world of one.
 
-    Raises ValueError where torchrun's variables are set in part.
+    Raises ValueError if only some of torchrun's variables are set.
     """
     environment = os.environ if environment is None else environment
     for launcher, names in _NAMES.items():
@@ -74,19 +74,19 @@ def _num_nodes(launcher: str, environment: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Machines of the Slurm job whose batch script runs this command; None for what Slurm does not say."""
+    """Machines of the Slurm job whose batch script runs this command; None for values that Slurm does not provide."""
 
     num_nodes: int | None = None
-    num_tasks: int | None = None  # of the processes that srun will start
+    num_tasks: int | None = None  # processes that srun will start
     gpus_per_node: int | None = None
 
 
 def slurm_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
-    """Read the allocation of the Slurm job that this process belongs to; nothing is known outside of one."""
+    """Read the allocation of the Slurm job that this process belongs to; outside a job, all values are unknown."""
     environment = os.environ if environment is None else environment
 
     def number(name: str) -> int | None:
-        # GPUs may be given with their type, as in "h100:8".
+        # GPUs may include their type, as in "h100:8".
         text = environment.get(name, "").rpartition(":")[2]
         return int(text) if text.isdigit() else None
 
@@ -98,10 +98,11 @@ def slurm_allocation(environment: Mapping[str, str] | None = None) -> Allocation
 
 
 def prepare_rendezvous(process: ProcessEnvironment) -> None:
-    """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process).
+    """Set the variables that torch.distributed reads at start-up if the launcher did not (srun, or a plain single
+    process).
 
-    On one node gloo's connections stay on loopback, unless the variable names another interface. ValueError
-    where several nodes would each look for rank 0 on themselves.
+    On one node, gloo's connections stay on loopback unless the variable names another interface. Raises ValueError if
+    several nodes would each look for rank 0 on themselves.
     """
     if process.num_nodes > 1 and is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1")):
         raise ValueError(
@@ -119,7 +120,7 @@ def prepare_rendezvous(process: ProcessEnvironment) -> None:
 def rendezvous_problem(environment: Mapping[str, str] | None = None) -> str:
     """Return the reason why rank 0 cannot open its store at MASTER_ADDR and MASTER_PORT, "" for none.
 
-    Nothing is said where one of them is not set, where MASTER_ADDR is another machine, and where torchrun has opened the store.
+    Also "" if one of them is not set, if MASTER_ADDR is another machine, or if torchrun has already opened the store.
     """
     environment = os.environ if environment is None else environment
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
@@ -143,19 +144,20 @@ def rendezvous_problem(environment: Mapping[str, str] | None = None) -> str:
 
 
 def leave_compiler_out() -> None:
-    """Keep torch.compile from loading its compiler where there is no GPU; to be called before torch is imported.
+    """Keep torch.compile from loading its compiler if there is no GPU. Call this before torch is imported.
 
-    megatron-core's decorators would load it in every process, for 1.2 s and 43 MB, and nothing is compiled on a CPU.
+    megatron-core's decorators would load it in every process, at a cost of 1.2 s and 43 MB, although nothing is
+    compiled on a CPU.
     """
     if not DRIVER_DEVICE.exists():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments, unless a variable configures it; to be called before torch is imported.
+    """Let torch's allocator expand its segments, unless a variable configures it. Call this before torch is imported.
 
-    Packed micro-batches have varying lengths, which otherwise leave gigabytes reserved and unused. Not for a run that shares
-    device memory with its servers: such segments have no handle that another process can open.
+    Packed micro-batches vary in length, which otherwise leaves gigabytes reserved and unused. Not for a run that shares
+    device memory with its servers: expandable segments have no handle that another process can open.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))
@@ -183,12 +185,12 @@ def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:
 
 
 def place_in_run(process: ProcessEnvironment) -> Place:
-    """Return what the watchers of a run need to know, once `prepare_rendezvous` has been called.
+    """Return the facts that the watchers of a run need. Call it after `prepare_rendezvous`.
 
-    Node 0's watcher listens on the UDP port of the number that torch.distributed's store has as a TCP port.
+    Node 0's watcher listens on the UDP port with the same number as the TCP port of torch.distributed's store.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    # slurm.sh starts a new step in the same job; under torchrun each node may have a step of its own.
+    # slurm.sh starts a new step in the same job; under torchrun each node may have a separate step.
     start = "TORCHELASTIC_RESTART_COUNT" if "TORCHELASTIC_RESTART_COUNT" in os.environ else "SLURM_STEP_ID"
     starts = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", start))
     run_id = hashlib.sha256("|".join((host, port, *starts)).encode()).hexdigest()[:16]
@@ -204,14 +206,14 @@ def place_in_run(process: ProcessEnvironment) -> Place:
 
 
 def free_port() -> int:
-    """Return a port of loopback that is free now."""
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def visible_devices(count: int) -> tuple[str, ...]:
-    """Return the names of this process's `count` GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of this process's `count` GPUs, as in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
 
@@ -222,7 +224,7 @@ def batch_job() -> str:
 
 
 def job_end_time() -> float | None:
-    """Return when Slurm ends the job, in seconds since 1970; None where it does not say."""
+    """Return when Slurm ends the job, in seconds since 1970; None if unknown."""
     end = os.environ.get("SLURM_JOB_END_TIME")
     return float(end) if end else None
 
@@ -233,9 +235,10 @@ def is_restarted() -> bool:
 
 
 def supervision() -> Supervision | None:
-    """Return who starts these processes again after a failure, and so may keep servers; None where nothing does.
+    """Return what restarts these processes after a failure, and so may keep servers; None if nothing does.
 
-    torchrun with restarts, whose agent is this process's parent, or a batch script that has started the supervisors.
+    It is torchrun with restarts, whose agent is this process's parent, or a batch script that has started the
+    supervisors.
     """
     from megatron_dapo.engines.sglang.supervised import Supervision
 
@@ -247,14 +250,14 @@ def supervision() -> Supervision | None:
 
 
 def rendezvous_host() -> str:
-    """Return the node of rank 0, as the launcher names it."""
+    """Return the node of rank 0 under the launcher's name for it."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def raise_open_files_limit() -> int:
     """Raise this process's soft limit of open files to the hard limit and return it.
 
-    Rank 0 has a connection for every request in flight; the usual soft limit of 1,024 ends a run of 16 nodes.
+    Rank 0 has a connection for every request in flight; a run on 16 nodes exceeds the usual soft limit of 1,024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""One run an output directory."""
+"""A lock that allows one run per output directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class DirectoryInUse(RuntimeError):
-    """Another run works in the directory. A new attempt would meet it again (`is_final`).
+    """Another run uses the directory. A new attempt would find it again (`is_final`).
 
     `is_consequence`: on ranks that learned of it from rank 0.
     """
@@ -27,10 +27,10 @@ class DirectoryInUse(RuntimeError):
 
 
 class DirectoryLock:
-    """Held by rank 0 while it lives, so that no second run writes into the directory. Any death releases it."""
+    """Lock that rank 0 holds while it lives, so that no second run writes into the directory. Any exit releases it."""
 
     def __init__(self, run_directory: Path) -> None:
-        """Take the lock. RuntimeError, naming the process, where another run holds it."""
+        """Take the lock. RuntimeError, naming the process, if another run holds it."""
         run_directory.mkdir(parents=True, exist_ok=True)
         self._stream = _lock(run_directory)
         self._stream.truncate(0)
@@ -42,10 +42,11 @@ class DirectoryLock:
 
 
 def hold_directory(run_directory: Path, rank: int, store: Store, group_readable: bool = False) -> DirectoryLock | None:
-    """Let rank 0 take the lock of its run's directory and every rank know how that went, before any of them writes there.
+    """Let rank 0 lock its run's directory and report the outcome to every rank before any of them writes there.
 
-    Every rank calls it; rank 0 gets the lock. RuntimeError on all where another run holds it. `store`: of this run. What the
-    process and its children write from then on is for the user alone, or for members of the files' group to read.
+    Every rank calls it; rank 0 gets the lock. RuntimeError on all ranks if another run holds it. `store`: this run's
+    store. From then on, only the user, or also members of the files' group, can read what the process and its children
+    write.
     """
     restrict_files(group_readable)
     if rank > 0:
@@ -65,12 +66,12 @@ def hold_directory(run_directory: Path, rank: int, store: Store, group_readable:
 
 
 def restrict_files(group_readable: bool) -> None:
-    """Let only the user, or members of the group too, read what this process and its children write."""
+    """Let only the user, or also members of the group, read what this process and its children write."""
     os.umask(0o027 if group_readable else 0o077)
 
 
 def _set_mode(directory: Path, mode: int) -> None:
-    """Set the permissions of a directory that was there before, too; its set-group-id bit stays."""
+    """Set the permissions of a directory even if it already existed; its set-group-id bit stays."""
     found = stat.S_IMODE(directory.stat().st_mode)
     try:
         directory.chmod(found & ~0o777 | mode)
@@ -79,7 +80,7 @@ def _set_mode(directory: Path, mode: int) -> None:
 
 
 def require_unused(run_directory: Path) -> None:
-    """RuntimeError where a run works in `run_directory` now."""
+    """Raise RuntimeError if a run is using `run_directory`."""
     if (run_directory / _LOCK).is_file():
         _lock(run_directory).close()
 

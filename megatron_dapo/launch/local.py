@@ -1,9 +1,9 @@
 """Starts the workers of one machine under torchrun and passes Ctrl-C and SIGTERM to the workers, not to torchrun.
 
-torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a
-process group of its own; the launcher forwards the first signal to the workers, who save and exit, and ends everything
-at a later one (those within seconds of the first are the same wish). A launcher that is killed takes torchrun and the workers along: each asks the kernel for
-a SIGTERM when its parent dies.
+torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. It therefore runs
+in a separate process group: the launcher forwards the first signal to the workers, which save and exit, and ends
+everything at a later one (signals within seconds of the first count as the same request). If the launcher is killed,
+torchrun and the workers end too: each asks the kernel for a SIGTERM when its parent dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def worker_pid_file(run_directory: Path, rank: int) -> Path:
 
 
 def write_worker_pid(run_directory: Path, rank: int) -> None:
-    """Leave this process's id for the launcher, in one piece."""
+    """Write this process's id for the launcher, atomically."""
     file = worker_pid_file(run_directory, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".new")
@@ -43,11 +43,13 @@ def write_worker_pid(run_directory: Path, rank: int) -> None:
 def torchrun_command(
     num_processes: int, module: str, arguments: Sequence[str], port: int, restarts: int = 0
 ) -> list[str]:
-    """Return the command that runs `module` in `num_processes` local workers, which meet at `port` of loopback alone.
+    """Return the command that runs `module` in `num_processes` local workers, which rendezvous at `port`, on loopback
+    only.
 
-    After a failure all are started again, `restarts` times at most.
+    After a failure all are restarted, at most `restarts` times.
 
-    Static rendezvous: the store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
+    Uses static rendezvous, because the store of `--standalone` holds its state as a pickle, and any process that
+    reaches its port can run code.
     """
     return [
         *(
@@ -74,7 +76,7 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
 
 
 class _Forwarder:
-    """Passes the first signal to the workers and kills the group at one that comes later."""
+    """Passes the first signal to the workers and kills the group at a later one."""
 
     def __init__(self, process: subprocess.Popen, run_directory: Path) -> None:
         self._process = process
@@ -94,7 +96,7 @@ class _Forwarder:
             _send(pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Ends torchrun and its workers at once; workers may lead sessions of their own, outside torchrun's group."""
+        """Kills torchrun and its workers at once; workers may lead separate sessions, outside torchrun's group."""
         for pid in self._worker_pids():
             _send(pid, signal.SIGKILL)
         if self._process.poll() is None:
@@ -118,13 +120,13 @@ def _pid_files(run_directory: Path) -> list[Path]:
 def launch_workers(
     module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0
 ) -> int:
-    """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as shells count).
+    """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as in shells).
 
-    After a failure torchrun starts all workers again, `restarts` times at most.
-    Signals are forwarded as the module says. RuntimeError where another run works in `run_directory`.
+    After a failure torchrun restarts all workers, at most `restarts` times. Signals are forwarded as the module
+    docstring says. RuntimeError if another run uses `run_directory`.
     """
     require_unused(run_directory)
-    # Ids of an earlier run may belong to other processes by now: a signal must not reach them.
+    # Ids of an earlier run may belong to other processes by now, which a signal must not reach.
     for file in _pid_files(run_directory):
         file.unlink()
     port = reserve_port("127.0.0.1")  # held until the end: no process may take it before torchrun listens
@@ -135,7 +137,7 @@ def launch_workers(
         preexec_fn=signal_at_parents_death(signal.SIGTERM),
     )
     forward = _Forwarder(process, run_directory)
-    # Signals reach the main thread alone; a caller in another one is not interrupted by them.
+    # Only the main thread receives signals; a caller in another thread is not interrupted by them.
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, forward) for number in numbers}
     try:

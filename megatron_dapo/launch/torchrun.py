@@ -1,4 +1,4 @@
-"""torchrun whose store listens on the address of --master-addr alone, and which leaves errors to the ranks:
+"""Runs torchrun with a store that listens only on the address of --master-addr, and leaves error reports to the ranks:
 python -m megatron_dapo.launch.torchrun ARGUMENTS."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_dapo.parallel.store import restrict_stores
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     restrict_stores(int(get_args_parser().parse_args(arguments).nnodes.split(":")[-1]))
-    # Ranks report why they fail, in one line and in failure.json: torchrun's box of "Root Cause" knows an exit code.
+    # Ranks report why they fail, in one line and in failure.json; torchrun's "Root Cause" box knows only an exit code.
     logging.disable(logging.ERROR)
     try:
         main(arguments)

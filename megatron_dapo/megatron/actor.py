@@ -3,7 +3,7 @@
     forward_logprobs(micro_batches)          old and reference log-probs, no gradients
     train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
 
-Both run the same chunks by the same schedule with the same head, so log-probs of the same weights are the same numbers.
+Both run the same chunks, schedule and head, so equal weights give identical log-probs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenOutputs:
 
     logprobs: torch.Tensor  # [P_local]
     entropy: torch.Tensor  # [P_local]
-    head: HeadInput | None = None  # in training, where the settings keep it
+    head: HeadInput | None = None  # in training, if the settings keep it
 
 
 # (context-sliced micro-batch, its outputs, its index) -> (scalar loss, scalar sums by name)
@@ -51,26 +51,26 @@ LossFunction = Loss[TokenOutputs]
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Arguments of the log-prob head."""
+    """Settings of the log-prob head."""
 
     vocab_size: int  # without padding
     temperature: float = 1.0
-    chunk_tokens: int | None = None  # tokens whose logits are in memory at a time; None: chosen by size
-    implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for its rule
-    keep_bytes: int = 0  # most memory for logits between a forward and its backward pass
-    keeps_input: bool = False  # give the loss what the head saw, for a divergence from another model
+    chunk_tokens: int | None = None  # tokens whose logits are in memory at once; None: chosen by size
+    implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for the rule there
+    keep_bytes: int = 0  # at most this much memory for logits between a forward and its backward pass
+    keeps_input: bool = False  # give the head's input to the loss, to compute a divergence from another model
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """A model's hidden states of the positions that predict response tokens, and its output weight."""
+    """A model's hidden states at the positions that predict response tokens, and its output weight."""
 
     hidden: torch.Tensor  # [R_local, h]
     weight: torch.Tensor  # [rows, h]
-    positions: torch.Tensor | None  # [R_local] of P_local; None: all
+    positions: torch.Tensor | None  # [R_local], out of P_local; None: all
     num_tokens: int  # P_local
     settings: HeadSettings
-    group: dist.ProcessGroup | None  # of the tensor-parallel ranks
+    group: dist.ProcessGroup | None  # tensor-parallel ranks
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return [P_local] with `values` [R_local] at the positions and 0 at all others."""
@@ -96,7 +96,7 @@ class HeadInput:
 
 
 def head_input(chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings) -> HeadInput:
-    """Take what the head sees of the last chunk's hidden states [1, P_local, h]."""
+    """Select the head's input from the last chunk's hidden states [1, P_local, h]."""
     group, positions = chunk.pg_collection.tp, micro_batch.response_positions
     rows = hidden[0] if positions is None else hidden[0].index_select(0, positions)
     tensor_group = group if group.size() > 1 else None
@@ -108,7 +108,7 @@ def token_outputs(
 ) -> TokenOutputs:
     """Compute the policy's outputs from the last chunk's hidden states [1, P_local, h] at `settings.temperature`.
 
-    The head sees the positions that predict response tokens alone; outputs are 0 at all others.
+    The head only sees the positions that predict response tokens; outputs are 0 at all others.
     """
     head = head_input(chunk, hidden, micro_batch, settings)
     targets = micro_batch.targets
@@ -122,26 +122,27 @@ def token_outputs(
         implementation=settings.implementation,
         chunk_tokens=settings.chunk_tokens,
         keep_bytes=settings.keep_bytes,
-        # A divergence gives the weight another gradient, through autograd.
+        # A divergence adds another gradient to the weight, through autograd.
         adds_to_main_grad=not settings.keeps_input,
     )
     return TokenOutputs(head.spread(logprobs), head.spread(entropy), head if settings.keeps_input else None)
 
 
 def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
-    """Return the implementation that `token_outputs` uses for this last chunk. ValueError where it cannot run here."""
+    """Return the implementation that `token_outputs` uses for this last chunk. Raise ValueError if it cannot run
+    here."""
     weight = output_weight(chunk)
     return choose(settings.implementation, HeadSpec(weight.device, weight.dtype, weight.size(1), weight.size(0)))
 
 
 @dataclass(frozen=True)
 class ActorSettings(TrainingSettings):
-    """Settings of the policy; for its own fields see `HeadSettings`."""
+    """Settings of the policy; see `HeadSettings` for the fields it adds."""
 
     chunk_tokens: int | None = None
     head_implementation: str = AUTO
     head_keep_bytes: int = 0
-    keeps_head_input: bool = False  # in training
+    keeps_head_input: bool = False  # only in training
     replays_routing: bool = False
 
 
@@ -169,7 +170,7 @@ class MegatronActor(TrainedModel):
             table = describe(implementations(self.config, settings.head_implementation))
             logger.info("implementations of the policy's operations:\n%s", table)
         if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
-            # A head that cannot run here is refused now, not after the first rollout.
+            # Refuse a head that cannot run here now, not after the first rollout.
             chosen = implementation(unwrap(self.chunks[-1]), self._head(temperature=1.0))
             logger.info("log-prob head: %s (%s)", chosen.name, chosen.reason)
 
@@ -183,7 +184,7 @@ class MegatronActor(TrainedModel):
         part: RankSet | None = None,
         random_seed: int | None = None,
     ) -> MegatronActor:
-        """Build the actor of a Hugging Face directory, with its weights or, given `random_seed`, with random ones."""
+        """Build the actor from a Hugging Face directory, with its weights or, given `random_seed`, with random ones."""
         rank = (part or all_ranks()).rank
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
@@ -196,7 +197,7 @@ class MegatronActor(TrainedModel):
         return cls(ModelArchitecture.from_directory(model_dir), layout, settings, load, beside, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
-        """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's order of tokens
+        """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's token order
         (`slice_for_context`); None on ranks off the last pipeline stage."""
         return self._forward(micro_batches, self._outputs(temperature))
 
@@ -214,17 +215,18 @@ class MegatronActor(TrainedModel):
         return self._accumulate(micro_batches, read, loss_fn, reduce_fully=True)
 
     def forward_head_inputs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[HeadInput | None]:
-        """Compute what the head sees of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
+        """Compute the head's input for each micro-batch, without gradients; None on ranks off the last pipeline
+        stage."""
         return self._forward(micro_batches, partial(head_input, settings=self._head(temperature)))
 
     def take_replayed(self) -> dict[str, float]:
-        """Return the counts of `experts.take_replayed` of this rank's layers and tokens, by name."""
+        """Return the counts of `experts.take_replayed` for this rank's layers and tokens, by name."""
         counts = torch.stack([take_replayed(unwrap(chunk)) for chunk in self.chunks])
         replayed, own = counts.sum(0).tolist()
         return {"replayed": replayed, "own": own}
 
     def _outputs(self, temperature: float, is_training: bool = False) -> ReadOutput[TokenOutputs]:
-        # Without gradients nothing reads it, and hidden states of a whole batch would stay in memory.
+        # Without gradients nothing reads the input, and a whole batch's hidden states would stay in memory.
         keeps_input = is_training and self.settings.keeps_head_input
         return partial(token_outputs, settings=replace(self._head(temperature), keeps_input=keeps_input))
 

@@ -1,6 +1,6 @@
-"""NVIDIA apex's AdamW, gradient norm and scaling in the place of Transformer Engine's, on request.
+"""NVIDIA apex's AdamW, gradient norm and scaling in place of Transformer Engine's, on request.
 
-Without Transformer Engine megatron-core takes apex's by itself, where they can be imported.
+Without Transformer Engine, megatron-core uses apex's anyway if they can be imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from megatron.core.optimizer import optimizer as mixed_precision
 
 
 def use_apex() -> None:
-    """Make megatron-core's optimizers of this process those of apex. ValueError where apex or its CUDA extensions are missing."""
+    """Make megatron-core use apex's optimizers in this process. Raise ValueError without apex or its CUDA
+    extensions."""
     try:
         kernels = importlib.import_module("amp_C")
         adam = importlib.import_module("apex.optimizers").FusedAdam

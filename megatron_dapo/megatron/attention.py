@@ -1,14 +1,14 @@
 """Causal attention over packed sequences with torch's own kernels, rotary embedding included.
 
 Tokens arrive packed, [P, heads, head_dim]. One call of torch's flash attention takes all sequences (`flash_attention`), on a
-GPU and on request. One call of `scaled_dot_product_attention` a sequence is slow when there are many short ones, so
+GPU and on request. One call of `scaled_dot_product_attention` per sequence is slow for many short ones, so
 sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
-Causality alone keeps real queries from the padding on the right, so no mask is needed, except where a window hides the
-start of a sequence.
+Causality already keeps real queries from the padding on the right, so no mask is needed unless a window hides the start
+of a sequence.
 
 Under context parallelism each sequence is cut into 2C equal chunks and rank r holds chunks r and 2C - 1 - r (Transformer
-Engine's convention: every rank has the same causal work). Queries stay on their rank; keys and values are gathered from all
-ranks, and a mask hides the keys in a query's future.
+Engine's convention: every rank has the same causal work). Queries stay on their rank, keys and values are gathered from
+all ranks, and a mask hides the keys in a query's future.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_dapo.megatron.experts import EngineRouting
 
 # A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as
-# much as this amount of padding.
+# much as that much padding.
 SLACK_TOKENS = 32
 SLACK_FRACTION = 0.25
 
@@ -51,7 +51,7 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class GatherIndex:
-    """Maps between packed tokens and padded slots. Slots of padding point at token 0."""
+    """Maps between packed tokens and padded slots. Padding slots point at token 0."""
 
     tokens: torch.Tensor  # [slots] int64: token in a slot
     slots: torch.Tensor  # [tokens] int64: slot of a token
@@ -60,7 +60,7 @@ class GatherIndex:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Arrangement of packed tokens in padded batches. An index is None where it would change nothing."""
+    """Arrangement of packed tokens in padded batches. An index is None if it would change nothing."""
 
     batches: tuple[PaddedBatch, ...]
     queries: GatherIndex | None
@@ -68,7 +68,7 @@ class AttentionPlan:
 
 
 def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of the sequences of each padded batch, longest first, with the waste bounded by the slack."""
+    """Return the indices of the sequences in each padded batch, longest first, with waste bounded by the slack."""
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
     batches: list[list[int]] = []
     for index in order:
@@ -82,8 +82,8 @@ def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
 def plan_attention(
     cu_seqlens: torch.Tensor, context_rank: int, context_size: int, window: int | None = None
 ) -> AttentionPlan:
-    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, for rank `context_rank`. A token sees the last
-    `window` tokens, itself included (None: all)."""
+    """Arrange the sequences delimited by the unsliced `cu_seqlens` [N + 1], for rank `context_rank`. A token sees the
+    last `window` tokens, itself included (None: all)."""
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = (bounds[1:] - bounds[:-1]).tolist()
     batches, query_rows, key_rows = [], [], []
@@ -93,7 +93,7 @@ def plan_attention(
         key_slots = _global_slots(starts, sizes, context_size, int(bounds[-1]) // context_size)
         mask, num_keys = None, key_slots.size(1)
         if context_size > 1 or (window is not None and window < num_keys):
-            # Without context parallelism all sequences of a batch have the positions of the longest.
+            # Without context parallelism all sequences of a batch use the positions of the longest.
             positions = query_positions if context_size > 1 else torch.arange(num_keys)[None]
             distance = positions[:, :, None] - torch.arange(num_keys)
             mask = distance >= 0
@@ -218,21 +218,21 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """A packed micro-batch as megatron-core describes it, and what our own layers compute once for all of them.
+    """A packed micro-batch in megatron-core's form, plus what our layers compute once and share.
 
     The attention plan and the rotary tables are made by the first layer that asks. Transformer Engine's layers never
-    ask: they read `cu_seqlens` alone.
+    ask: they only read `cu_seqlens`.
     """
 
     context_rank: int = 0
     context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
-    routing: EngineRouting | None = None  # of this rank's tokens, for models that replay it
+    routing: EngineRouting | None = None  # for this rank's tokens, in models that replay it
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
     _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
 
     def attention_plan(self, window: int | None = None) -> AttentionPlan:
-        """Return the padded batches in which our own attention computes this rank's queries."""
+        """Return the padded batches in which our attention computes this rank's queries."""
         # The masks of a plan are large: 254 MB for 22 K tokens under context parallel 2.
         if window not in self._plans:
             self._plans[window] = plan_attention(self.cu_seqlens_q, self.context_rank, self.context_size, window)
@@ -246,7 +246,7 @@ class PackedSequences(PackedSeqParams):
         if is_local not in self._rotary:
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
-            # Rounded after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
+            # Round after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
             cos, sin = (part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin()))
             self._rotary[is_local] = cos, sin
         return self._rotary[is_local]
@@ -259,15 +259,15 @@ def own_window(config: Any, layer_number: int) -> int | None:
 
 
 def angles_of(angles: torch.Tensor, config: Any, is_local: bool) -> torch.Tensor:
-    """Return a layer's rotary angles [longest, 1, 1, head_dim] of those of all layers: in a model with local layers
-    [longest, 1, 1, 2 head_dim], whose halves repeat the angles of global and of local layers."""
+    """Select a layer's rotary angles [longest, 1, 1, head_dim] from those of all layers. In a model with local layers,
+    the latter are [longest, 1, 1, 2 head_dim], whose halves are the angles of global and of local layers."""
     if config.window_size is None:
         return angles
     return angles.unflatten(-1, (2, 2, -1))[..., int(is_local), :].flatten(-2)
 
 
 def check_flash_attention(dtype: torch.dtype, head_dim: int, context_size: int) -> None:
-    """ValueError with the obstacle where torch's flash attention over packed sequences cannot compute this here."""
+    """Raise ValueError with the reason if torch's flash attention over packed sequences cannot compute this here."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         obstacle = f"torch is {torch.__version__}, and packed sequences need 2.10"
     elif not torch.cuda.is_available():
@@ -296,12 +296,13 @@ def flash_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """Attend within each sequence (FlashAttention-2, arXiv:2307.08691): query [P, heads, head_dim], key and value [P, groups,
-    head_dim] -> [P, heads * head_dim]. Its backward pass repeats bit for bit where torch's deterministic algorithms are on."""
+    head_dim] -> [P, heads * head_dim]. Its backward pass is bit for bit reproducible if torch's deterministic
+    algorithms are on."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     seen = (-1 if window is None else window - 1, 0)
-    # torch 2.10 and 2.11 take groups of queries without being told.
+    # torch 2.10 and 2.11 accept grouped queries without this argument.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=seen, **grouped)
     assert isinstance(out, torch.Tensor), "varlen_attn returned more than the output"
@@ -309,7 +310,7 @@ def flash_attention(
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention: packed sequences only, grouped queries, no dropout."""
+    """Core attention for packed sequences only, with grouped queries and no dropout."""
 
     def __init__(
         self,
@@ -340,7 +341,7 @@ class PackedAttention(torch.nn.Module):
             return flash_attention(query, key, value, packed_seq_params, self.window, self.scale)
         plan = packed_seq_params.attention_plan(self.window)
         if self.context_group is not None:
-            # One collective for both.
+            # One collective gathers both.
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
         padded_query = query if plan.queries is None else _Pad.apply(query, plan.queries)
         padded_key, padded_value = (part if plan.keys is None else _Pad.apply(part, plan.keys) for part in (key, value))
@@ -398,7 +399,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 class LocalGlobalSelfAttention(SelfAttention):
-    """megatron-core's self-attention in a model whose local layers have rotary angles of their own."""
+    """megatron-core's self-attention in a model whose local layers have separate rotary angles."""
 
     def forward(
         self,

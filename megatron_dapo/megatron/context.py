@@ -29,7 +29,7 @@ PER_TOKEN_FIELDS = (
 def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> torch.Tensor:
     """Return the positions [P / C] int64 in the packed micro-batch that rank `context_rank` of C = `context_size` holds.
 
-    Raises ValueError where a sequence's padded length is not a multiple of 2C.
+    Raise ValueError if a sequence's padded length is not a multiple of 2C.
     """
     # Every sequence is cut into 2C equal chunks; the rank holds chunks r and 2C - 1 - r, an early and a late one, so that
     # all ranks have the same causal work. Transformer Engine's context parallelism assumes this order.
@@ -54,13 +54,13 @@ def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_siz
 def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: int) -> MicroBatch:
     """Return the micro-batch with every per-token field cut to this context rank's slice.
 
-    `cu_seqlens` and `sequence_lengths` still describe whole sequences; `sequence_ids` has the sequence of each token.
+    `cu_seqlens` and `sequence_lengths` still describe whole sequences; `sequence_ids` gives each token's sequence.
     """
     if context_size == 1:
         return micro_batch
     index = context_token_index(micro_batch.cu_seqlens, context_rank, context_size).to(micro_batch.token_ids.device)
     fields = {name: getattr(micro_batch, name) for name in PER_TOKEN_FIELDS}
-    # `sample_ids` and the lengths stay: attention across ranks needs whole sequences.
+    # Keep `sample_ids` and the lengths: attention across ranks needs whole sequences.
     parts = {name: values.index_select(0, index) for name, values in fields.items() if values is not None}
     if (positions := micro_batch.response_positions) is not None:
         is_response = torch.zeros(micro_batch.num_tokens, dtype=torch.bool, device=index.device)

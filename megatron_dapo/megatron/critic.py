@@ -1,10 +1,10 @@
-"""The critic: a value of every position, trained beside the policy on a layout of its own.
+"""The critic: a value for every position, trained along with the policy on a separate layout.
 
     forward_values(micro_batches)            values without gradients, for advantages
     train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
 
-The value at position t belongs to the state after token t, in which token t + 1 is drawn: it stands where the micro-batch
-has the log-prob, advantage and mask of token t + 1.
+The value at position t is that of the state after token t, in which token t + 1 is drawn. It has the same index as the
+log-prob, advantage and mask of token t + 1 in the micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ValueLossFunction = Loss[torch.Tensor]
 
 @dataclass(frozen=True)
 class CriticSettings(TrainingSettings):
-    """`head`: how the value head begins where the critic starts from a policy."""
+    """`head`: initialization of the value head if the critic starts from a policy."""
 
     head: ValueHeadInit = field(default_factory=ValueHeadInit)
 
@@ -58,7 +58,7 @@ class MegatronCritic(TrainedModel):
         """Build the critic from a policy, a reward model or a critic (see `checkpoints.critic`), or, given the
         `random_seed` of a random policy of the architecture in `directory`, from that policy's layers.
 
-        ValueError where `directory` holds none of these, or not the architecture and tokenizer of `policy_dir`.
+        Raise ValueError if `directory` holds none of these, or differs from `policy_dir` in architecture or tokenizer.
         """
         rank = (part or all_ranks()).rank
 
@@ -71,7 +71,7 @@ class MegatronCritic(TrainedModel):
         return cls(critic_architecture(directory, policy_dir), layout, settings, load, beside, part)
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """Compute the values of each micro-batch, fp32 [P_local] in this context rank's order of tokens
+        """Compute the values of each micro-batch, fp32 [P_local] in this context rank's token order
         (`slice_for_context`); None on ranks off the last pipeline stage. Values of padding are undefined."""
         return self._forward(micro_batches, _read_values)
 
@@ -86,7 +86,8 @@ class MegatronCritic(TrainedModel):
         return self._accumulate(micro_batches, _read_values, loss_fn, reduce_fully=True)
 
     def export(self, target: str | Path, source_dir: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
-        """Write a Hugging Face directory, a *ForTokenClassification of one label. `source_dir`: where it started."""
+        """Write a Hugging Face directory, a *ForTokenClassification with one label. `source_dir`: the critic's starting
+        point."""
         parameters = {name: parameter.detach() for name, parameter in self.named_local_parameters().items()}
         return export_to_huggingface(
             target, source_dir, self.tensors, parameters, self.part.collective_group, dtype=dtype

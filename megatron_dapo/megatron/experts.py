@@ -1,10 +1,10 @@
-"""Layers with a mixture of experts: megatron-core's MoELayer with the routing of the Qwen3-MoE models.
+"""Layers with a mixture of experts: megatron-core's MoELayer with the routing of Qwen3-MoE models.
 
 The auxiliary losses of pre-training (load balancing, z-loss) are off: they would pull the policy away from the
 objective. Tokens are never dropped, so a token's output does not depend on the others in its micro-batch.
 
-Routing replay (R3, arXiv:2510.11370): the experts of a token are those that the engine chose when it sampled; the router
-weighs them, with gradients, as if they were its own choice.
+Routing replay (R3, arXiv:2510.11370): a token goes to the experts that the engine chose when it sampled. The router
+weights them, with gradients, as if it had chosen them.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class EngineRouting:
-    """The engine's choice of experts for the tokens of one micro-batch on this rank."""
+    """The engine's choice of experts for this rank's tokens of one micro-batch."""
 
     experts: torch.Tensor  # [P_local, layers, experts a token]
-    is_known: torch.Tensor  # [P_local] bool; at the others, padding and each sequence's last token, the router chooses
+    is_known: torch.Tensor  # [P_local] bool; the router chooses at the others (padding, last tokens of sequences)
 
     def of_layer(self, layer: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (experts int64 [tokens, experts a token], is_known [tokens, 1]) of the tokens that one of `size` ranks of
-        sequence parallelism has."""
+        """Return (experts int64 [tokens, experts a token], is_known [tokens, 1]) for the tokens of one of `size`
+        sequence-parallel ranks."""
         count = len(self.is_known) // size
         part = slice(rank * count, (rank + 1) * count)
         return self.experts[part, layer].long(), self.is_known[part, None]
 
 
 class SoftmaxFirstRouter(TopKRouter):
-    """Softmax over all experts, then the k most probable, whose probabilities are divided by their sum if `normalize`:
-    the order of transformers and SGLang. Logits have the model's type, the rest is fp32.
+    """Softmax over all experts, then the k most probable, with their probabilities divided by their sum if `normalize`.
+
+    This is the order of operations in transformers and SGLang. Logits have the model's type, the rest is fp32.
     """
 
-    # megatron-core's router has no such division. A softmax of the chosen logits alone, which it has, is equal in exact
-    # arithmetic and rounds differently. Set on each instance by `normalize_probabilities`: the config has no field for it.
+    # megatron-core's router cannot divide like this. Its softmax over only the chosen logits is equal in exact
+    # arithmetic, but rounds differently. `normalize_probabilities` sets this on each instance: the config has no field
+    # for it.
     normalize = True
-    # What the next forward replays, (experts, is_known) of `EngineRouting.of_layer`; and the counts of replayed choices and of
-    # those that are this router's own as well.
+    # `replayed`: what the next forward replays, (experts, is_known) from `EngineRouting.of_layer`. `num_replayed`:
+    # counts of replayed choices, and of those that this router would also have made.
     replayed: tuple[torch.Tensor, torch.Tensor] | None = None
     num_replayed: torch.Tensor | None = None  # [2]
 
@@ -81,9 +83,9 @@ class SoftmaxFirstRouter(TopKRouter):
 
 
 def replay_routing(chunk: GPTModel) -> None:
-    """Let the routers of the chunk's layers replay what `packed_seq_params.routing` of a forward has."""
+    """Make the chunk's routers replay the `packed_seq_params.routing` of each forward."""
 
-    # The layer's argument, because recomputation calls a layer with the arguments that it had, perhaps after another
+    # Read the layer's argument, because recomputation calls a layer with its original arguments, perhaps after another
     # micro-batch's forward.
     def set_replayed(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         routing, router = keywords["packed_seq_params"].routing, layer.mlp.router
@@ -97,8 +99,8 @@ def replay_routing(chunk: GPTModel) -> None:
 
 
 def take_replayed(chunk: torch.nn.Module) -> torch.Tensor:
-    """Return the counts [2] of replayed choices of experts, and of those that are the router's own as well, since the last
-    call."""
+    """Return the counts [2], since the last call, of replayed expert choices and of those that the router would also
+    have made."""
     total = torch.zeros(2, dtype=torch.int64)
     for module in chunk.modules():
         if isinstance(module, SoftmaxFirstRouter) and module.num_replayed is not None:
@@ -115,10 +117,11 @@ def normalize_probabilities(chunk: torch.nn.Module, normalize: bool) -> None:
 
 
 def forget_dispatched_tokens(chunk: torch.nn.Module) -> None:
-    """Have each layer's dispatcher let go of a micro-batch's probabilities when the layer has computed it.
+    """Make each layer's dispatcher release a micro-batch's probabilities once the layer has computed it.
 
-    megatron-core's keep them until the next micro-batch: [tokens, experts] a layer while engines generate, and through their
-    graph, which Python's collector cannot see into, the whole model when nothing else refers to it.
+    megatron-core's dispatchers keep them until the next micro-batch. That holds [tokens, experts] per layer while
+    engines generate, and through the autograd graph, which Python's garbage collector cannot traverse, even an unused
+    model.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -126,7 +129,7 @@ def forget_dispatched_tokens(chunk: torch.nn.Module) -> None:
 
 
 def _forget(layer: MoELayer, *_: Any) -> None:
-    # Attributes of the dispatcher and, in the flexible one, of the manager of its communication.
+    # These are attributes of the dispatcher and, for the flexible one, of its communication manager.
     dispatcher = layer.token_dispatcher
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         for name, value in list(vars(holder).items()) if holder is not None else ():
@@ -134,37 +137,39 @@ def _forget(layer: MoELayer, *_: Any) -> None:
                 setattr(holder, name, None)
 
 
-# Of an expert's matrix in a grouped layer. Transformer Engine has one parameter an expert, so only names and order differ.
+# An expert's matrix in a grouped layer. Transformer Engine has one parameter per expert, so only names and order
+# differ.
 _GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.weight(\d+)$")
 
 
 def one_name_an_expert(path: str) -> str:
-    """Return a parameter's path with the name that SequentialMLP gives it: grouped or not, an expert's matrix has one name."""
+    """Return a parameter's path under its SequentialMLP name, so that an expert's matrix has one name, grouped or
+    not."""
     return _GROUPED.sub(r"local_experts.\2.\1.weight", path)
 
 
 class ExpertWeights(torch.nn.Module):
-    """The matrices of one layer of all experts of a rank."""
+    """One linear layer's matrices, for all experts of a rank."""
 
     def forward(self) -> None:
-        """Run the hooks of a forward pass alone: megatron-core's gather of the weights waits for them."""
+        """Run only the hooks of a forward pass: megatron-core's gather of the weights waits for them."""
 
 
 class GroupedExperts(SequentialMLP):
-    """This rank's experts with the parameters of megatron-core's TEGroupedMLP, in its names and order, computed one after
-    another: what a machine without Transformer Engine has in its place."""
+    """This rank's experts, with the parameter names and order of megatron-core's TEGroupedMLP, computed one after
+    another. Replaces it on machines without Transformer Engine."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *arguments: Any, **settings: Any) -> None:
         super().__init__(num_local_experts, config, *arguments, **settings)
         experts = tuple(self.local_experts)
         del self.local_experts
-        # No longer a module of this one: its parameters are registered below.
+        # Not a submodule any more: its parameters are registered below.
         self.local_experts: tuple[torch.nn.Module, ...] = experts
         for layer, dim in (("linear_fc1", 0), ("linear_fc2", 1)):
             weights = ExpertWeights()
             for index, expert in enumerate(experts):
                 weight = getattr(expert, layer).weight
-                if not hasattr(weight, "tensor_model_parallel"):  # later versions of megatron-core mark it themselves
+                if not hasattr(weight, "tensor_model_parallel"):  # later megatron-core versions mark it
                     set_tensor_model_parallel_attributes(weight, True, dim, 1)
                 weights.register_parameter(f"weight{index}", weight)
             setattr(self, layer, weights)
@@ -181,8 +186,8 @@ def experts_spec(
     row: type[RowParallelLinear] = RowParallelLinear,
     is_grouped: bool = False,
 ) -> ModuleSpec:
-    """Specify what replaces an MLP: the router, and this rank's experts one after another under the names of
-    SequentialMLP or of a grouped layer, each of the given classes of linear layers."""
+    """Specify the replacement for an MLP: the router and this rank's experts, made of the given linear classes, named
+    as in SequentialMLP or a grouped layer."""
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     experts = ModuleSpec(module=GroupedExperts if is_grouped else SequentialMLP, submodules=mlp)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=SoftmaxFirstRouter))

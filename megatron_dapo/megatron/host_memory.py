@@ -1,11 +1,11 @@
-"""Offloading of tensors to host memory and onloading them to the same storage.
+"""Offloads tensors to host memory and onloads them into the same storage.
 
 A whole storage moves: its bytes are copied to the host and the storage is resized to 0, so that every view of it (a
 parameter in a data-parallel buffer, a shard of the distributed optimizer in a parameter) stays valid and has its values
-again once the storage is filled. In between the views must not be read. Without an accelerator "the device" is host memory
-as well, and the same happens there.
+again once the storage is filled. In between, the views must not be read. Without an accelerator "the device" is host
+memory too, and the same happens there.
 
-The pages of host memory are locked where the device is CUDA, and kept: a model's host copy is allocated once.
+Host pages are locked if the device is CUDA, and kept, so that a model's host copy is allocated once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_dapo.rounding import round_up
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 512  # bytes of a copy's start: of any type's width, and of a whole transfer of the device
+_ALIGNMENT = 512  # alignment in bytes of a copy's start: enough for any type's width and whole device transfers
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes offloaded and onloaded, and the seconds of both."""
+    """Bytes offloaded and onloaded, and the seconds each took."""
 
     offloaded: int = 0
     onloaded: int = 0
@@ -45,17 +45,17 @@ class _Offloaded:
 
     storage: torch.Tensor  # uint8 [0]
     num_bytes: int
-    host: torch.Tensor | None  # uint8 [num_bytes]; None: discarded, it is zeros once onloaded
+    host: torch.Tensor | None  # uint8 [num_bytes]; None: discarded, zeros once onloaded
 
 
 class _Block:
     """Host memory for the copies of several storages. Under CUDA its pages are locked until it is dropped."""
 
     def __init__(self, sizes: Mapping[int, int], is_locked: bool) -> None:
-        """`sizes`: bytes of each storage, by its key."""
+        """`sizes`: bytes of each storage, by storage key."""
         ends = list(accumulate(round_up(size, _ALIGNMENT) for size in sizes.values()))
         num_bytes = round_up(ends[-1], mmap.PAGESIZE)
-        # Not torch's pinned memory, which rounds every allocation up to a power of two: on average a third more.
+        # torch's pinned memory would round every allocation up to a power of two, on average a third more.
         memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
         start = -memory.data_ptr() % mmap.PAGESIZE  # whole pages: no other block locks part of them
         self._memory = memory[start : start + num_bytes]
@@ -76,7 +76,7 @@ class _Block:
                 code,
             )
             return
-        # Before the memory is freed, which happens once the block's tensors are gone.
+        # Unregister before the memory is freed, which happens once the block's tensors are gone.
         weakref.finalize(self, cudart.cudaHostUnregister, self._memory.data_ptr()).atexit = False
 
 
@@ -86,12 +86,12 @@ class HostMemory:
     def __init__(self) -> None:
         self.moved = Moved()
         self._offloaded: dict[int, _Offloaded] = {}
-        self._kept: dict[int, _Block] = {}  # which holds the host copy, also of an onloaded storage
+        self._kept: dict[int, _Block] = {}  # block with the host copy of a storage, onloaded ones included
 
     def offload(self, tensors: Iterable[torch.Tensor], release: bool = True) -> None:
         """Copy the tensors' storages to the host and empty them, unless they are offloaded already.
 
-        Without `release` the memory stays in this process's allocator, for what it brings to the device next.
+        Without `release` the memory stays in this process's allocator for the next tensors it onloads.
         """
         self._empty(tensors, is_copied=True, release=release)
 
@@ -100,20 +100,20 @@ class HostMemory:
         self._empty(tensors, is_copied=False, release=True)
 
     def forget_others(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Drop the host copies of all but these tensors: those of tensors that nobody uses any more."""
+        """Drop the host copies of all other tensors, which are no longer in use."""
         used = set(map(storage_key, tensors))
         for copies in (self._offloaded, self._kept):
             for key in copies.keys() - used:
                 del copies[key]
 
     def onload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fill the tensors' storages again, where they are offloaded."""
+        """Refill the tensors' storages that are offloaded."""
         start, num_bytes = time.perf_counter(), 0
         for key in dict.fromkeys(map(storage_key, tensors)):
             found = self._offloaded.pop(key, None)
             if found is None:
                 continue
-            # The storage object stays the same one, so that all views of it are valid again.
+            # Keep the same storage object, so that all its views become valid again.
             found.storage.untyped_storage().resize_(found.num_bytes)
             whole = found.storage.set_(found.storage.untyped_storage(), 0, (found.num_bytes,), (1,))
             if found.host is None:
@@ -148,7 +148,7 @@ class HostMemory:
         for tensor in tensors:
             key = storage_key(tensor)
             num_bytes = tensor.untyped_storage().nbytes()
-            # Memory that numpy has seen is not resizable: it stays where it is.
+            # Memory that numpy has seen cannot be resized, so it stays.
             known = key in self._offloaded or key in emptied
             if known or not num_bytes or not tensor.untyped_storage().resizable():
                 continue
@@ -159,7 +159,7 @@ class HostMemory:
             return
         if is_copied:
             self._copy(emptied)
-        # Copies are asynchronous: they must be complete before their sources are freed.
+        # Copies are asynchronous and must complete before their sources are freed.
         _synchronize()
         for one in emptied.values():
             one.storage.untyped_storage().resize_(0)
@@ -171,7 +171,7 @@ class HostMemory:
         self.moved += Moved(offloaded=copied, seconds=time.perf_counter() - start)
 
     def _copy(self, emptied: Mapping[int, _Offloaded]) -> None:
-        """Begin to copy storages to the host, to the place of their last copy if it has their size."""
+        """Start copying storages to the host, over their last copies if the sizes match."""
         kept = self._kept
         sizes = {
             key: one.num_bytes
@@ -194,7 +194,7 @@ def own_memory(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identify the tensor's storage."""
-    # Its data pointer changes with every resize, the storage object does not.
+    # The data pointer changes with every resize; the storage object does not.
     return tensor.untyped_storage()._cdata
 
 

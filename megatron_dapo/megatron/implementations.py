@@ -22,7 +22,7 @@ from megatron_dapo.ops.lm_head.select import AUTO, HeadSpec, choose
 from megatron_dapo.plan.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.precision import RECIPES
 
-# First part of a module's name -> the library in the table.
+# Top-level package -> library name in the table.
 _OWNERS = {
     "transformer_engine": "Transformer Engine",
     "transformer_engine_torch": "Transformer Engine",
@@ -37,7 +37,7 @@ _TRANSFORMER_ENGINE_IN_MEGATRON = "megatron.core.extensions.transformer_engine"
 
 @dataclass(frozen=True)
 class Implementation:
-    """`name` computes `op`, because of `reason`."""
+    """The implementation `name` of operation `op`, and the reason for it."""
 
     op: str
     name: str
@@ -46,7 +46,7 @@ class Implementation:
 
 def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation, ...]:
     """Return the table for a model of this configuration with the log-prob head `head` (a name or "auto"). Needs no process
-    group and builds no module. ValueError for a requested implementation that cannot run here."""
+    group and builds no module. Raise ValueError for a requested implementation that cannot run here."""
     spec = block_spec(config, range(config.num_layers))
     is_block = isinstance(spec, TransformerBlockSubmodules)
     layer = spec.layer_specs[-1] if is_block else spec
@@ -71,7 +71,7 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
 
 
 def _precision(config: GPTConfig) -> Iterator[Implementation]:
-    """Yield the rows of the linear layers' recipe, of what computes it, and of their weights."""
+    """Yield the rows for the linear layers' recipe, its implementation, and their weights."""
     precision, count = config.precision, config.num_layers
     chosen = linear_backend(precision, config.dtype_name)
     yield Implementation("precision", chosen.recipe, chosen.reason)
@@ -114,14 +114,14 @@ def _mlp_modules(layer: ModuleSpec) -> tuple[Any, ...]:
 
 
 def _names(*parts: Any) -> str:
-    """Name library and class or function of each part; identities are left out."""
+    """Name the library and the class or function of each part, leaving out identities."""
     kinds = [class_of(part) for part in parts]
     unique = dict.fromkeys(kind for kind in kinds if kind is not None and kind is not IdentityOp)
     return ", ".join(f"{_owner(kind)} {_short(kind)}" for kind in unique)
 
 
 def _short(kind: Any) -> str:
-    # The qualified name of a compiled function is made up by its binding.
+    # A compiled function's qualified name is made up by its binding.
     names = ("__name__",) if isinstance(kind, BuiltinFunctionType) else ("__qualname__", "__name__")
     return next((found for name in names if (found := getattr(kind, name, None))), None) or repr(kind)
 

@@ -1,7 +1,7 @@
 """Specification of a transformer layer, under Transformer Engine's parameter names with or without it.
 
 The names (`self_attention.linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`) keep checkpoints readable
-by other Megatron tools. With Transformer Engine and CUDA its layers are used; else our own (`layers`).
+by other Megatron tools. With Transformer Engine and CUDA, its layers are used; otherwise ours (`layers`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class LinearKinds(NamedTuple):
-    """Classes of a layer's linear layers: with a norm and cut by rows, cut by columns, an expert's two, and cut by columns
-    with a norm of the output."""
+    """Classes for a layer's linear layers: row-split with a norm, column-split, an expert's two, and column-split with
+    a norm of the output."""
 
     column: type[NormColumnParallelLinear]
     row: type[RowParallelLinear]
@@ -64,7 +64,8 @@ IN_FP8 = LinearKinds(
 
 
 def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
-    """Specify the given layers of the model, of Transformer Engine's modules where it can be used, else of our own."""
+    """Specify the given layers of the model, with Transformer Engine's modules if it can be used, otherwise with
+    ours."""
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
     logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
@@ -78,7 +79,7 @@ def has_experts(config: GPTConfig, layer: int) -> bool:
 
 
 def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
-    """Return the classes for one of our own layers, by the requested precision."""
+    """Return the classes for one of our layers, by the requested precision."""
     return IN_FP8 if has_fp8(config.precision, layer, config.num_layers) else IN_MODEL_TYPE
 
 
@@ -92,7 +93,7 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
         return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
         return dense
-    # Either form appends zeros to an expert's tokens under FP8, up to a multiple of 16, and accepts an expert without tokens.
+    # Under FP8 both forms zero-pad an expert's tokens to a multiple of 16, and both accept an expert without tokens.
     sparse = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -104,15 +105,15 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
 
 
 def _choose_attention(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Put torch's flash attention in the place of Transformer Engine's, on request."""
+    """Replace Transformer Engine's attention by torch's flash attention, on request."""
     if config.attention_implementation == "flash":
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
 
 
 def _norm_outputs(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer. ValueError
-    under context parallelism: its ring passes no windows."""
+    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer. Raise
+    ValueError under context parallelism: its ring does not support windows."""
     if config.window_size is not None and config.context_parallel_size > 1:
         raise ValueError(
             f"local layers with a window of {config.window_size[0] + 1} tokens cannot be computed by Transformer Engine under "
@@ -164,12 +165,13 @@ def route_softmax_first(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-# megatron-core describes a module by a `ModuleSpec`, and after 0.16 some (MLP, experts) by a `functools.partial` of what builds
-# them, with the same submodules as a keyword. The two functions below read either form.
+# megatron-core describes a module by a `ModuleSpec`, and after 0.16 some (MLP, experts) by a `functools.partial` of
+# their builder, with the same submodules as a keyword. The two functions below read either form.
 
 
 def class_of(description: Any) -> Any:
-    """Return the class that is built: of a ModuleSpec, a partial of a class or of its builder method, or the class."""
+    """Return the class to be built from a ModuleSpec, a partial of a class or of its builder method, or the class
+    itself."""
     if isinstance(description, ModuleSpec):
         return description.module
     if isinstance(description, functools.partial):

@@ -1,4 +1,4 @@
-"""Layers used where Transformer Engine is not: RMSNorm, a linear layer with the norm inside, and their FP8 forms.
+"""Layers used without Transformer Engine: RMSNorm, a linear layer with the norm inside, and their FP8 forms.
 
 Parameters, their names and the communication are megatron-core's, so checkpoints do not depend on which layers ran.
 """
@@ -43,7 +43,7 @@ def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, zero_cente
     """Normalize [..., h] by a weight [h], or by 1 + weight."""
     if not zero_centered:
         return F.rms_norm(hidden, weight.shape, weight, eps)
-    # In fp32 up to the end: 1 + weight has fewer digits in bf16 than the weight.
+    # Stay in fp32 to the end: 1 + weight has fewer digits in bf16 than the weight.
     return F.rms_norm(hidden.float(), weight.shape, 1 + weight.float(), eps).type_as(hidden)
 
 
@@ -56,14 +56,14 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [tokens, 1, input_size] to [tokens, 1, this rank's outputs], and return the bias left to the caller."""
-        # Before the gather of sequence parallelism: each rank normalizes its own tokens.
+        # Normalize before the sequence-parallel gather, so that each rank normalizes its tokens.
         settings = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
         normed = _rms_norm(hidden, self.layer_norm_weight, *settings)
         return super().forward(normed, *args, **kwargs)
 
 
 class PostNorm(_RowParallel):
-    """Mixin of a row-parallel linear layer: a norm of its output, under the name that Megatron-Bridge gives it."""
+    """Mixin that adds a norm of the output to a row-parallel linear layer, under Megatron-Bridge's name for it."""
 
     norm_class: type = RMSNorm
 
@@ -73,7 +73,7 @@ class PostNorm(_RowParallel):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [tokens, 1, this rank's inputs] to [tokens, 1, output_size], and return the bias (None)."""
-        # The output is summed over tensor ranks by now, and cut by tokens under sequence parallelism.
+        # By now the output is summed over tensor ranks and, under sequence parallelism, cut by tokens.
         output, bias = super().forward(hidden)
         return self.post_layernorm(output), bias
 
@@ -84,13 +84,13 @@ class PostNormRowParallelLinear(PostNorm, RowParallelLinear):
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    # megatron-core sums the gradients of marked parameters over tensor ranks, each of which has seen its own tokens alone.
+    # megatron-core sums the gradients of marked parameters over tensor ranks: each rank has only seen its tokens.
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
 class Fp8NormColumnParallelLinear(NormColumnParallelLinear):
-    """Norm, gather or copy to the tensor ranks, and an emulated FP8 product with this rank's rows."""
+    """A norm, a gather or copy to the tensor ranks, and an emulated FP8 product with this rank's rows."""
 
     def _forward_impl(
         self,
@@ -102,7 +102,7 @@ class Fp8NormColumnParallelLinear(NormColumnParallelLinear):
         **unused: Any,
     ) -> torch.Tensor:
         if sequence_parallel:
-            # The tensor ranks return partial gradients: they are summed as they are scattered.
+            # The tensor ranks return partial gradients, which are summed as they are scattered.
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
@@ -137,11 +137,11 @@ class _ExpertProduct:
 
 
 class Fp8ExpertColumnParallelLinear(_ExpertProduct, ColumnParallelLinear):
-    """One expert's [tokens, in] -> [tokens, this rank's rows]."""
+    """Maps one expert's [tokens, in] to [tokens, this rank's rows]."""
 
 
 class Fp8ExpertRowParallelLinear(_ExpertProduct, RowParallelLinear):
-    """One expert's [tokens, this rank's columns] -> [tokens, out]; the dispatcher sums the ranks' outputs."""
+    """Maps one expert's [tokens, this rank's columns] to [tokens, out]; the dispatcher sums the ranks' outputs."""
 
 
 def _multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """This rank's chunks of megatron-core's GPTModel, with an output layer that computes no logits.
 
 The last chunk of a policy returns hidden states: `megatron_dapo.ops.logprob` computes log-probs and entropy from them and
-the output weight without the logits of all tokens in memory. The last chunk of a critic returns values.
+the output weight, without holding the logits of all tokens in memory. The last chunk of a critic returns values.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DeferredOutputLayer(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the weight to megatron-core's checkpoints as the layer in whose place this one is: its rows are sharded."""
-        # Without it megatron-core takes the rows of every tensor rank for copies of the first one's.
+        """Describe the weight to megatron-core's checkpoints as the replaced layer would: its rows are sharded."""
+        # Without this, megatron-core treats every tensor rank's rows as copies of the first rank's.
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -85,7 +85,7 @@ class ValueHead(torch.nn.Module):
     """Replaces GPTModel's output layer in a critic: weight [1, h] and bias [1], whole on every tensor rank.
 
     Without sequence parallelism every tensor rank computes the same values and gradients from all hidden states. With it
-    a rank computes the values of its own tokens, and these are gathered: [P] numbers, not hidden states.
+    a rank computes the values of its tokens, and these are gathered: [P] numbers, not hidden states.
     """
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup) -> None:
@@ -94,7 +94,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, **settings))
         self.bias = torch.nn.Parameter(torch.empty(1, **settings))
         for parameter in (self.weight, self.bias):
-            # Under sequence parallelism a rank's gradients are those of its own tokens: the mark makes megatron-core sum them.
+            # Under sequence parallelism a rank has the gradients of its tokens; the mark makes megatron-core sum them.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
         self.group = group
@@ -113,7 +113,8 @@ class ValueHead(torch.nn.Module):
 def build_chunks(
     architecture: ModelArchitecture, layout: ParallelLayout, config: GPTConfig, rank: int
 ) -> list[GPTModel]:
-    """Build this rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
+    """Build this rank's model chunks, one per virtual pipeline stage, in training mode; weights are NaN until
+    loaded."""
     logger.info("precision: %s", describe_precision(config))
     stages = range(layout.virtual_pipeline)
     pipeline_rank = layout.coordinates(rank).pipeline
@@ -146,7 +147,7 @@ def _build_chunk(
         )
     chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
     if architecture.gemma3 is not None and chunk.pre_process:
-        # Rounded to the model's type, as the models were trained.
+        # Round to the model's type, as in the models' training.
         scale = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
         chunk.embedding.register_forward_hook(lambda embedding, inputs, output: output * scale)
     mark_sharded_parameters(chunk)
@@ -161,7 +162,7 @@ def _build_chunk(
             chunk.output_layer = DeferredOutputLayer(chunk.output_layer.weight, config.sequence_parallel, group)
     with torch.no_grad():
         for parameter in chunk.parameters():
-            # NaN has no place in FP8 storage with its scale; loading checks its fp32 buffers instead.
+            # FP8 storage with a scale cannot hold NaN; loading checks its fp32 buffers instead.
             if not is_float8tensor(parameter):
                 parameter.fill_(torch.nan)
     return chunk.train()
@@ -169,8 +170,8 @@ def _build_chunk(
 
 @contextmanager
 def _output_layer_without_apex() -> Iterator[None]:
-    """Let megatron-core build its output layer without apex where Transformer Engine's layers have fused weight gradients of
-    their own: the layer, which would use apex's, is replaced before it computes anything."""
+    """Let megatron-core build its output layer without apex if Transformer Engine's layers fuse weight gradients
+    themselves. The output layer would need apex's kernel, but is replaced before it computes anything."""
     available = megatron_layers._grad_accum_fusion_available
     megatron_layers._grad_accum_fusion_available = available or uses_transformer_engine()
     try:
@@ -181,8 +182,8 @@ def _output_layer_without_apex() -> Iterator[None]:
 
 def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
     """Mark the weights that are sharded over tensor ranks."""
-    # megatron-core marks them while it initializes weights, which is skipped here. Without the marks the gradient norm would
-    # count the first tensor rank's shards alone.
+    # megatron-core marks them while it initializes weights, which is skipped here. Without the marks, the gradient norm
+    # would only count the first tensor rank's shards.
     for module in chunk.modules():
         for kind, dim in SHARDED_DIM.items():
             if (
@@ -194,7 +195,8 @@ def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """Return this rank's rows [V_padded / tensor, h] of the output matrix, the embedding where the two are tied."""
+    """Return this rank's rows [V_padded / tensor, h] of the output matrix, which is the embedding if the two are
+    tied."""
     weight = (
         chunk.shared_embedding_or_output_weight()
         if chunk.share_embeddings_and_output_weights
@@ -223,8 +225,8 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 
 # ---- inverse frequencies of the rotary embedding
-# megatron-core builds the unscaled ones and has one set of Llama 3 constants; these are set on its rotary module instead, so
-# that every supported `rope_scaling` has the numbers of the Hugging Face configuration.
+# megatron-core builds unscaled frequencies and has a single set of Llama 3 constants. Ours replace those on its rotary
+# module, so that every supported `rope_scaling` uses the numbers in the Hugging Face configuration.
 
 
 def rotary_frequencies(architecture: ModelArchitecture) -> torch.Tensor:
@@ -243,7 +245,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Scale as Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
+    """Scale as in Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
     factor, low, high, context = (
         scaling.factor,
         scaling.low_freq_factor,

@@ -26,7 +26,7 @@ from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
-# Activations that the backward pass computes again instead of keeping them, as megatron-core's fields.
+# Activations that the backward pass recomputes instead of keeping, as megatron-core's fields.
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "none": {},
@@ -40,11 +40,11 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class ModelSettings:
     """Number formats and recomputation of a model."""
 
-    dtype: str = "float32"  # of weights and activations, a name of DTYPES
-    recompute: str = "none"  # of activations, a name of RECOMPUTE
+    dtype: str = "float32"  # type of weights and activations, a name of DTYPES
+    recompute: str = "none"  # activations to recompute, a name of RECOMPUTE
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     attention: str = "auto"  # an `AttentionImplementation`
-    megatron: Mapping[str, Any] = field(default_factory=dict)  # megatron-core's own fields, as [megatron] has them
+    megatron: Mapping[str, Any] = field(default_factory=dict)  # megatron-core's fields, as in [megatron]
 
     def __post_init__(self) -> None:
         for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
@@ -55,12 +55,12 @@ class ModelSettings:
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """megatron-core's configuration with the requested precision, which our own layers read: megatron-core's fields for
-    it are set with CUDA alone."""
+    """megatron-core's configuration with the requested precision, which our layers read: megatron-core's fields for it
+    are only set with CUDA."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     attention_implementation: str = "auto"  # as in `ModelConfig`
-    sandwich_norms: bool = False  # a norm also after attention and after the MLP, before the residual is added
+    sandwich_norms: bool = False  # also norms after attention and after the MLP, before the residual is added
 
     @property
     def dtype_name(self) -> str:
@@ -83,8 +83,8 @@ def describe_precision(config: GPTConfig) -> str:
 def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> GPTConfig:
     """Build the configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
 
-    ValueError where the precision cannot be computed here, or not with these shapes, and for a field of `settings.megatron`
-    that the installed megatron-core does not have.
+    Raise ValueError if the precision cannot be computed here or with these shapes, or if the installed megatron-core
+    lacks a field of `settings.megatron`.
     """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
@@ -102,14 +102,14 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Weights are overwritten by a checkpoint: initializing them first would cost a full copy of the model.
+        # A checkpoint overwrites the weights: initializing them first would cost a full copy of the model.
         "perform_initialization": False,
         "use_cpu_initialization": not cuda,
-        # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
+        # The loss function divides by global counts, so gradients are summed over ranks, never averaged.
         "calculate_per_token_loss": True,
-        # Packed micro-batches differ in length, also between expert ranks: the allgather dispatcher needs equal ones.
-        # megatron-core checks the dispatcher's type even for a dense model. `schedule` switches the exchange of lengths off
-        # for steps whose micro-batches are equal.
+        # Packed micro-batches differ in length, even between expert ranks, and the allgather dispatcher needs equal
+        # lengths. megatron-core checks the dispatcher's type even for a dense model. `schedule` turns off the exchange
+        # of lengths for steps with equal micro-batches.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         **_communication_fields(layout),
@@ -121,7 +121,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
 
 
 def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) -> dict[str, bool]:
-    """Return the fused kernels that are there: each needs CUDA, and some an extension. None changes the mathematics."""
+    """Return the available fused kernels: all need CUDA, some an extension. None changes the mathematics."""
     cuda, has_transformer_engine = torch.cuda.is_available(), uses_transformer_engine()
     return {
         "bias_dropout_fusion": cuda,
@@ -129,12 +129,12 @@ def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) 
         # Our packed attention reads no mask; persistent layer norms are LayerNorms.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Without it the angles of packed sequences are applied one sequence after another, in Python. Gemma 3 has two bases.
+        # Without it, the angles are applied sequence by sequence in Python. Gemma 3 has two bases.
         "apply_rope_fusion": has_transformer_engine and architecture.gemma3 is None,
-        # Weight gradients are added to the fp32 sum by the product itself.
+        # The matrix product adds weight gradients to the fp32 sum.
         "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
-        # One call for the experts of a rank: 128 one after another keep a device waiting for Python. Not run yet with weights
-        # kept as FP8.
+        # One call computes all experts of a rank: 128 calls would keep the device waiting for Python. Not yet run with
+        # weights kept as FP8.
         "moe_grouped_gemm": has_transformer_engine and architecture.experts is not None and not precision.fp8_param,
     }
 
@@ -150,8 +150,8 @@ def has_fused_weight_gradient() -> bool:
 
 
 def _requested_fields(kind: type[Any], part: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the recipe's `options` that are fields of `kind`, of its types. ValueError for one that the installed
-    megatron-core does not have."""
+    """Return the recipe's `options` that are fields of `kind`, converted to its types. Raise ValueError for one that
+    the installed megatron-core lacks."""
     requested, known = options_for(part, options), {one.name for one in fields(kind)}
     if missing := sorted(set(requested) - known):
         version = importlib.metadata.version("megatron-core")
@@ -160,14 +160,15 @@ def _requested_fields(kind: type[Any], part: str, options: Mapping[str, Any]) ->
             f"megatron.{missing[0]}: {kind.__name__} of the installed megatron-core {version} has no such field; versions "
             f"that have it: {there}"
         )
-    # The only one of the settable fields that is an enumeration.
+    # The only settable field that is an enumeration.
     converted = {"attention_backend": AttnBackend} if "attention_backend" in requested else {}
     return {**requested, **{name: choices[requested[name]] for name, choices in converted.items()}}
 
 
 def data_parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of DistributedDataParallelConfig that a recipe may set: its own, else the defaults of this machine."""
-    # On a GPU the gradients of a bucket are summed while the backward pass computes the next ones.
+    """Return the fields of DistributedDataParallelConfig that a recipe may set: the recipe's, or this machine's
+    defaults."""
+    # On a GPU, a bucket's gradients are summed while the backward pass computes the next ones.
     defaults = {"overlap_grad_reduce": torch.cuda.is_available()}
     return defaults | _requested_fields(DistributedDataParallelConfig, "ddp", options)
 
@@ -178,7 +179,7 @@ def optimizer_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, precision: PrecisionConfig) -> None:
-    """Raise ValueError where weights or tokens of a rank are not of the multiples that FP8 products need."""
+    """Raise ValueError if a rank's weights or tokens are not the multiples that FP8 products need."""
     if not is_fp8(precision):
         return
     recipe, experts = RECIPES[precision.recipe], architecture.experts
@@ -255,7 +256,7 @@ def _gemma3_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "sandwich_norms": True,
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": gemma3.attention_scale,
-        # megatron-core counts the tokens on the left of a token, without itself.
+        # megatron-core counts the tokens to the left of a token, excluding itself.
         "window_size": (gemma3.window - 1, 0) if gemma3.local_layers else None,
         "window_attn_skip_freq": [int(layer in gemma3.local_layers) for layer in range(architecture.num_layers)],
     }
@@ -268,13 +269,13 @@ def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
     return {
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
-        # megatron-core waits for the device after every hand-over, for a bug of old versions of torch.
+        # megatron-core waits for the device after every hand-over because of a bug in old torch versions.
         "batch_p2p_sync": False,
     }
 
 
 def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
-    # Of two stages the first one says all: given both, megatron-core divides by the stages between them.
+    # With two stages the first determines both: given both, megatron-core divides by the stages between them.
     last = layout.last_stage_layers if layout.pipeline > 2 or not layout.first_stage_layers else 0
     return {
         "tensor_model_parallel_size": layout.tensor,

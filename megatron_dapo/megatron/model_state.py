@@ -1,7 +1,7 @@
-"""A rank's part of a model's saved state: the pieces that it writes, and loading from any layout.
+"""A rank's part of a model's saved state: the pieces it writes, and loading from any layout.
 
-Which rank writes and reads which piece is arithmetic (`checkpoints.layouts.state`, `reshard.reading`), computed once a model: a
-second save plans nothing.
+The assignment of pieces to the ranks that write and read them is pure arithmetic (`checkpoints.layouts.state`,
+`reshard.reading`), computed once per model: a second save plans nothing.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OTHER, _DAMAGED = 1.0, 2.0  # failures of a load; all ranks have the largest
-ROUND_ELEMENTS = 1 << 24  # of one kind that a rank reads before they are sent on: 64 MiB of fp32
+_OTHER, _DAMAGED = 1.0, 2.0  # failure codes of a load; all ranks use the largest
+ROUND_ELEMENTS = 1 << 24  # elements of one kind that a rank reads before sending them on: 64 MiB of fp32
 _READERS = 2  # threads: one waits for storage while the other verifies and copies
 
 
 class _View(NamedTuple):
-    """A piece as a view of a local tensor: elements [start, start + size) of it flattened."""
+    """A piece as a view of a local tensor: its flattened elements [start, start + size)."""
 
     key: str
     local: str
@@ -65,7 +65,7 @@ class _View(NamedTuple):
 
 
 class _Round:
-    """Pieces of one kind that are in memory together: what this rank reads of them, and what it sends and receives."""
+    """Pieces of one kind that are in memory together, with what this rank reads, sends and receives."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class _Round:
         self._reads: list[Future[None]] = []
 
     def read(self, saved: SavedModel, kind: str, piece: StoredPiece, source: str, readers: ThreadPoolExecutor) -> None:
-        """Begin to read a piece into its place, or into memory of its own. ValueError where its file is broken."""
-        saved.reader(piece.file)  # opened by this thread alone
+        """Begin to read a piece into its place, or into separate memory. Raise ValueError if its file is broken."""
+        saved.reader(piece.file)  # opened only by this thread
         transfer = self._in_place.get(source)
         if transfer is None:
             device = next(iter(self._buffers.values())).device
@@ -96,12 +96,12 @@ class _Round:
         self._reads.append(readers.submit(saved.read, kind, piece, values))
 
     def wait(self) -> None:
-        """Wait for the reads. Raises the first error."""
+        """Wait for the reads and raise the first error."""
         for read in self._reads:
             read.result()
 
     def exchange(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """Bring every piece to those that need it. Collective."""
+        """Send every piece to the ranks that need it. Collective."""
         execute_transfers(self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group)
 
 
@@ -118,9 +118,9 @@ class ModelState:
 
     @cached_property
     def layout(self) -> StateLayout:
-        """The layout of the state. Collective on first use, among the model's ranks."""
+        """The layout of the state. Collective among the model's ranks on first use."""
         model = self._model
-        parameters = named_local_parameters(model.chunks)  # not the model's: it would bring them back to the device
+        parameters = named_local_parameters(model.chunks)  # the model's method would bring them back to the device
         distributed = model.settings.use_distributed_optimizer
         grouped = bool(model.config.moe_grouped_gemm)
         layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped)
@@ -134,7 +134,7 @@ class ModelState:
         if group is not None:
             differs = bool(max_over({"differs": float(differs)}, group)["differs"])
         if differs:
-            # Weights held as FP8 are in buffers of their own, and which these are depends on the layer.
+            # Weights held as FP8 are in separate buffers, and which ones they are depends on the layer.
             logger.info("ranges of the distributed optimizer are not those of one buffer: ranks tell each other theirs")
             layout = StateLayout(model.tensors, distributed, ranges=_exchanged(live, model))
         return layout
@@ -178,7 +178,8 @@ class ModelState:
         return found
 
     def index(self, name: str) -> dict[str, Any] | None:
-        """Return the index of all ranks' files on the model's first rank, None on the others. Collective on first use."""
+        """Return the index of all ranks' files on the model's first rank, and None on the others. Collective on first
+        use."""
         layout = self.layout
         if self.rank:
             return None
@@ -196,11 +197,12 @@ class ModelState:
         checksums: Mapping[str, PieceChecksums] | None = None,
         copies: Mapping[str, Path] | None = None,
     ) -> None:
-        """Load the state that any layout saved. Collective among the model's ranks.
+        """Load a state saved by any layout. Collective among the model's ranks.
 
-        Files that have `copies` are read there. Files with `checksums` are verified while they are read: DamagedError on all ranks where one is not what was written.
-        Random states and scales of FP8 modules are those of ranks: they are loaded where the layout is the same. ValueError
-        on all ranks where it does not fit this model or cannot be read; the model may then be loaded in part.
+        Files that have `copies` are read from there. Files with `checksums` are verified while they are read. Random
+        states and scales of FP8 modules belong to ranks, so they are loaded only if the layout is the same. All ranks
+        raise DamagedError if a file is not what was written, and ValueError if the state does not fit this model or
+        cannot be read; the model may then be partly loaded.
         """
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
@@ -211,7 +213,7 @@ class ModelState:
             buffers = model.loading_state()
             self._fill(saved, buffers)
             model.finish_loading(buffers, self._steps(saved))
-            # A checkpoint of before a field was there has its default.
+            # A checkpoint older than a field gets the field's default.
             there = {**asdict(ParallelLayout(1)), **saved.layout}
             if there == asdict(model.layout) and saved.distributed == self.layout.distributed:
                 with _failing_together(group):
@@ -222,7 +224,7 @@ class ModelState:
                 )
 
     def _fill(self, saved: SavedModel, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Fill the buffers of `loading_state`, and zero what is padding."""
+        """Fill the buffers of `loading_state`, and zero the padding."""
         model, layout = self._model, self.layout
         shapes = model.tensors.local_shapes(self.rank)
         padded = {local for local, holes in local_holes(model.tensors.shards(self.rank), shapes).items() if holes}
@@ -234,7 +236,7 @@ class ModelState:
             for kind in saved.kinds:
                 named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
                 needs = weights if kind == PARAMETER else updates
-                # One kind at a time: the device may not have room for all of an optimizer that is on the host.
+                # Load one kind at a time: the device may not have room for a whole optimizer kept on the host.
                 with model.on_device(list(named.values())):
                     for local in named.keys() & padded:
                         named[local].zero_()
@@ -249,7 +251,7 @@ class ModelState:
         named: Mapping[str, torch.Tensor],
         readers: ThreadPoolExecutor,
     ) -> Iterator[_Round]:
-        """Yield the rounds of a kind, the same number on every rank, each once its reads have begun."""
+        """Yield the rounds of a kind, equally many on every rank, each after its reads have begun."""
         rank, dtype, mine = self.rank, saved.kinds[kind], _of_rank(needs, self.rank)
         for indices in plan.rounds:
             receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
@@ -259,7 +261,7 @@ class ModelState:
             yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
-        """Return the optimizer steps of each local parameter; each is read by one rank."""
+        """Return the optimizer steps of each local parameter; one rank reads each."""
         model, group = self._model, self._model.part.collective_group
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         steps = torch.zeros(len(places))
@@ -269,24 +271,25 @@ class ModelState:
                 if index % self.layout.num_ranks == self.rank:
                     steps[places[piece.tensor]] = saved.read_step(piece.tensor, piece.file)
         if group is not None:
-            steps = max_over({"steps": steps}, group)["steps"]  # the others have 0
+            steps = max_over({"steps": steps}, group)["steps"]  # ranks that did not read it have 0
         found: dict[str, float] = {}
         for shard in model.tensors.shards(self.rank):
             found.setdefault(shard.local, float(steps[places[shard.tensor]]))
-        # A buffer of padding alone belongs to no tensor; one count too low would set back its whole group of the optimizer.
+        # A buffer with only padding belongs to no tensor; too low a count would set back its whole optimizer group.
         rest = float(steps.max())
         return {local: found.get(local, rest) for local in model.tensors.local_specs(self.rank)}
 
 
 def _view(tensor: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return elements [start, start + size) of a contiguous tensor, in `shape`. One view: there are hundreds in each save."""
+    """Return elements [start, start + size) of a contiguous tensor, in `shape`, as a single view: each save makes
+    hundreds."""
     assert tensor.is_contiguous()
     strides = accumulate(reversed(shape[1:]), mul, initial=1) if shape else ()
     return tensor.as_strided(shape, tuple(strides)[::-1], tensor.storage_offset() + start)
 
 
 def _layer_order(parameters: Mapping[str, object]) -> list[str]:
-    """Return the names of a layer's parameters in the order of this rank's modules, then those that it has not."""
+    """Return the names of a layer's parameters in the order of this rank's modules, then those it does not have."""
     found: dict[str, None] = {}
     for local in parameters:
         name = local.partition(".decoder.layers.")[2].partition(".")[2]
@@ -312,7 +315,7 @@ def _complete(rounds: Iterator[_Round], group: torch.distributed.ProcessGroup | 
         current = next(rounds, None)
     while current is not None:
         with _failing_together(group):
-            # Storage works on the next round while this one is sent.
+            # Read the next round from storage while this one is sent.
             following = next(rounds, None)
             current.wait()
         current.exchange(group)
@@ -320,7 +323,7 @@ def _complete(rounds: Iterator[_Round], group: torch.distributed.ProcessGroup | 
 
 
 def _needs_of_updates(layout: StateLayout) -> Needs:
-    """Return what each rank's optimizer updates, as shards of flat buffers that begin with its range."""
+    """Return what each rank's optimizer updates, as shards of flat buffers that start at its range."""
     found: dict[str, list[tuple[Sequence[int], Shard]]] = {}
     for rank in range(layout.num_ranks):
         ranges = layout.ranges(rank)
@@ -341,8 +344,9 @@ def _needs_of_weights(layout: StateLayout) -> Needs:
 def transfers_in_place(
     receives: Iterable[Transfer], rank: int, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, Transfer]:
-    """Return transfers of whole pieces that a rank reads itself, into contiguous memory of their type, by the names of
-    their sources: such a piece is read straight into its place, one place a piece."""
+    """Return, by source name, transfers of whole pieces that a rank reads itself into contiguous memory of their type.
+
+    Such a piece is read straight into its place, one place per piece."""
     found: dict[str, Transfer] = {}
     for transfer in receives:
         source, shard = transfer.source_shard, transfer.destination_shard
@@ -382,9 +386,9 @@ class _OtherRankRefusedError(ValueError):
 
 @contextmanager
 def _failing_together(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
-    """Raise on all ranks of the group where the body raises ValueError or OSError on one, so that no rank waits for it.
+    """Raise on all ranks of the group if the body raises ValueError or OSError on one, so that no rank waits for it.
 
-    Where one cannot read what was written, all raise DamagedError or OSError: another checkpoint may be loaded.
+    If a rank cannot read what was written, all raise DamagedError or OSError: another checkpoint may be loaded.
     """
     problem: Exception | None = None
     try:

@@ -31,21 +31,21 @@ def wrap_data_parallel(
     chunks: Sequence[GPTModel], config: TransformerConfig, distributed: bool, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks so that gradients are kept and summed in fp32 over data x context ranks. `distributed`: the
-    optimizer's state is sharded over these ranks. `options`: megatron-core's own fields that the recipe sets."""
+    optimizer's state is sharded over these ranks. `options`: megatron-core's fields that the recipe sets."""
     wrapper = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
         fp8_param_gather=config.fp8_param,
         **data_parallel_fields(options),
     )
-    # Backward runs the chunks from last to first. All but the first reduce while another computes, so one bucket will do;
-    # the first needs several to overlap its own backward pass.
+    # Backward runs the chunks from last to first. All but the first reduce while another computes, so one bucket is
+    # enough; the first needs several to overlap with its own backward pass.
     wrapped = [
         DistributedDataParallel(config, wrapper, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
     ]
     if wrapper.overlap_grad_reduce:
-        # The schedules leave the sums to the last micro-batch: else each one would sum what is not complete.
+        # The schedules leave the sums to the last micro-batch; otherwise each would sum incomplete gradients.
         pauses = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     return wrapped
@@ -61,7 +61,7 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's AdamW over the wrapped chunks, with fp32 main params copied from their current weights.
 
-    Collective among the ranks of `part`. ValueError for an implementation that is not installed.
+    Collective among the ranks of `part`. Raise ValueError if the implementation is not installed.
     """
     if settings.implementation == "apex":
         use_apex()
@@ -80,14 +80,15 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
         **optimizer_fields(options),
     )
-    # get_megatron_optimizer gathers the kinds of parameters (decayed or not) over the whole world, whatever its groups.
+    # get_megatron_optimizer gathers the kinds of parameters (decayed or not) over the whole world, regardless of
+    # groups.
     with world_is(part, core_optimizer):
         return get_megatron_optimizer(core_config, list(chunks), use_gloo_process_groups=False)
 
 
 def finish_param_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather the weights of every bucket that no forward pass has gathered since the last step. Collective over data x context
-    ranks."""
+    """Gather every bucket's weights that no forward pass has gathered since the last step. Collective over data x
+    context ranks."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -102,10 +103,10 @@ def guarded_step(
     host: HostMemory,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[float, bool]:
-    """Clip and step if the gradient norm is finite on every rank of `group`; else change nothing on any rank.
+    """Clip and step if the gradient norm is finite on every rank of `group`; otherwise change nothing on any rank.
 
-    Under `settings.on_host` main params and moments are in `host`. Returns the norm of the whole model before clipping, and
-    whether the step was made.
+    Under `settings.on_host`, main params and moments are in `host`. Return the norm of the whole model before clipping,
+    and whether the step was made.
     """
     # prepare_grads copies gradients to the main params; the step below must not do it again.
     found_inf = optimizer.prepare_grads()
@@ -113,7 +114,7 @@ def guarded_step(
     if not _all_ranks(math.isfinite(norm) and not found_inf, group):
         return norm, False
     for parameters in optimizer.param_groups:
-        # megatron-core leaves these factors (no decay for norms and biases) to its scheduler, which is not used here.
+        # megatron-core's scheduler, which is not used here, would apply these factors (no decay for norms and biases).
         parameters["lr"] = learning_rate * parameters.get("lr_mult", 1.0)
         parameters["weight_decay"] = settings.weight_decay * parameters.get("wd_mult", 1.0)
     if settings.clip_grad > 0:
@@ -129,9 +130,9 @@ def guarded_step(
 
 
 def step_by_pieces(optimizer: Any, chunks: Sequence[DistributedDataParallel], host: HostMemory) -> None:
-    """Do what `step_with_ready_grads` does with main params and moments that are in host memory, and leave them there.
+    """Do the work of `step_with_ready_grads` with main params and moments in host memory, and leave them there.
 
-    AdamW updates each element by itself, so that the results are the same bits.
+    AdamW updates each element independently, so the results are bit for bit the same.
     """
     for _, shards in groupby(
         owned_shards(named_local_parameters(chunks), optimizer), key=lambda shard: id(shard.inner)
@@ -153,7 +154,7 @@ def _step_inner(shards: Sequence[OwnedShard], host: HostMemory) -> None:
         host.onload(tensor for shard in piece for tensor in update_tensors(shard))
         for index, group in enumerate(groups):
             group["params"] = [main for main in whole[index] if id(main) in mains]
-            # Fused optimizers count the steps of a group, and would count each piece.
+            # Fused optimizers count steps per group, and would count each piece as one.
             _set_count(group, counts[index])
         shards[0].inner.step()
         stepped = [
@@ -162,7 +163,7 @@ def _step_inner(shards: Sequence[OwnedShard], host: HostMemory) -> None:
         for shard in piece:
             if has_main_param(shard):
                 shard.parameter.view(-1)[shard.start : shard.end].copy_(shard.main.view(-1))
-        # The moments of the first step have only been made by it.
+        # The first step has only just created its moments.
         host.offload((tensor for shard in piece for tensor in update_tensors(shard)), release=False)
     for group, params, count in zip(groups, whole, stepped, strict=True):
         group["params"] = params
@@ -177,7 +178,7 @@ def _set_count(group: dict[str, Any], count: int | None) -> None:
 
 
 def _pieces(shards: Sequence[OwnedShard]) -> Iterator[list[OwnedShard]]:
-    """Yield the shards in runs of at most PIECE_ELEMENTS; a larger shard is a piece of its own."""
+    """Yield the shards in runs of at most PIECE_ELEMENTS; a larger shard is a separate piece."""
     piece, size = list[OwnedShard](), 0
     for shard in shards:
         if piece and size + shard.main.numel() > PIECE_ELEMENTS:
@@ -190,7 +191,7 @@ def _pieces(shards: Sequence[OwnedShard]) -> Iterator[list[OwnedShard]]:
 
 
 def _all_ranks(condition: bool, group: dist.ProcessGroup | None) -> bool:
-    # An expert-parallel rank may see a finite norm where another does not: all must take the same branch.
+    # One expert-parallel rank may see a finite norm and another not; all must take the same branch.
     flag = torch.tensor([int(condition)], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag.item())

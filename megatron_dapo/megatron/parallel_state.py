@@ -1,12 +1,12 @@
-"""megatron-core's process groups for a parallel layout, and several layouts side by side.
+"""megatron-core's process groups for a parallel layout, and for several layouts at once.
 
 megatron-core takes a model's groups as an argument in many places, but its schedules, its optimizers and
 finalize_model_grads still read sizes, ranks and groups from its module `parallel_state`. So a model keeps the variables of
 that module that belong to its layout, and restores them before it runs. One model runs at a time in a process.
 
-A model may also live on a subset of the world's processes. megatron-core numbers ranks from 0 and takes all of them, so
-while it creates such groups it sees a world of that size, and its ranks are shifted. Every process of the world takes part
-in the creation of every group, also of those it is no member of (`join_as_nonmember`).
+A model may also live on a subset of the world's processes. megatron-core numbers ranks from 0 and uses all of them, so
+while it creates such groups it sees a world of that size, and its ranks are shifted. Every process of the world takes
+part in creating every group, including groups it is not a member of (`join_as_nonmember`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.parallel.store import open_store
 
-# megatron-core's descriptions of the groups that the memory plan counts: config.memory.communication.model_groups.
+# megatron-core's descriptions of the groups that the memory plan (config.memory.communication.model_groups) counts.
 _TRAINING_GROUPS = {
     "TENSOR_MODEL_PARALLEL_GROUP",
     "CONTEXT_PARALLEL_GROUP",
@@ -65,7 +65,7 @@ class ParallelState:
     variables: Mapping[str, Any]
 
     def activate(self) -> None:
-        """Make this the layout that megatron-core sees. ValueError where its groups were destroyed."""
+        """Make this the layout that megatron-core sees. Raise ValueError if its groups were destroyed."""
         if not self.is_alive:
             raise ValueError(
                 f"the process groups of {self.layout.describe()} were destroyed when a model on another layout was "
@@ -83,23 +83,24 @@ class ParallelState:
 
 
 def initialize_process_group(timeout_s: float) -> None:
-    """Join the default group (NCCL with CUDA, else gloo) described by torchrun's environment, unless it exists.
+    """Join the default group (NCCL with CUDA, otherwise gloo) described by torchrun's environment, unless it exists.
 
     A collective that waits longer than `timeout_s` seconds for a peer raises instead of hanging.
     """
     if not dist.is_initialized():
-        # A store of this attempt: after a restart by torchrun, env:// would find the addresses of the processes before.
+        # Use a store of this attempt: after a restart by torchrun, env:// would find the previous processes' addresses.
         store, rank, size = open_store(timeout_s)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
 def connect_groups(has_experts: bool) -> int:
-    """Make one tiny all-reduce on every group that training communicates in; return the bytes of device memory that it took.
+    """Make one tiny all-reduce on every group that training communicates in; return the device memory used, in bytes.
 
-    NCCL makes a communicator, with its buffers, at a group's first collective. Here that happens at a known moment, under a
-    deadline, and shows its memory. megatron-core creates twice as many groups; each that is never used costs nothing, and
-    would cost more than half a GiB if it were connected. Collective: ranks visit groups in the order of their creation.
+    NCCL makes a communicator, with its buffers, at a group's first collective. Doing so here makes it happen at a known
+    moment, under a deadline, with its memory measured. megatron-core creates twice as many groups; an unused group
+    costs nothing, but would cost more than half a GiB if connected. Collective: ranks visit groups in order of
+    creation.
     """
     names = _TRAINING_GROUPS | (_EXPERT_GROUPS if has_experts else set())
     free = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
@@ -123,9 +124,9 @@ def initialize_parallel_state(
     """Create the process groups of `layout` on `part` (None: the whole world) and seed the random-number tracker.
 
     Collective among the ranks of `part`, with equal `keep`; the other processes of the world call `join_as_nonmember`. The
-    default process group must exist. Groups of the same layout are used again, so that several models can share them.
-    Groups of another layout stay if they are in `keep`; else they are destroyed, and models built on them can no longer
-    run. Raises ValueError where the layout is for another number of processes.
+    default process group must exist. Groups of the same layout are reused, so that several models can share them.
+    Groups of another layout stay if they are in `keep`; otherwise they are destroyed, and models built on them can no
+    longer run. Raise ValueError if the layout is for another number of processes.
     """
     install_cpu_platform()
     part = part or all_ranks()
@@ -134,7 +135,7 @@ def initialize_parallel_state(
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
             f"but {part.num_ranks} were started"
         )
-    # Equal sizes on equal ranks have equal groups.
+    # Equal sizes on equal ranks give equal groups.
     key = (_axes(layout), part.ranks)
     same = [state for state in keep if state.is_alive and (_axes(state.layout), state.part.ranks) == key]
     if same:
@@ -149,11 +150,11 @@ def initialize_parallel_state(
 
 
 def join_as_nonmember(layout: ParallelLayout, part: RankSet, timeout_s: float = 1800.0) -> None:
-    """Take part in creating the groups of a model on `part`, from a process outside of it."""
+    """Take part in creating the groups of a model on `part` from a process outside `part`."""
     assert not part.is_member, f"rank {part.world_rank} is one of {part.ranks} and has to build the model"
     install_cpu_platform()
     own = _variables()
-    # megatron-core refuses to create groups while it has some. This forgets the own model's; it destroys nothing.
+    # megatron-core refuses to create groups while it has some. This only makes it forget this process's model's groups.
     mpu.destroy_model_parallel()
     _create_groups(layout, part, timeout_s)
     mpu.destroy_model_parallel()
@@ -162,7 +163,7 @@ def join_as_nonmember(layout: ParallelLayout, part: RankSet, timeout_s: float = 
 
 @contextmanager
 def world_is(part: RankSet, module: ModuleType) -> Iterator[None]:
-    """Make `module` of megatron-core see the ranks of `part` as the whole world wherever it passes no group."""
+    """Make megatron-core's `module` see the ranks of `part` as the whole world whenever it passes no group."""
     original = vars(module)["torch"]
 
     def get_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -196,20 +197,20 @@ def _shifted_ranks(first_rank: int) -> Iterator[None]:
 
 def _variables() -> dict[str, Any]:
     """Return megatron-core's variables of the layout that it sees now."""
-    # By its naming convention all state of the module is in upper case, but for this list.
+    # By convention all state of the module has upper-case names, except this list.
     return {name: value for name, value in vars(mpu).items() if name.isupper() or name == "_global_process_group_list"}
 
 
 def _leave_groups(keep: Sequence[ParallelState], part: RankSet) -> None:
     """Make megatron-core forget the layout it sees, and destroy its groups unless they are in `keep`."""
     if any(state.is_current() for state in keep):
-        mpu.destroy_model_parallel()  # forgets them, destroys nothing
+        mpu.destroy_model_parallel()  # only forgets them
     else:
         _destroy_groups(part)
 
 
 def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
-    """Return the sizes that define the groups; sequence parallelism has no group of its own."""
+    """Return the sizes that define the groups; sequence parallelism has no separate group."""
     return (
         layout.tensor,
         layout.pipeline,
@@ -251,7 +252,7 @@ def _is_current(layout: ParallelLayout, part: RankSet) -> bool:
         mpu.get_expert_model_parallel_world_size(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
-    # The only group of all ranks of the model, replicas included.
+    # The only group with all ranks of the model, replicas included.
     everyone = dist.get_process_group_ranks(mpu._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP)
     return current == _axes(layout) and everyone == list(part.ranks)
 
@@ -262,10 +263,10 @@ def _living_groups() -> Collection[dist.ProcessGroup]:
 
 def _destroy_groups(part: RankSet) -> None:
     """Destroy megatron-core's groups."""
-    # Each holds threads and sockets, and megatron-core itself only forgets them.
+    # Each holds threads and sockets, and megatron-core only forgets them.
     groups = [group for group in mpu._global_process_group_list or () if group in _living_groups()]
     if groups:
-        dist.barrier(part.group)  # no rank may still be inside a collective of theirs
+        dist.barrier(part.group)  # no rank may still be inside one of their collectives
     for group in groups:
         dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
@@ -283,7 +284,7 @@ def current_groups() -> Groups:
 
 
 def _check_order(layout: ParallelLayout, groups: Groups, rank: int) -> None:
-    """Assert that the layout's arithmetic and megatron-core number the ranks alike."""
+    """Assert that the layout's arithmetic and megatron-core number the ranks the same way."""
     here = layout.coordinates(rank)
     theirs = (groups.tensor.rank(), groups.context.rank(), groups.data.rank(), groups.pipeline.rank())
     assert (here.tensor, here.context, here.data, here.pipeline) == theirs, (

@@ -1,7 +1,8 @@
-"""The CPU platform of stock megatron-core, a table of small replacements installed once a process; and deterministic kernels.
+"""The CPU platform of stock megatron-core, a table of small replacements installed once per process; and deterministic
+kernels.
 
-The docstring of each replacement names the lines of megatron-core 0.16.1 that need it. None changes mathematics. With CUDA
-present nothing is replaced.
+The docstring of each replacement names the lines of megatron-core 0.16.1 that need it. None changes the mathematics.
+With CUDA present, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def synchronize() -> tuple[Replacement, ...]:
 
 
 def literal_devices() -> tuple[Replacement, ...]:
-    """`device="cuda"` written out becomes the CPU, in the modules that a training step reaches.
+    """A literal `device="cuda"` means the CPU in the modules that a training step reaches.
 
     pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174;
     optimizer/optimizer.py:481, :485, :907; utils.py:1207 (the norm of gradients without Transformer Engine and apex).
@@ -86,10 +87,10 @@ def _on_cpu(name: str) -> Any:
 
 
 def tensor_type_names() -> tuple[Replacement, ...]:
-    """`tensor.type()` of a CPU tensor names the CUDA type when an optimizer of megatron-core asks, and only then.
+    """`tensor.type()` of a CPU tensor names the CUDA type, but only when a megatron-core optimizer asks.
 
     optimizer/clip_grads.py:167, optimizer/optimizer.py:671, :690 and optimizer/distrib_optimizer.py:361, :420, :582
-    compare it with "torch.cuda.FloatTensor" and its 16-bit kin.
+    compare it with "torch.cuda.FloatTensor" and its 16-bit counterparts.
     """
     original = torch.Tensor.type
 
@@ -145,7 +146,7 @@ def _set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def quiet_fork() -> tuple[Replacement, ...]:
-    """Forking the tracker does not warn that the CPU generator moved: here that generator is the one it manages.
+    """Forking the tracker does not warn that the CPU generator moved, because here it manages that generator.
 
     tensor_parallel/random.py:262 logs the warning at every dropout and recompute.
     """
@@ -159,7 +160,7 @@ class _Silent:
 
 
 class _Stream:
-    """A CUDA stream or event on a CPU, whose work is complete when it is enqueued."""
+    """A CUDA stream or event on a CPU, whose work is complete once enqueued."""
 
     def wait_stream(self, other: _Stream) -> None:
         """Do nothing."""
@@ -175,7 +176,7 @@ def streams() -> tuple[Replacement, ...]:
     """Streams of the token dispatcher and of the gradient buffers do nothing.
 
     transformer/moe/token_dispatcher.py:445 makes one to copy counts to the host; :871-874, :895, :899 use it.
-    distributed/param_and_grad_buffer.py waits for the current one before it reduces (0.19.2: :632, 0.16.1 only where
+    distributed/param_and_grad_buffer.py waits for the current one before it reduces (0.19.2: :632, 0.16.1 only if
     communication overlaps).
     """
     stream = _Stream()
@@ -189,11 +190,11 @@ def streams() -> tuple[Replacement, ...]:
 
 
 def dispatcher_counts() -> tuple[Replacement, ...]:
-    """Counts of tokens to send become numpy arrays although they are on the CPU already: torch.distributed's
-    all_to_all_single takes no tensors as sizes.
+    """Counts of tokens to send become numpy arrays although they are already on the CPU: torch.distributed's
+    all_to_all_single does not accept tensors as sizes.
 
-    transformer/moe/token_dispatcher.py:879-887 asks for them of transformer/moe/moe_utils.py:1078, which converts CUDA
-    tensors only.
+    transformer/moe/token_dispatcher.py:879-887 gets them from transformer/moe/moe_utils.py:1078, which only converts
+    CUDA tensors.
     """
     module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
@@ -204,9 +205,9 @@ def dispatcher_counts() -> tuple[Replacement, ...]:
 
 
 def uneven_collectives() -> tuple[Replacement, ...]:
-    """all_gather and reduce_scatter of parts of different lengths: gloo knows equal ones only, so they are padded.
+    """all_gather and reduce_scatter pad parts of different lengths, because gloo only supports equal lengths.
 
-    tensor_parallel/mappings.py:150, :193, which the dispatcher of tokens reaches where an expert is cut over several
+    tensor_parallel/mappings.py:150, :193, which the token dispatcher reaches if an expert is cut over several
     ranks (expert tensor parallelism).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
@@ -251,7 +252,7 @@ PATCHES = MappingProxyType(
 
 
 def install_cpu_platform() -> bool:
-    """Install every patch where CUDA is absent, once. Returns True if the CPU platform is in use."""
+    """Install every patch once if CUDA is absent. Return True if the CPU platform is in use."""
     if torch.cuda.is_available():
         return False
     if not _is_installed():
@@ -261,24 +262,24 @@ def install_cpu_platform() -> bool:
     return True
 
 
-# Variable of the environment -> the values with which its library repeats a result; the first is set where none is.
+# Environment variable -> values with which its library repeats a result; the first is set if there is none.
 DETERMINISTIC_ENVIRONMENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        # cuBLAS: one workspace a stream, so that split-K sums are not raced for. Read when the first handle is made.
+        # cuBLAS: one workspace per stream, so that split-K sums do not race. Read when the first handle is created.
         "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-        # Transformer Engine: the backward pass of attention without atomic additions. Read when it is imported.
+        # Transformer Engine: attention's backward pass without atomic additions. Read at import.
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
-        # NCCL: left to choose by message size and load it may add in another order after a restart.
+        # NCCL: if it chooses by message size and load, it may add in another order after a restart.
         "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
     }
 )
 
 
 def use_deterministic_kernels() -> None:
-    """Switch PyTorch, cuDNN, cuBLAS, NCCL, Transformer Engine and megatron-core to results that repeat bit for bit.
+    """Make results of PyTorch, cuDNN, cuBLAS, NCCL, Transformer Engine and megatron-core repeat bit for bit.
 
-    Call it before the first process group, product on a GPU or import of Transformer Engine. ValueError where the
-    environment asks for the opposite.
+    Call this before the first process group, matrix product on a GPU, or import of Transformer Engine. Raise ValueError
+    if the environment asks for the opposite.
     """
     for name, values in DETERMINISTIC_ENVIRONMENT.items():
         found = os.environ.setdefault(name, values[0])
@@ -291,7 +292,7 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
     # `transformer_config` reads this switch too, for megatron-core's own `deterministic_mode`.
     torch.use_deterministic_algorithms(True)
-    # Every buffer is written before it is read here: filling them with NaN first would only cost time.
+    # Every buffer is written before it is read, so filling it with NaN first would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,8 @@
-"""Precision of the linear layers: what computes a recipe here, megatron-core's fields for it, and the state of scaling.
+"""Precision of the linear layers: a recipe's implementation here, megatron-core's fields for it, and scaling state.
 
-With CUDA, megatron-core enters Transformer Engine's FP8 context around each layer. Without, `fp8_blockwise` is emulated by
-our own layers (`layers`) in fp32 from the values that FP8 would multiply; the other FP8 recipes have no emulation. A
-requested recipe that cannot run is an error with the reason; no other one takes its place.
+With CUDA, megatron-core enters Transformer Engine's FP8 context around each layer. Without CUDA, our
+layers (`layers`) emulate `fp8_blockwise` in fp32 from the values that FP8 would multiply; the other FP8 recipes have no
+emulation. A requested recipe that cannot run fails with the reason; it is never replaced by another.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_dapo.precision import FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED, REC
 
 TRANSFORMER_ENGINE, EMULATED, TORCH = "Transformer Engine", "emulation in fp32", "torch"
 
-# megatron-core's fields for each FP8 recipe. A gradient under one scale a tensor needs the range of e5m2 ("hybrid"); under
-# scales of blocks e4m3 is wide enough.
+# megatron-core's fields for each FP8 recipe. A gradient with one scale per tensor needs the range of e5m2 ("hybrid");
+# with block scales e4m3 is wide enough.
 _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         FP8_BLOCKWISE: {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -65,7 +65,7 @@ def precision_fields(precision: PrecisionConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LinearBackend:
-    """`name` computes the products of linear layers by `recipe`, because of `reason`."""
+    """The backend `name` that computes linear layers by `recipe`, and the reason for it."""
 
     recipe: str
     name: str
@@ -73,7 +73,8 @@ class LinearBackend:
 
 
 def linear_backend(precision: PrecisionConfig, dtype: str) -> LinearBackend:
-    """Return what computes linear layers here, for a model in `dtype`. ValueError with the reason where nothing can."""
+    """Return the backend for linear layers here, for a model in `dtype`. Raise ValueError with the reason if none can
+    run."""
     recipe = recipe_name(precision.recipe, dtype)
     if not RECIPES[recipe].is_fp8:
         library = TRANSFORMER_ENGINE if _has_cuda() and _has_transformer_engine() else TORCH
@@ -114,8 +115,8 @@ def _obstacle_on_a_device(recipe: str) -> str | None:
 
 
 def _other_block_rounding() -> str | None:
-    """Return the reason why Transformer Engine's blocks are not those of `ops.fp8`, None if they are."""
-    # It reads its rule for scales from the environment when it is imported.
+    """Return why Transformer Engine's blocks differ from those of `ops.fp8`; None if they do not."""
+    # It reads its rule for scales from the environment at import.
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
     rules = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     if not all(rule.power_2_scale for rule in rules):
@@ -128,13 +129,13 @@ def _other_block_rounding() -> str | None:
     return None
 
 
-# ---- state of Transformer Engine's delayed scaling: scales and the maxima they come from, of every FP8 module
-# Other recipes have none. A pass that trains nothing must leave it unchanged, or log-probs would change what the next training
-# pass computes; a checkpoint must hold it, or a resumed run would begin with scales of 1.
+# ---- state of Transformer Engine's delayed scaling: every FP8 module's scales and the maxima they come from
+# Other recipes have no state. A pass without training must leave it unchanged, or computing log-probs would affect the
+# next training pass. A checkpoint must contain it, or a resumed run would start with scales of 1.
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-SCALES_PER_PRODUCT = 3  # forward: of input, weight and output
-NEW = {"scale": 1.0, "amax_history": 0.0}  # of a module that has not computed yet
+SCALES_PER_PRODUCT = 3  # forward: for input, weight and output
+NEW = {"scale": 1.0, "amax_history": 0.0}  # for a module that has not computed yet
 
 
 def scales(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -165,12 +166,12 @@ def keeping_scales(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def load_scales(chunks: Sequence[torch.nn.Module], tensors: Mapping[str, torch.Tensor], recipe: Any) -> None:
-    """Restore the tensors of `scales`. `recipe`: Transformer Engine's, for modules that have not computed yet. ValueError
-    where the modules differ."""
+    """Restore the tensors of `scales`. `recipe`: Transformer Engine's, for modules that have not computed yet. Raise
+    ValueError if the modules differ."""
     for path, module in _modules(chunks):
         forward = tensors.get(f"{path}.{DIRECTIONS[0]}.scale")
         if forward is not None and not any(direction in module.fp8_meta for direction in DIRECTIONS):
-            # A module learns its number of products in its first pass, and has no state before.
+            # A module learns its number of products in its first pass and has no state before that.
             module.fp8_meta["num_gemms"] = forward.numel() // SCALES_PER_PRODUCT
             module.init_fp8_meta_tensors(recipe)
     here = scales(chunks)

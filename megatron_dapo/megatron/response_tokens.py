@@ -1,9 +1,9 @@
-"""Numbers of response tokens that some ranks hold, on every rank: values from the critic's layout, log-probs from the
+"""Makes per-token numbers of responses available on every rank: values from the critic's layout, log-probs from the
 policy's.
 
 Each token is on one data-parallel rank and one context rank, on their last pipeline stage; one tensor rank of those
-reports it. The others contribute 0, so the sum over all ranks is the number itself, without rounding. Both layouts are
-independent: all they share is whole samples.
+reports it. All others contribute 0, so the sum over all ranks is exactly the number. The two layouts are independent
+and only share whole samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dapo.types import MicroBatch, TrainSample
 
 
 def is_reporting_rank(layout: ParallelLayout, rank: int) -> bool:
-    """One tensor rank of a last stage: the other tensor ranks hold the same numbers."""
+    """Return True for one tensor rank of a last stage: the other tensor ranks hold the same numbers."""
     coordinates = layout.coordinates(rank)
     return coordinates.tensor == 0 and coordinates.pipeline == layout.pipeline - 1
 
@@ -38,11 +38,11 @@ def gather_response_tokens(
 
     Collective over the world: ranks without the model call `receive_response_tokens`.
 
-    outputs: of this rank's `micro_batches`, [P_local] in its context rank's order of tokens; None off the last pipeline
-    stage. samples: those of all ranks, in the same order everywhere.
+    outputs: for this rank's `micro_batches`, [P_local] in its context rank's token order; None off the last pipeline
+    stage. samples: all ranks' samples, in the same order everywhere.
     """
     lengths = [sample.num_response_tokens for sample in samples]
-    # Not strict: the last of the sums is the end of all tokens.
+    # Not strict: the last sum is the end of all tokens.
     starts = dict(zip((sample.sample_id for sample in samples), accumulate(lengths, initial=0), strict=False))
     assert len(starts) == len(samples), "sample ids of a batch are unique"
     prompt_lengths = {sample.sample_id: sample.prompt_length for sample in samples}
@@ -50,7 +50,7 @@ def gather_response_tokens(
     if is_reporting_rank(layout, rank):
         local = [output.detach().float() for output in outputs if output is not None]
         assert len(local) == len(outputs), "the last pipeline stage has outputs"
-        # One transfer: the host waits for each.
+        # Use a single transfer, because the host waits for each one.
         on_host = torch.cat(local).cpu().split([output.numel() for output in local])
         for output, micro_batch in zip(on_host, micro_batches, strict=True):
             whole = _whole(output, micro_batch, layout, rank)

@@ -34,18 +34,19 @@ ReadOutput = Callable[[GPTModel, torch.Tensor, MicroBatch], Output]
 Loss = Callable[[MicroBatch, Output, int], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
-# Share of a step's tokens that equal micro-batches may add as padding. Stages that know the length of what comes save its
-# exchange at every hand-over, after which the host waits for the device to read it (p2p_communication.py:_communicate_shapes).
+# Share of a step's tokens that making micro-batches equal may add as padding. Stages that know the length in advance
+# need not exchange it at every hand-over, where the host waits for the device
+# (p2p_communication.py:_communicate_shapes).
 MAX_PADDED_SHARE = 0.02
-_PADDING_SEQUENCE = 512  # tokens of a sequence of padding, so that attention over it costs no more than a sequence's
+_PADDING_SEQUENCE = 512  # tokens of a padding sequence, so that its attention costs no more than a normal sequence's
 
 
 @dataclass(frozen=True)
 class PreparedMicroBatch:
-    """One micro-batch as this rank computes it, shared by all its chunks; on the host until the first of them does.
+    """One micro-batch as this rank computes it, shared by all its chunks; on the host until the first chunk uses it.
 
-    The model computes `token_ids` and the `position_ids` of `packed` [P_padded]: those of the micro-batch, and masked
-    sequences after them if all have one length. Losses see the micro-batch alone.
+    The model computes `token_ids` and the `position_ids` of `packed` [P_padded]: those of the micro-batch, followed
+    by masked sequences if all have one length. Losses only see the micro-batch.
     """
 
     index: int
@@ -57,8 +58,8 @@ class PreparedMicroBatch:
 def prepare(
     micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int, fixed_tokens: int = 0
 ) -> list[PreparedMicroBatch]:
-    """Slice the micro-batches for this rank, each padded to `fixed_tokens` where that is not 0. ValueError where they cannot run
-    on the layout, or are longer."""
+    """Slice the micro-batches for this rank, each padded to `fixed_tokens` if that is not 0. Raise ValueError if they
+    cannot run on the layout or are longer."""
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch")
     if layout.virtual_pipeline > 1 and len(micro_batches) % layout.pipeline:
@@ -82,7 +83,7 @@ def prepare(
 
 
 def common_length(lengths: Sequence[int]) -> int:
-    """Return the length to which padding makes micro-batches equal, 0 where it would cost more than it saves."""
+    """Return the common length to pad micro-batches to, or 0 if padding would cost more than it saves."""
     padded = len(lengths) * max(lengths)
     return max(lengths) if padded <= (1 + MAX_PADDED_SHARE) * sum(lengths) else 0
 
@@ -111,15 +112,15 @@ def _prepare_one(
         position_ids=position_ids,
         routing=_engine_routing(local, positions.numel()),
     )
-    # Its own tokens once more: a router sends them to as many experts as those, and one token all to the same.
+    # Repeat its tokens: a router spreads them over as many experts, but would send a single token to the same ones.
     repeats = -(-positions.numel() // local.num_tokens)
     token_ids = torch.cat((local.token_ids, local.token_ids.repeat(repeats)[: positions.numel()]))
-    # Routing is the largest of the fields, and no loss reads it.
+    # Routing is the largest field, and no loss reads it.
     return PreparedMicroBatch(index, replace(local, routing=None, is_routed=None), packed, token_ids)
 
 
 def _engine_routing(local: MicroBatch, num_padding: int) -> EngineRouting | None:
-    """Return the micro-batch's routing with padding of which nothing is known."""
+    """Return the micro-batch's routing, extended by padding with unknown experts."""
     if local.routing is None or local.is_routed is None:
         return None
     pad = torch.nn.functional.pad
@@ -129,7 +130,7 @@ def _engine_routing(local: MicroBatch, num_padding: int) -> EngineRouting | None
 def _with_padding(
     cu_seqlens: torch.Tensor, length: int, layout: ParallelLayout, context_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the sequences with padding up to `length`, and this rank's positions of the padding alone."""
+    """Return the bounds of the sequences with padding up to `length`, and this rank's positions in the padding only."""
     end, size = int(cu_seqlens[-1]), round_up(_PADDING_SEQUENCE, layout.sequence_alignment)
     if length <= end:
         return cu_seqlens, torch.empty(0, dtype=torch.int64)
@@ -165,8 +166,8 @@ def forward_backward(
 ) -> list[Mapping[str, torch.Tensor]]:
     """Add the gradients of the losses' sum over micro-batches, data and context ranks to the chunks' fp32 gradients.
 
-    Returns each micro-batch's metrics on the last pipeline stage, else an empty list. With the distributed optimizer a
-    rank's gradients are complete in its own shard alone; `reduce_fully` completes all of them on every rank.
+    Return each micro-batch's metrics on the last pipeline stage, and an empty list elsewhere. With the distributed
+    optimizer a rank's gradients are complete only in its shard; `reduce_fully` completes all of them on every rank.
     """
     return _run(chunks, prepared, read, loss_fn, forward_only=False, force_all_reduce=reduce_fully)
 
@@ -183,7 +184,7 @@ def _run(
     def finish(hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch) -> tuple[torch.Tensor, ...]:
         output = read(unwrap(chunk), hidden[:, : item.micro_batch.num_tokens], item.micro_batch)
         loss, data = loss_fn(item.micro_batch, output, item.index)
-        # megatron-core wants a count of tokens here. It is not used: losses are divided by global counts already.
+        # megatron-core expects a token count here. It is unused: losses are already divided by global counts.
         return loss, torch.ones((), dtype=torch.int), data
 
     def step(iterator: Iterator[PreparedMicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -200,10 +201,10 @@ def _run(
     lengths = {item.token_ids.numel() for item in prepared}
     context_size = prepared[0].packed.context_size
     for chunk in chunks:
-        # All stages have the same micro-batches, so they decide alike.
+        # All stages have the same micro-batches, so they all decide the same.
         unwrap(chunk).config.variable_seq_lengths = len(lengths) > 1
-    # Each chunk draws every micro-batch, which moves to the device for the first of them; with a single chunk megatron-core
-    # takes the bare iterator.
+    # Each chunk draws every micro-batch, which moves to the device for the first chunk. With a single chunk,
+    # megatron-core takes the bare iterator.
     device = torch.cuda.current_device()
     iterators = tee((to_device(item, device) for item in prepared), len(chunks))
     return get_forward_backward_func()(
@@ -211,7 +212,7 @@ def _run(
         data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(prepared),
-        seq_length=max(lengths) * context_size,  # unused where stages exchange the real ones
+        seq_length=max(lengths) * context_size,  # unused if stages exchange the real lengths
         micro_batch_size=1,
         **mode,
     )
@@ -219,7 +220,7 @@ def _run(
 
 def sum_gradients(config: TransformerConfig) -> None:
     """Make megatron-core's schedules sum gradients over ranks without dividing them by a count of tokens."""
-    # With calculate_per_token_loss it would divide by the summed counts of `finish`.
+    # With calculate_per_token_loss, they would divide by the summed counts of `finish`.
 
     def finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **settings: Any) -> None:
         finalize_model_grads(model, num_tokens=None, **settings)
@@ -248,7 +249,7 @@ def sum_metrics(parts: Sequence[Mapping[str, torch.Tensor]], groups: Groups) -> 
 
 def _broadcast(names: list[str], totals: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[str], torch.Tensor]:
     """Send names (as JSON) and totals from the last rank of `group` to the others."""
-    # Other stages know neither the names nor how many there are: the sizes go first.
+    # Other stages know neither the names nor their number, so the sizes go first.
     source = dist.get_global_rank(group, group.size() - 1)
     text = torch.frombuffer(bytearray(json.dumps(names).encode()), dtype=torch.uint8).to(totals.device)
     sizes = torch.tensor([text.numel(), totals.numel()], device=totals.device)

@@ -5,15 +5,15 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | kind | tensor |
 |---|---|
 | parameter | the whole local parameter, in the model's type |
-| master | fp32 main params of the 16-bit parameter; where the model is fp32 the parameter is its own main param |
+| master | fp32 main params of the 16-bit parameter; if the model is fp32, the parameter is its own main param |
 | exp_avg, exp_avg_sq | Adam's moments, fp32 |
 | step | Adam's step count of this parameter, a scalar |
 | random | state of a random-number generator; the name is the generator's |
 | fp8 | scale or history of maxima of an FP8 module under delayed scaling (`megatron.precision`); other recipes have none |
 
 With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local
-parameter, the shard that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The
-description has each range.
+parameter, the shard that this data-parallel rank owns; a parameter without a shard on this rank has none of them. The
+description lists each range.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ def _whole_shard(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> Ow
 
 
 def optimizer_tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield main params and moments: the optimizer's memory beside parameters and gradients."""
+    """Yield main params and moments: the optimizer's memory in addition to parameters and gradients."""
     for part in owned_shards(parameters, optimizer):
         yield from update_tensors(part)
 
 
 def update_tensors(part: OwnedShard) -> Iterator[torch.Tensor]:
-    """Yield the main param and the moments of one shard, as far as they are there."""
+    """Yield the main param and the moments of one shard, if they exist."""
     if has_main_param(part):
         yield part.main
     for value in part.inner.state.get(part.main, {}).values():
-        # Step counts are scalars: not worth a copy.
+        # Step counts are scalars, not worth a copy.
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             yield value
 
@@ -124,12 +124,12 @@ def state_shards(
 
 def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return the parameter in the model's type."""
-    # Quantizing the dequantized values of a weight held as FP8 gives the same FP8 values again.
+    # Re-quantizing the dequantized values of an FP8 weight gives the same FP8 values.
     return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
 
 
 def has_main_param(part: OwnedShard) -> bool:
-    """Return False where the optimizer updates the parameter itself, which is fp32."""
+    """Return False if the optimizer updates the parameter itself, which is then fp32."""
     return part.parameter.dtype != torch.float32
 
 
@@ -140,16 +140,17 @@ def _step_of(part: OwnedShard) -> torch.Tensor:
 
 
 def _counts_each_parameter(part: OwnedShard) -> bool:
-    """Return True for torch's Adam, False for the fused ones of apex and Transformer Engine, which count the steps of a group."""
-    # A fused optimizer's group has no count before its first step, so what is there does not tell.
+    """Return True for torch's Adam, False for the fused ones of apex and Transformer Engine, which count steps per
+    group."""
+    # A fused optimizer's group has no count before its first step, so its contents cannot decide this.
     return isinstance(part.inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _set_update_state(part: OwnedShard, moments: dict[str, torch.Tensor], step: float) -> None:
-    """Put moments and step count in place. `step` 0: as before the first step."""
+    """Put moments and step count in place. `step` 0 restores the state before the first step."""
     state: dict[str, torch.Tensor] = dict(moments)
     if _counts_each_parameter(part):
-        # A step tensor of its own for every parameter: Adam adds in place.
+        # Every parameter needs a separate step tensor, because Adam adds in place.
         state["step"] = torch.tensor(step, dtype=torch.float32)
     elif step:
         part.group["step"] = int(step)
@@ -167,8 +168,8 @@ def load_state_shards(
     tensors: Mapping[str, torch.Tensor],
     description: Mapping[str, Any],
 ) -> None:
-    """Restore a state that `state_shards` returned on the same layout. ValueError, nothing changed, where it does not
-    fit."""
+    """Restore a state that `state_shards` returned on the same layout. Raise ValueError, changing nothing, if it does
+    not fit."""
     parts = list(owned_shards(parameters, optimizer))
     _check(parameters, parts, optimizer, tensors, description)
     with torch.no_grad():
@@ -241,8 +242,9 @@ def loading_state(
 ) -> dict[str, torch.Tensor]:
     """Return tensors to load this rank's parameters, main params and moments into, by their names in `state_shards`.
 
-    They are the live ones, except of what cannot be written in place: weights held as FP8, and moments before the first
-    step. `finish_loading` puts these in place. New moments are offloaded to `host`, each before the next one is made.
+    They are the live tensors, except for those that cannot be written in place: FP8 weights, and moments before the
+    first step. `finish_loading` puts these in place. New moments are offloaded to `host`, each before the next is
+    created.
     """
     found = {
         f"parameter/{name}": torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -288,7 +290,7 @@ def finish_loading(
 def loading_buffers(parameters: Mapping[str, torch.nn.Parameter]) -> Buffers:
     """Return fp32 buffers to load the parameters into, by their names; an fp32 parameter is its own buffer."""
     return {
-        # NaN marks what is not loaded.
+        # NaN marks elements not yet loaded.
         name: parameter.data
         if parameter.dtype == torch.float32
         else torch.full(parameter.shape, torch.nan, device="cpu")
@@ -300,7 +302,7 @@ def loading_buffers(parameters: Mapping[str, torch.nn.Parameter]) -> Buffers:
 def round_into(parameters: Mapping[str, torch.nn.Parameter], loaded: Buffers) -> Buffers:
     """Copy the loaded values into the parameters and return the buffers, on the CPU, whose values they cannot hold.
 
-    ValueError where something was not loaded.
+    Raise ValueError if something was not loaded.
     """
     inexact = {}
     for name, values in loaded.items():
@@ -310,7 +312,7 @@ def round_into(parameters: Mapping[str, torch.nn.Parameter], loaded: Buffers) ->
         if parameter.dtype == torch.float32:
             continue
         parameter.copy_(values)
-        # Of weights held as FP8 megatron-core takes main params from their initialization, so theirs are always set.
+        # megatron-core takes the main params of FP8 weights from their initialization, so always set them.
         if is_float8tensor(parameter) or not torch.equal(parameter.detach().float().cpu(), values):
             inexact[name] = values
     return inexact

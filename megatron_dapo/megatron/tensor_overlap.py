@@ -1,7 +1,8 @@
 """Overlap of tensor-parallel communication with matrix products, by Transformer Engine's user buffers.
 
-The gathers and scatters of sequence parallelism run in pieces beside the products that need or make them. The buffers are
-allocated once a process, for one number of tokens, so every micro-batch of every model is padded to it.
+The gathers and scatters of sequence parallelism run in pieces, overlapped with the products that consume or produce
+them. The buffers are allocated once per process for one number of tokens, so every micro-batch of every model is padded
+to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_dapo.rounding import round_up
 
 ROWS = 64  # a rank's share of the tokens is cut into up to 8 pieces, each of whole rows of a product's tiles
 
-_shapes: set[tuple[int, int, int]] = set()  # of this process's buffers: one at most
+_shapes: set[tuple[int, int, int]] = set()  # shapes of this process's buffers: at most one
 
 
 def overlapped_tokens(num_tokens: int, layout: ParallelLayout) -> int:
@@ -24,9 +25,9 @@ def overlapped_tokens(num_tokens: int, layout: ParallelLayout) -> int:
 
 
 def initialize_overlap(config: GPTConfig, layout: ParallelLayout, num_tokens: int) -> None:
-    """Allocate the buffers for micro-batches of `num_tokens`, once a process. Collective among all processes.
+    """Allocate the buffers for micro-batches of `num_tokens`, once per process. Collective among all processes.
 
-    ValueError without Transformer Engine, and for a second model that needs other buffers.
+    Raise ValueError without Transformer Engine, or for a second model that needs other buffers.
     """
     if not uses_transformer_engine():
         raise ValueError("megatron.tp_comm_overlap needs Transformer Engine and a CUDA device; set it to false")

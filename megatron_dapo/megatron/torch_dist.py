@@ -20,7 +20,7 @@ from megatron_dapo.megatron.platform import install_cpu_platform
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Provide the process group that megatron-core's checkpoints need, of this process alone, unless there is one."""
+    """Provide the process group that megatron-core's checkpoints need, with only this process, unless one exists."""
     install_cpu_platform()
     if dist.is_initialized():
         yield
@@ -38,7 +38,8 @@ def write_torch_dist(
     states: Iterable[TorchDistPlace],
     common: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint to an empty directory; `states`: modules whose state is empty, `common`: what all ranks share."""
+    """Write a checkpoint to an empty directory; `states`: modules with empty state, `common`: data shared by all
+    ranks."""
     state_dict: dict[str, Any] = {f"tensor/{place}": _sharded(place, tensor) for place, tensor in tensors.items()}
     for place in states:
         state_dict[f"state/{place}"] = make_sharded_object_for_checkpoint(
@@ -49,9 +50,10 @@ def write_torch_dist(
 
 
 def read_torch_dist(directory: Path, place: TorchDistPlace, out: torch.Tensor, may_be_padded: bool = False) -> None:
-    """Fill `out` with an element of a global tensor; `may_be_padded`: the stored one may have another number of rows.
+    """Fill `out` with an element of a global tensor; `may_be_padded`: the stored tensor may have another number of
+    rows.
 
-    Within `one_process`. megatron-core unpickles the directory's .metadata: check it before.
+    Call it within `one_process`. megatron-core unpickles the directory's .metadata: check that file first.
     """
     sharded = _sharded(place, out, may_be_padded)
     loaded = TorchDistLoadShardedStrategy().load({"tensor": sharded}, directory)["tensor"]

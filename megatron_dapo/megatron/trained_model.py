@@ -1,7 +1,7 @@
-"""The common base of policy and critic: this rank's shard of a model, its optimizer, and the training step.
+"""The base class of policy and critic: this rank's shard of a model, its optimizer, and the training step.
 
-A subclass chooses what it reads from the last chunk's output; everything else (chunks, data-parallel wrapper, schedules,
-sums over ranks, guarded step, exact state) is here. The model is always in training mode; there is no dropout.
+A subclass chooses what to read from the last chunk's output; everything else (chunks, data-parallel wrapper, schedules,
+sums over ranks, guarded step, exact state) is here. The model is always in training mode and has no dropout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
 
-FP8 = "fp8"  # kind of the state of delayed scaling in `state_shards`
-# Kinds of tensors that `offload` moves. Gradients mean nothing between steps: they are discarded, not copied.
+FP8 = "fp8"  # kind of delayed-scaling state in `state_shards`
+# Kinds of tensors that `offload` moves. Gradients are not needed between steps, so they are discarded, not copied.
 OFFLOADS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "none": frozenset(),
@@ -56,10 +56,10 @@ class TrainingSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     use_distributed_optimizer: bool = True  # shard the optimizer's state over data x context ranks
-    seed: int = 0  # of the random-number tracker
+    seed: int = 0  # seeds the random-number tracker
     offload: str = "none"  # a name of OFFLOADS
-    fixed_tokens: int = 0  # length to which every micro-batch is padded; 0: their own, or a common one in a pipeline
-    collective_timeout_s: float = 1800.0  # a rank that waits longer for the others fails
+    fixed_tokens: int = 0  # pad every micro-batch to this length; 0: no fixed length, or a common one in a pipeline
+    collective_timeout_s: float = 1800.0  # a rank fails after waiting this long for the others
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class TrainedModel:
     that needs a tensor brings it back to the device.
     """
 
-    head: ClassVar[str]  # of the architectures that a subclass trains
-    replays_routing = False  # uses the engine's choice of experts, where micro-batches have it
+    head: ClassVar[str]  # head of the architectures that the subclass trains
+    replays_routing = False  # use the engine's choice of experts if micro-batches contain it
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class TrainedModel:
         part: RankSet | None = None,
     ) -> None:
         """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters,
-        NaN until then; they become the main params, and the parameters are their values rounded to the model's type.
+        which hold NaN until then. The buffers become the main params, and rounded to the model's type, the parameters.
 
-        Models of one layout share their process groups. `beside`: models on other layouts that will run again, whose
-        groups stay; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
+        Models with the same layout share process groups. `beside` lists models on other layouts that will run again and
+        keep their groups; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
         """
         assert architecture.head == self.head, (
             f"{type(self).__name__} has the head {self.head}, not {architecture.head}"
@@ -132,7 +132,7 @@ class TrainedModel:
         self._gathers_are_due = False
         self._is_on_host = settings.optimizer.on_host
         if self._is_on_host:
-            # Main params are made on the device, all of them; the memory of the gradients is room for them.
+            # All main params are created on the device; freeing the gradients makes room for them.
             self._host.discard(self._tensors("gradients"))
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part, options)
         set_main_params(self.named_local_parameters(), self.optimizer, exact)
@@ -156,7 +156,7 @@ class TrainedModel:
         return named_local_parameters(self.chunks)
 
     def finish_steps(self) -> None:
-        """Gather the weights of the last step, which `overlap_param_gather` leaves to the next forward pass; else do nothing."""
+        """Gather the weights of the last step if `overlap_param_gather` left that to the next forward pass."""
         if self._gathers_are_due:
             finish_param_gathers(self.chunks)
         self._gathers_are_due = False
@@ -173,8 +173,8 @@ class TrainedModel:
         return self._host.moved
 
     def offload(self, keep: Sequence[str] = ()) -> None:
-        """Move the kinds of tensors that settings.offload names to host memory, except those in `keep`. An optimizer that is on
-        the host stays there."""
+        """Move the kinds of tensors named by settings.offload to host memory, except those in `keep`. An optimizer that
+        is already on the host stays there."""
         self.finish_steps()
         kinds = OFFLOADS[self.settings.offload].difference(keep)
         if "gradients" in kinds:
@@ -184,19 +184,20 @@ class TrainedModel:
         )
 
     def onload(self, kinds: Sequence[str] = EVERYTHING) -> None:
-        """Move these kinds of tensors back to the device, where they are offloaded; not an optimizer that is on the host."""
+        """Move these kinds of tensors back to the device if they are offloaded, but not an optimizer kept on the
+        host."""
         if not self._host.is_empty:
             moving = [kind for kind in kinds if not (kind == "optimizer" and self._is_on_host)]
             self._host.onload([tensor for kind in moving for tensor in self._tensors(kind)])
 
     @contextmanager
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Bring these tensors of the model to the device for the block, and afterwards back to where they were."""
+        """Keep these tensors of the model on the device inside the block, then move them back to where they were."""
         away = [tensor for tensor in tensors if self._host.is_offloaded(tensor)]
         self._host.onload(away)
         try:
             yield
-        finally:  # another checkpoint may be loaded after one that is damaged
+        finally:  # if this checkpoint is damaged, another may be loaded next
             self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
@@ -207,7 +208,7 @@ class TrainedModel:
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The
-        tensors are live; of offloaded ones they are the host copies."""
+        tensors are live; for offloaded tensors they are the host copies."""
         self.finish_steps()
         found, description = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
         tensors = {name: self._to_save(tensor) for name, tensor in found.items()}
@@ -221,7 +222,7 @@ class TrainedModel:
         return tensor.clone() if pinned else tensor
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Restore the state that `state_shards` returned on the same layout. ValueError where it does not fit."""
+        """Restore the state that `state_shards` returned on the same layout. Raise ValueError if it does not fit."""
         self.onload()
         with self.on_device(self._tensors("optimizer")):
             state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
@@ -236,7 +237,7 @@ class TrainedModel:
         return ModelState(self)
 
     def loading_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to load this rank's state into; see `state.loading_state`. Those of an optimizer that is on the
+        """Return the tensors to load this rank's state into; see `state.loading_state`. Tensors of an optimizer on the
         host are offloaded: fill them inside `on_device`."""
         self.onload(("optimizer", "weights"))
         host = self._host if self._is_on_host else None
@@ -248,14 +249,14 @@ class TrainedModel:
         self._settle()
 
     def _settle(self) -> None:
-        """Offload what was loaded, and forget the host copies of what it has replaced."""
+        """Offload what was loaded, and drop the host copies that it replaced."""
         self.offload()
         if self._is_on_host:
             self._host.offload(self._tensors("optimizer"))
         self._host.forget_others(tensor for kind in EVERYTHING for tensor in self._tensors(kind))
 
     def load_rank_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what belongs to this rank alone in `state_shards`: random states and scales of FP8 modules."""
+        """Restore the rank-specific part of `state_shards`: random states and scales of FP8 modules."""
         state.set_random_states(_of_kind("random", tensors))
         saved = _of_kind(FP8, tensors)
         if saved:

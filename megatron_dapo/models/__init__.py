@@ -1,1 +1,2 @@
-"""Decoders as their config.json describes them: the one reader of it, families, shapes, layers of pipeline stages."""
+"""Decoder architectures: the only reader of config.json, model families, tensor shapes, and layers of pipeline
+stages."""

@@ -1,4 +1,4 @@
-"""The architecture of a decoder, read from config.json: every field is used, known to be neutral, or an error."""
+"""Decoder architecture read from config.json: every field is used, known to be neutral, or refused."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RopeScaling:
 
 
 LANGUAGE_MODEL = "ForCausalLM"
-TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value of every token
-SEQUENCE_VALUE = "ForSequenceClassification"  # one label: score.weight alone, a reward model
+TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value for every token
+SEQUENCE_VALUE = "ForSequenceClassification"  # one label: only score.weight, a reward model
 HEADS = (LANGUAGE_MODEL, TOKEN_VALUE, SEQUENCE_VALUE)
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -117,10 +117,10 @@ class Gemma3:
 
     Attention and MLP each have a norm before and one after, before the residual is added. The weight of a norm is stored as
     its difference from 1. Embeddings are multiplied by sqrt(hidden_size), the gate of the MLP is GELU in its tanh
-    form. Local layers see the last `window` tokens, with a rotary base of their own; the others see all.
+    form. Local layers see the last `window` tokens and have a separate rotary base; the others see all.
     """
 
-    attention_scale: float  # of the products of queries and keys
+    attention_scale: float  # scale of the products of queries and keys
     local_layers: frozenset[int]
     window: int  # tokens that a token of a local layer sees, itself included
     local_rope_theta: float
@@ -145,11 +145,11 @@ class ModelArchitecture:
     tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
     qk_norm: bool
-    dtype: str | None  # of the weights according to config.json; None if it does not say
+    dtype: str | None  # of the weights according to config.json; None if not given
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
     gemma3: Gemma3 | None = None  # None: another family
-    vision_parameters: int = 0  # of a tower that SGLang holds next to the language model
+    vision_parameters: int = 0  # parameters of a vision tower that SGLang holds next to the language model
 
     @classmethod
     def from_directory(cls, directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
@@ -166,7 +166,7 @@ class ModelArchitecture:
     def from_config(cls, config: Mapping[str, Any], *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
         """Return the architecture of a parsed config.json (transformers 4 or 5) whose head is one of `heads`.
 
-        Raises ValueError that names the field for an unknown model_type, another head, a value that changes the math
+        Raises ValueError, naming the field, for an unknown model_type, another head, a value that changes the math
         in an unsupported way, a missing field, a value of a wrong type or size, and an unknown field that is set.
         """
         if not isinstance(config, Mapping):
@@ -174,7 +174,7 @@ class ModelArchitecture:
         try:
             return cls._parse(config, heads)
         except (TypeError, AttributeError, OverflowError) as error:
-            # A list where a number belongs and the like: the fields are too many to check each one's type.
+            # For example a list in place of a number: there are too many fields to check each one's type.
             raise ValueError(f"config.json: a field has a value of the wrong type: {error}") from error
 
     @classmethod
@@ -218,7 +218,7 @@ class ModelArchitecture:
         )
 
     def with_value_head(self) -> ModelArchitecture:
-        """Return the critic of this model: the same layers, with a value of every token in place of the output matrix."""
+        """Return the critic of this model: the same layers, with a value head in place of the output matrix."""
         return replace(self, head=TOKEN_VALUE, tie_word_embeddings=False)
 
     @property
@@ -330,11 +330,11 @@ class ModelArchitecture:
 
     @property
     def attention_parity(self) -> int:
-        """Length of a sequence whose causal attention takes as many operations as all products with weights.
+        """Sequence length at which causal attention takes as many operations as all products with weights.
 
-        A token and layer take 2 operations for each weight it passes, and 2 n x (query heads x head size) in the mean over
-        a sequence of n tokens: half of the keys, for scores and for values. A local layer's, a window of w keys at most,
-        do not grow with n: they count as 2 w weights for each element of the queries.
+        Per token, a layer takes 2 operations per weight, and 2 n x (query heads x head size) on average over a sequence
+        of n tokens: half of the keys, for scores and for values. A local layer sees at most w keys, so its cost does
+        not grow with n: it counts as 2 w weights per element of the queries.
         """
         width, local = self.num_attention_heads * self.head_dim, self.gemma3.local_layers if self.gemma3 else ()
         weights = self.vocab_size * self.hidden_size if self.head == LANGUAGE_MODEL else 0
@@ -354,7 +354,7 @@ LM_HEAD = "lm_head.weight"
 VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
 ROUTER = "mlp.gate.weight"  # in a layer with experts
-# Names of a language model's tensors beside a vision tower, as published and as transformers 5 has them in memory.
+# Tensor names of a language model with a vision tower, as published and as in transformers 5's memory.
 _BESIDE_VISION = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -363,7 +363,7 @@ _BESIDE_VISION = (
 
 
 def tensor_name(stored: str) -> str:
-    """Return the name of a stored tensor here, where a language model beside a vision tower has the names of one alone."""
+    """Return our name of a stored tensor, which is the same with and without a vision tower."""
     for theirs, ours in _BESIDE_VISION:
         if stored.startswith(theirs):
             return ours + stored.removeprefix(theirs)
@@ -436,7 +436,7 @@ def _positive(config: Mapping[str, Any], field: str) -> int:
 
 
 def _positive_number(field: str, value: Any) -> float:
-    # JSON as Python reads it has NaN and Infinity.
+    # Python's JSON reader accepts NaN and Infinity.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {field} = {value!r} must be a finite number above 0")
     return float(value)
@@ -477,7 +477,7 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
     if others:
         raise ValueError(f"config.json: layer_types holds {others}, supported is only 'full_attention'")
     window = config.get("sliding_window")
-    # Qwen configs have a window that use_sliding_window = false switches off; in other families a window is always active.
+    # In Qwen configs use_sliding_window = false switches the window off; in other families a window is always active.
     if config.get("use_sliding_window") or (window is not None and "use_sliding_window" not in config):
         raise ValueError(
             f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not "
@@ -592,7 +592,7 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 
 def _vision_parameters(vision: Any, hidden_size: int) -> int:
     """Return the elements of a SigLIP tower (arXiv:2303.15343) without its pooling head, and of the projection to
-    `hidden_size`; 0 without sizes of one."""
+    `hidden_size`; 0 if the config has no sizes of a tower."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size", "image_size")
     if not isinstance(vision, dict) or not all(type(vision.get(key)) is int and 0 < vision[key] < 2**31 for key in keys):
         return 0

@@ -1,4 +1,4 @@
-"""Families of supported decoders: what their config.json has no field for, and where a Gemma 3 has its language model."""
+"""Supported decoder families: properties missing from config.json, and the place of Gemma 3's language model in it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Family:
     name: str  # a class name in "architectures" is this and the head's, e.g. "Qwen2" and "ForCausalLM"
     qkv_bias: bool
     qk_norm: bool
-    derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
+    derives_head_dim: bool  # hidden_size / num_attention_heads if the config has no head_dim
     experts: bool = False  # layers may hold a mixture of experts instead of one MLP
-    is_gemma3: bool = False  # layers as `architecture.Gemma3` describes them
-    class_names: Mapping[str, str] = field(default_factory=dict)  # by head, where the class is not `name` + head
+    is_gemma3: bool = False  # layers as described by `architecture.Gemma3`
+    class_names: Mapping[str, str] = field(default_factory=dict)  # by head, if the class is not `name` + head
 
     def class_name(self, head: str) -> str:
         """Return the name of the class with this head, such as "ForCausalLM", under "architectures" of config.json."""
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {
         is_gemma3=True,
         class_names={"ForCausalLM": "Gemma3ForCausalLM"},
     ),
-    # With a vision tower, which is not trained: its tensors go into exports as they are.
+    # Has a vision tower, which is not trained; its tensors are exported unchanged.
     "gemma3": Family(
         *("Gemma3", False, True, False),
         is_gemma3=True,
@@ -54,7 +54,7 @@ _BUILT_IN = frozenset(FAMILIES)
 def add_family(path: str, directory: Path) -> None:
     """Add the `Family` that `path` names (model.family) under the model_type of the model in `directory`.
 
-    ValueError where it cannot be imported, is no Family, or the model_type has one here.
+    ValueError if it cannot be imported, is not a Family, or the model_type already has one.
     """
     family = load_hook(path, FAMILY)
     if not isinstance(family, Family):
@@ -65,8 +65,8 @@ def add_family(path: str, directory: Path) -> None:
     FAMILIES[model_type] = family
 
 
-# Published configs of Gemma 3 leave out what has these values, those of transformers' Gemma3TextConfig. The two bases of the
-# rotary embedding are read with it: rope_theta 1,000,000 and rope_local_base_freq 10,000.
+# Published Gemma 3 configs leave out fields with these values, the defaults of transformers' Gemma3TextConfig. The two
+# rotary bases are read with it: rope_theta 1,000,000 and rope_local_base_freq 10,000.
 _GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -87,8 +87,8 @@ _OF_IMAGES = frozenset(
 
 
 def text_fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the language model in a parsed config.json: of a Gemma 3 with the defaults that its configs leave
-    out, and without the vision tower. ValueError where two places disagree."""
+    """Return the language model's fields of a parsed config.json. For a Gemma 3, omitted defaults are added and the
+    vision tower is left out. ValueError if two places disagree."""
     if not isinstance(document, Mapping):
         raise ValueError(f"config.json is no object but {type(document).__name__}")
     family = FAMILIES.get(str(document.get("model_type")))

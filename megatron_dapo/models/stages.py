@@ -7,7 +7,7 @@ def layers_of_stages(num_layers: int, stages: int, chunks: int, first: int = 0, 
     """Return the number of layers of each of `stages` pipeline stages, a multiple of its `chunks` (virtual stages).
 
     `first` and `last`: layers of the first and the last stage, 0 for an even share; the others share the rest evenly, as
-    megatron-core does. ValueError, which names the sizes, where that does not come out even.
+    megatron-core does. ValueError, naming the sizes, if they do not divide evenly.
     """
     given = (first > 0) + (last > 0)
     if given and stages == 1:

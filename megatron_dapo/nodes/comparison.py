@@ -1,8 +1,8 @@
 """Arithmetic of the comparison between nodes: gaps, min-max, pairwise distances, z-scores, threshold, continuity.
 
 Minder (arXiv 2411.01791, section 4): in each window the sum of a node's distances to all others, normalized over the nodes,
-says how unlike the others it is. The paper states no threshold. One outlier among n nodes has a z-score of at most
-sqrt(n - 1), so that a fixed threshold of 2 could never be passed on 4 nodes.
+measures how much it deviates. The paper states no threshold. One outlier among n nodes has a z-score of at most
+sqrt(n - 1), so a fixed threshold of 2 could never be passed on 4 nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 NORMS = {"euclidean": 2.0, "manhattan": 1.0, "chebyshev": math.inf}
-_EXACT_NODES = 256  # above it, distances come from one matrix product: they are then exact to a few thousandths
+_EXACT_NODES = 256  # above this, distances come from one matrix product, accurate to a few thousandths
 
 
 def fill_gaps(values: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def fill_gaps(values: np.ndarray) -> np.ndarray:
 def min_max(values: np.ndarray) -> tuple[np.ndarray, float]:
     """Return one metric of all nodes scaled to [0, 1], and the range that became 1. Equal values all become 0.
 
-    NaN is left as it is. Minder normalizes so over all machines and seconds of a call.
+    NaN stays NaN. Minder normalizes this way over all machines and seconds of a call.
     """
     low, high = (float(bound) for bound in (np.nanmin(values), np.nanmax(values)))
     spread = high - low
@@ -59,7 +59,7 @@ def mean_distances(vectors: torch.Tensor, distance: str = "euclidean") -> torch.
         raise ValueError(f"distance {distance!r}: choose one of {', '.join(NORMS)}")
     num_nodes = vectors.shape[1]
     mode = "donot_use_mm_for_euclid_dist" if num_nodes <= _EXACT_NODES else "use_mm_for_euclid_dist"
-    centered = vectors - vectors.mean(1, keepdim=True)  # small numbers lose least in a matrix product
+    centered = vectors - vectors.mean(1, keepdim=True)  # small numbers lose the least precision in a matrix product
     return torch.stack(
         [torch.cdist(one, one, NORMS[distance], compute_mode=mode).sum(1) / (num_nodes - 1) for one in centered]
     )
@@ -68,9 +68,9 @@ def mean_distances(vectors: torch.Tensor, distance: str = "euclidean") -> torch.
 def mean_distances_in_phase(
     vectors: torch.Tensor, phases: torch.Tensor, distance: str = "euclidean"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean distances over the seconds in which two nodes are in the same phase, and who has any to compare with.
+    """Return the mean distances over the seconds in which two nodes are in the same phase, and which nodes have any.
 
-    vectors, phases: [num_windows, num_nodes, size]; a negative phase is like no other. A pair with m of size seconds in
+    vectors, phases: [num_windows, num_nodes, size]; a negative phase equals no other. A pair with m of size seconds in
     common has its distance scaled as if it had all of them: a sum by size / m, a sum of squares likewise, a largest one not
     at all. Both results are [num_windows, num_nodes], the second one booleans.
     """
@@ -94,22 +94,23 @@ def mean_distances_in_phase(
 def z_scores(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Return z-scores over the last axis, by the population's standard deviation; all 0 where that is 0.
 
-    counts: booleans of the same shape; the others have no part in it and score 0.
+    counts: booleans of the same shape; the others are excluded and score 0.
     """
     counts = torch.ones_like(values, dtype=torch.bool) if counts is None else counts
     number = counts.sum(-1, keepdim=True).clamp(min=1)
     deviations = torch.where(counts, values - (values * counts).sum(-1, keepdim=True) / number, 0.0)
     spread = (deviations.square().sum(-1, keepdim=True) / number).sqrt()
     level = (values.abs() * counts).amax(-1, keepdim=True)
-    is_alike = spread <= 1e-6 * level  # rounding alone
+    is_alike = spread <= 1e-6 * level  # only rounding
     return torch.where(is_alike, 0.0, deviations / torch.where(is_alike, 1.0, spread))
 
 
 def threshold(num_nodes: int, noise_chance: float, largest_share: float = 0.5) -> float:
     """Return the z-score above which a node is a candidate.
 
-    noise_chance: of any of `num_nodes` nodes with Gaussian distances to pass it in a window. That alone would be out of
-    reach on few nodes, so it is at most `largest_share` of sqrt(n - 1), the largest z-score that there can be.
+    noise_chance: probability that any of `num_nodes` nodes with Gaussian distances passes it in a window. That
+    threshold could be out of reach on few nodes, so it is capped at `largest_share` of sqrt(n - 1), the largest
+    possible z-score.
     """
     noise = NormalDist().inv_cdf(1 - noise_chance / num_nodes)
     return min(largest_share * math.sqrt(num_nodes - 1), noise)

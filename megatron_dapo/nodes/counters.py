@@ -1,7 +1,7 @@
-"""Counters that Linux has of a node, and the metrics between two looks at them.
+"""Linux counters of a node, and the metrics between two readings of them.
 
-A container's own cgroup comes first (version 1 or 2), because /proc/stat, /proc/meminfo and /proc/diskstats are those of
-the machine that the container runs on. What a machine does not count is left out.
+A container's cgroup (version 1 or 2) takes precedence, because /proc/stat, /proc/meminfo and /proc/diskstats describe
+the machine that the container runs on. Counters that a machine lacks are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SIOCETHTOOL = 0x8946
 _GET_STRINGS, _GET_STATISTICS, _COUNT_STRINGS = 0x1B, 0x1D, 0x37  # ETHTOOL_GSTRINGS, _GSTATS, _GSSET_INFO
 _STATISTICS = 1  # ETH_SS_STATS
 _NAME_BYTES = 32
-# Pause frames of priority flow control that a card has sent, as mlx5, bnxt and ice name them.
+# Priority flow control pause frames sent by a card, as mlx5, bnxt and ice name them.
 _PAUSE = re.compile(r"tx_prio\d_pause|tx_pfc_ena_frames_pri\d|tx_priority_\d_xoff\S*")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-# Counters that only grow -> the metric that is their growth a second.
+# Monotonic counter -> the metric that is its growth per second.
 _RATES = {
     "pfc_tx_packets": "pfc_tx_rate",
     "cpu_throttled_s": "cpu_throttled",
@@ -40,7 +40,7 @@ _LEVELS = ("gpu_duty_cycle", "gpu_power", "memory_usage", "gpu_memory_usage", "n
 
 
 class NodeCounters:
-    """Counters of this node. `root` is where /proc and /sys are; tests give their own."""
+    """Counters of this node. `root`: directory of /proc and /sys; tests pass their own."""
 
     METRICS = (*_RATES.values(), *_LEVELS)
 
@@ -51,13 +51,13 @@ class NodeCounters:
         self._at = 0.0
 
     def look(self, now: float) -> dict[str, float]:
-        """Return the metrics since the last look; the first one has only levels. `now`: seconds on any clock."""
+        """Return the metrics since the last call; the first call has only levels. `now`: seconds on any clock."""
         counters = self._read()
         seconds, before = now - self._at, self._before
         self._before, self._at = counters, now
         metrics = {name: counters[name] for name in _LEVELS if name in counters}
         for counter, metric in _RATES.items():
-            # A counter that falls was set back: a card or a cgroup is new.
+            # A counter that falls was reset, by a new card or cgroup.
             if counter in counters and counters[counter] >= before.get(counter, float("inf")) and seconds > 0:
                 metrics[metric] = (counters[counter] - before[counter]) / seconds
         if "cpu_usage" in metrics:
@@ -77,7 +77,7 @@ class NodeCounters:
         return {name: value for name, value in found.items() if value is not None}
 
     def _text(self, *names: str) -> str:
-        """Return the first of some files of the cgroup that can be read, "" without one."""
+        """Return the text of the first readable file of the cgroup, "" if there is none."""
         return next((text for name in names if (text := read_text(self._cgroup / name))), "")
 
     def _cpu(self) -> dict[str, float | None]:
@@ -122,7 +122,7 @@ class NodeCounters:
         if found := re.findall(r"^Total (\d+)", self._text("blkio/blkio.throttle.io_service_bytes_recursive"), re.M):
             return int(found[-1])
         rows = [line.split() for line in read_text(self._proc / "diskstats").splitlines()]
-        # Parts of disks, and what lies on top of them, would count twice.
+        # Partitions, and devices stacked on disks, would count twice.
         disks = [row for row in rows if re.fullmatch(r"[sv]d[a-z]+|xvd[a-z]+|nvme\d+n\d+", row[2])]
         return 512 * sum(int(row[5]) + int(row[9]) for row in disks) if disks else None
 
@@ -131,7 +131,7 @@ class NodeCounters:
             name.strip(): sum(int(fields.split()[index]) for index in (0, 8))
             for name, _, fields in (line.partition(":") for line in read_text(self._proc / "net/dev").splitlines()[2:])
         }
-        # Only cards, if there are any: bridges and bonds move the same bytes again.
+        # Only physical cards, if there are any: bridges and bonds carry the same bytes again.
         cards = [name for name in moved if (self._sys / "net" / name / "device").exists()]
         chosen = cards or [name for name in moved if name != "lo"]
         infiniband = [
@@ -149,17 +149,17 @@ class NodeCounters:
         }
 
     def _send_queue(self) -> float:
-        """Return the bytes that TCP connections to other nodes hold and that are not acknowledged."""
+        """Return the unacknowledged bytes of TCP connections to other nodes."""
         total = 0
         for line in read_text(self._proc / "net/tcp").splitlines()[1:]:
             fields = line.split()
-            if not fields[2].partition(":")[0].endswith("7F"):  # 127.0.0.0/8, in the order of the machine's bytes
+            if not fields[2].partition(":")[0].endswith("7F"):  # 127.0.0.0/8, in native byte order
                 total += int(fields[4].split(":")[0], 16)
         return total
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Return the rows "name number" or "name: number" of a file of the kernel."""
+    """Parse the rows "name number" or "name: number" of a kernel file."""
     return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)", text, re.M)}
 
 

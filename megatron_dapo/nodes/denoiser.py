@@ -2,8 +2,8 @@
 
     window [8] -> LSTM, 4 hidden -> mean and log variance of a latent [8] -> LSTM, 4 hidden -> window [8]
 
-Trained on normal data it reproduces the metric's pattern and level and not its noise; nodes are compared by what it returns.
-Each metric has a model of its own: the paper found one model of all metrics to be worse.
+Trained on normal data, it reproduces the metric's pattern and level but not its noise; nodes are compared by its
+output. Each metric has a separate model: the paper found a single model for all metrics to be worse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 WINDOW, HIDDEN, LATENT = 8, 4, 8  # the paper's
-ANY_METRIC = "any"  # the model for metrics that have none of their own
+ANY_METRIC = "any"  # the model for metrics without a separate one
 REFERENCE = Path(__file__).with_name("reference.json")
 _ROWS = 65_536  # windows in one pass
 _KL_WEIGHT = 1e-5
@@ -38,7 +38,7 @@ class Denoiser(nn.Module):
     def forward(self, batch: torch.Tensor, noise: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the reconstruction of `batch`, both [num, size], and the mean KL divergence of the latents from N(0, 1).
 
-        noise: [num, LATENT] standard normal values that sample the latents; None takes their means.
+        noise: [num, LATENT] standard normal values that sample the latents; None uses their means.
         """
         _, (hidden, _) = self.encoder(batch[:, :, None])
         mean, log_variance = self.latent(hidden[-1]).chunk(2, dim=1)
@@ -57,11 +57,12 @@ class Denoiser(nn.Module):
 def fit(
     rows: np.ndarray, seed: int = 0, num_steps: int = 2000, start: Denoiser | None = None
 ) -> tuple[Denoiser, float]:
-    """Return a denoiser trained on windows of normal data, and its mean squared error on those left out for that.
+    """Return a denoiser trained on windows of normal data, and its mean squared error on held-out windows.
 
     rows: [num, size], scaled to [0, 1]. start: continues from its weights, as a refit in the first minutes of a run does.
-    A call scales each metric by its own extremes, so that a node's fault shrinks the others' range: windows are shrunk and
-    moved at random within [0, 1] for the model to know all levels. Raises ValueError for too few rows and for NaN.
+    A call scales each metric by its extremes, so one node's fault shrinks the range of the others. Windows are
+    therefore shrunk and shifted at random within [0, 1], so that the model sees all levels. Raises ValueError for too
+    few rows and for NaN.
     """
     if len(rows) < 2 or rows.ndim != 2:
         raise ValueError(f"windows of the shape {rows.shape}: needs at least 2 rows to train on and to check")
@@ -105,7 +106,7 @@ def to_json(denoisers: Mapping[str, Denoiser], notes: Mapping[str, Any]) -> str:
 
 
 def from_json(text: str) -> dict[str, Denoiser]:
-    """Return the denoisers that `to_json` wrote. Raises ValueError for another text."""
+    """Return the denoisers that `to_json` wrote. Raises ValueError for any other text."""
     try:
         found = json.loads(text)
         denoisers = {}

@@ -2,10 +2,10 @@
 
 A metric is scaled to [0, 1] over all nodes and seconds; its denoiser reconstructs every window of every node; the node whose
 windows are farthest from the others' is the window's candidate if its z-score is above the threshold. The same candidate in
-consecutive windows for long enough is an alert; without one the next metric is tried.
+consecutive windows for long enough raises an alert; otherwise the next metric is tried.
 
-Differences to the paper: nodes are compared within their role and in seconds of the same phase only; the threshold is scaled
-by the number of nodes; a candidate must differ by more than its metric's resolution.
+Differences from the paper: nodes are compared only within their role and in seconds of the same phase; the threshold
+scales with the number of nodes; a candidate must differ by more than its metric's resolution.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
 
 @dataclass(frozen=True)
 class DetectorSettings:
-    """Settings of the comparison of nodes. Defaults are the paper's where it states a value. Raises ValueError for values that cannot be."""
+    """Settings of the comparison of nodes. Defaults are the paper's if it states a value. Raises ValueError for invalid
+    values."""
 
     continuity_s: int = 240  # seconds of consecutive windows in which one node must be the candidate
     window_s: int = 8
-    noise_chance: float = 1e-3  # of a candidate in a window of healthy nodes, as far as their noise is Gaussian
-    largest_share: float = 0.5  # of the largest possible z-score; the threshold is never above it
+    noise_chance: float = 1e-3  # probability of a candidate in a window of healthy nodes, if their noise is Gaussian
+    largest_share: float = 0.5  # cap of the threshold, as a share of the largest possible z-score
     distance: str = "euclidean"  # or manhattan, chebyshev
-    # Every node above the threshold is a candidate, not the farthest one alone as in the paper: a disturbance on another node
-    # then does not end a candidate's continuity.
+    # Every node above the threshold is a candidate, not only the farthest one as in the paper, so that a disturbance on
+    # another node does not end a candidate's continuity.
     all_candidates: bool = False
 
     def __post_init__(self) -> None:
@@ -69,8 +70,8 @@ class Distances:
     """Mean distances of nodes to the others in some windows, [num_windows, num_nodes]."""
 
     means: torch.Tensor
-    are_compared: torch.Tensor  # booleans; False: the node has nothing that it can be compared in
-    resolution: float = 0.0  # no candidate has less
+    are_compared: torch.Tensor  # booleans; False: there is nothing to compare the node by
+    resolution: float = 0.0  # minimum distance of a candidate
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ class Outlier:
 def detect(
     samples: NodeSamples, settings: DetectorSettings, denoisers: Mapping[str, Denoiser] | None = None
 ) -> NodeAlert | None:
-    """Return an alert for the first metric, in the order of `samples.metrics`, in which a node has long been an outlier.
+    """Return an alert for the first metric, in the order of `samples.metrics`, in which a node has been an outlier for
+    long.
 
-    denoisers: by metric, with ANY_METRIC for the others; None compares the samples as they are, and so does a metric for
-    which there is none. Samples shorter than `settings.seconds_needed` have no alert, nor have roles of fewer than MIN_NODES.
+    denoisers: by metric, with ANY_METRIC for the others; samples without a denoiser, or with None, are compared
+    unchanged. Samples shorter than `settings.seconds_needed` and roles of fewer than MIN_NODES raise no alert.
     """
     num_windows = samples.num_seconds - settings.window_s + 1
     if num_windows < settings.continuity_s:
@@ -105,7 +107,7 @@ def detect(
 
 
 def rows_by_role(samples: NodeSamples, place: int) -> list[np.ndarray]:
-    """Return the nodes of each role that have any sample of metric number `place`, where they are enough to be compared."""
+    """Return the nodes of each role with samples of metric number `place`, if there are enough to compare."""
     has_samples = ~np.isnan(samples.values[:, :, place]).all(1)
     roles = np.array(samples.roles)
     found = [np.flatnonzero((roles == role) & has_samples) for role in dict.fromkeys(samples.roles)]
@@ -115,7 +117,8 @@ def rows_by_role(samples: NodeSamples, place: int) -> list[np.ndarray]:
 def metric_distances(
     samples: NodeSamples, place: int, rows: np.ndarray, settings: DetectorSettings, denoiser: Denoiser | None
 ) -> Callable[[Sequence[int]], Distances] | None:
-    """Return a function from the starts of windows to distances of `rows` in one metric; None where all nodes are alike."""
+    """Return a function from the starts of windows to distances of `rows` in one metric; None if all nodes are
+    alike."""
     values, metric = samples.values[rows, :, place], samples.metrics[place]
     scaled, spread = min_max(values)
     if spread <= metric.resolution:
@@ -144,8 +147,8 @@ def find_outlier(
 ) -> Outlier | None:
     """Return the node that is first a candidate in `settings.continuity_s` consecutive windows of `num_windows`.
 
-    So many consecutive windows contain a known number of every k-th window. Those are compared first, and the ones between
-    them only for nodes that are candidates in all of these: the same result, from a small part of the windows.
+    That many consecutive windows contain a known number of every k-th window. Those are compared first, and the ones
+    between them only for nodes that are candidates in all of these: the same result from a small part of the windows.
     """
     need = settings.continuity_s
     stride = max(1, need // 4)
@@ -187,7 +190,8 @@ class _Scores:
         return torch.stack([self._known[start] for start in starts])
 
     def is_candidate(self, start: int, node: int, ahead: bool = False) -> bool:
-        """Return whether `node` is a candidate of the window at `start`; its neighbors are compared with it, as they come next."""
+        """Return whether `node` is a candidate of the window at `start`; its neighbors are computed along with it, as
+        they come next."""
         if start not in self._known:
             after = range(start, min(start + _CHUNK, self._num_windows))
             self.at(after if ahead else range(max(0, start - _CHUNK + 1), start + 1))

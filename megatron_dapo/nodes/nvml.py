@@ -9,7 +9,7 @@ from typing import Any
 _LIBRARY = "libnvidia-ml.so.1"
 _NVLINK_FIELDS = (138, 139)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB so far
 _ALL_LINKS = 0xFFFFFFFF
-_MOST_PROCESSES = 64  # of a GPU
+_MOST_PROCESSES = 64  # per GPU
 _NOT_TOLD = 0xFFFFFFFFFFFFFFFF
 
 
@@ -43,7 +43,7 @@ class _FieldValue(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs that this process may see. Without a driver there are none, and every reading is empty."""
+    """The GPUs visible to this process. Without a driver there are none, and every reading is empty."""
 
     def __init__(self, library: Any = None) -> None:
         """library: stands in for NVML in tests."""
@@ -59,7 +59,7 @@ class Gpus:
 
     def read(self) -> Mapping[str, float]:
         """Return gpu_duty_cycle (mean share), gpu_power (mean, W), gpu_memory_usage (sum, bytes) and nvlink_bytes (sum so
-        far, both directions); what a driver does not tell is left out."""
+        far, both directions); values that the driver does not report are left out."""
         found: dict[str, list[float]] = {}
         for device in self._devices:
             utilization, memory, power = _Utilization(), _Memory(), ctypes.c_uint()
@@ -78,7 +78,8 @@ class Gpus:
         return {**sums, **means}
 
     def processes(self, bus_id: str) -> Mapping[int, int]:
-        """Return the bytes of each process, by its id, on the GPU with this PCI bus id; empty if the driver does not tell."""
+        """Return the bytes of each process, by its id, on the GPU with this PCI bus id; empty if the driver does not
+        report it."""
         device, count = ctypes.c_void_p(), ctypes.c_uint(_MOST_PROCESSES)
         if self._library is None or self._library.nvmlDeviceGetHandleByPciBusId_v2(
             ctypes.c_char_p(bus_id.encode()), ctypes.byref(device)
@@ -90,7 +91,7 @@ class Gpus:
         return {one.pid: one.used for one in found[: count.value] if one.used != _NOT_TOLD}
 
     def _call(self, name: str, target: Any, device: ctypes.c_void_p | None = None) -> int:
-        """Have a function of NVML fill `target`; return its code, 0 if it could."""
+        """Call an NVML function that fills `target`; return its code, 0 on success."""
         function = getattr(self._library, f"nvml{name}")
         return function(*([device] if device is not None else []), ctypes.byref(target))
 

@@ -1,7 +1,7 @@
 """Lines of `nodes/node_K.jsonl`, the samples of one node of a run, and of `nodes/alerts.jsonl`.
 
 A header names the node and the order of its metrics, then each line is one second. The writer starts a new header after a
-restart, and renames a file that has become large to `node_K.jsonl.1`; a reader takes that one first.
+restart, and renames a large file to `node_K.jsonl.1`, which readers read first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def alert_line(alert: NodeAlert) -> str:
 
 
 def read_nodes(directory: Path) -> list[NodeSeries]:
-    """Return the samples of every node in `directory`, by node number. Raises ValueError where there is no file of a node."""
+    """Return the samples of every node in `directory`, by node number. Raises ValueError if there is no node's file."""
     files = {int(path.stem.split("_")[1]): path for path in directory.glob("node_*.jsonl") if path.stem[5:].isdigit()}
     if not files:
         raise ValueError(f"{directory} has no node_K.jsonl: the run has not sampled its nodes")
@@ -45,7 +45,7 @@ def read_alerts(directory: Path) -> list[NodeAlert]:
 def parse_lines(lines: Iterable[str]) -> NodeSeries:
     """Return the samples of one node. A line cut short, as by a full disk, is left out.
 
-    Raises ValueError where no header is found.
+    Raises ValueError if there is no header.
     """
     header: dict[str, Any] = {}
     samples: list[NodeSample] = []
@@ -66,7 +66,7 @@ def parse_lines(lines: Iterable[str]) -> NodeSeries:
 def _read_node(path: Path) -> NodeSeries:
     try:
         return parse_lines(_lines(path))
-    except ValueError as error:  # also of bytes that are no text
+    except ValueError as error:  # also for bytes that are not text
         raise ValueError(f"{path}: {error}") from None
 
 

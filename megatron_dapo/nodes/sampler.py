@@ -1,11 +1,11 @@
-"""The sampler of a node: a small process that notes the node's metrics once a second, with the phases of its ranks.
+"""The sampler of a node: a small process that records the node's metrics once a second, with the phases of its ranks.
 
-    first rank of the node     starts it; the kernel ends it with that rank, however the rank dies
+    first rank of the node     starts it; the kernel ends it when that rank dies, for any reason
     every rank of the node     hands it the page of its heartbeat (shared memory): phase, train step, seconds by phase
-    RUN/nodes/node_K.jsonl     lines as `nodes.records` reads them, and every few seconds one with the seconds of its ranks
+    RUN/nodes/node_K.jsonl     lines for `nodes.records`, and every few seconds one with the seconds of its ranks
 
-It imports only the standard library and runs at low priority. A file system that hangs or is full loses samples and
-holds no rank.
+It imports only the standard library and runs at low priority. A hanging or full file system loses samples but
+blocks no rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_dapo.nodes.counters import NodeCounters
 from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, STATUS_BYTES
 
 SAMPLE_S = 1.0
-MAX_BYTES = 1 << 21  # of a node's newest file; the one before it is kept too: two hours and more of samples
+MAX_BYTES = 1 << 21  # of a node's newest file; the one before it is kept too: more than two hours of samples
 _NICE = 10
 _CHANGING = "changing"
 _MIN_FLUSH_S, _MAX_FLUSH_S = 1.0, 10.0  # between two writes: a shared file system serves many nodes
@@ -47,7 +47,7 @@ class SamplerSettings:
     name: str
     role: str  # nodes are compared with nodes of the same role
     address: str  # of the abstract socket to which ranks hand their pages
-    period_s: float  # between two looks at the samples: they have to be on disk by then
+    period_s: float  # between two reads of the samples, which must be on disk by then
 
 
 class RankPage:
@@ -60,9 +60,9 @@ class RankPage:
         self._last: dict[str, Any] = {}
 
     def read(self) -> Mapping[str, Any]:
-        """Return what the rank says of itself: phase, step, seconds."""
+        """Return what the rank reports: phase, step, seconds."""
         length = int.from_bytes(self._memory[:4], "little")
-        with suppress(ValueError):  # it is being written: the last one stands
+        with suppress(ValueError):  # being written: the last one still holds
             self._last = json.loads(self._memory[4 : 4 + length])
         return self._last
 
@@ -82,7 +82,7 @@ class SampleFile:
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._has_header = False
             with open(self._path, "a", encoding="utf-8") as stream:
-                # The newline ends a line that a kill has torn.
+                # The newline ends a line that a kill cut short.
                 stream.write(lines if self._has_header else f"\n{self._header}{lines}")
             self._has_header = True
         except OSError:
@@ -105,7 +105,7 @@ class NodeSampler:
         self._flushed = time.monotonic()
 
     def run(self) -> None:
-        """Sample once a second, at the beginning of each second of the clock as the other nodes do."""
+        """Sample once a second, at the start of each second of the clock, like the other nodes."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("\0" + self._settings.address)
         listener.listen(256)
@@ -133,10 +133,10 @@ class NodeSampler:
         self._pages[page.rank] = page
 
     def sample(self, now: float) -> None:
-        """Note one second. `now`: seconds since 1970."""
+        """Record one second. `now`: seconds since 1970."""
         values = self._counters.look(now)
         pages = {rank: page.read() for rank, page in sorted(self._pages.items())}
-        # In the second before a sample the phase may have been another one; nodes that go through phases fast are alike in that.
+        # The phase may have changed within the second before a sample; nodes that change phases fast are alike in that.
         phases = {str(page.get("phase", "")) for page in pages.values()}
         phase = phases.pop() if len(phases) == 1 else ""
         is_steady, self._phase = phase == self._phase, phase
@@ -152,15 +152,15 @@ class NodeSampler:
 
 
 def flush_seconds(period_s: float) -> float:
-    """Return the seconds between two writes of samples that are looked at every `period_s`."""
+    """Return the seconds between two writes of samples that are read every `period_s`."""
     return min(max(period_s / 8, _MIN_FLUSH_S), _MAX_FLUSH_S)
 
 
 def start_helper(module: str, argument: str, has_packages: bool, output: int = subprocess.DEVNULL) -> subprocess.Popen:
-    """Start `python -m module argument` as a child that holds neither the log nor the standard input open.
+    """Start `python -m module argument` as a child that keeps neither the log nor standard input open.
 
-    has_packages: False for one that imports only the standard library, which starts in a tenth of a second. output: where its
-    standard output goes.
+    has_packages: False if it imports only the standard library and so starts in a tenth of a second. output:
+    destination of its standard output.
     """
     root = str(Path(__file__).resolve().parents[2])
     others = os.environ.get("PYTHONPATH", "") if has_packages else ""
@@ -176,7 +176,8 @@ def start_helper(module: str, argument: str, has_packages: bool, output: int = s
 
 
 def become_helper(nice: int) -> None:
-    """Run at low priority, end with the process that started this one, and leave signals of a launcher to that one."""
+    """Run at low priority, end with the process that started this one, and leave a launcher's signals to that
+    process."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

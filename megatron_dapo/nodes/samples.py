@@ -1,7 +1,6 @@
 """Metrics of nodes, one sample a second: the metrics themselves, samples of all nodes on one clock, and an alert.
 
-A node that misses a second has NaN there. Nodes are compared with nodes of the same role, in seconds in which both are in
-the same phase.
+A missing second is NaN. Nodes are compared with nodes of the same role, in seconds in which both are in the same phase.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class NodeMetric:
 
     name: str
     unit: str  # "share" is in [0, 1]
-    resolution: float  # in the unit; two nodes that differ by less are alike, however quiet both are
+    resolution: float  # in the unit; nodes that differ by less are alike, however quiet they are
 
 
-# In the order in which a fault shows in them, most sensitive first. The seven of the GPU and of flow control are the
-# paper's, in its order; the others are those of machines without GPUs, and of containers.
+# Most sensitive to faults first. The seven of the GPU and of flow control are the paper's, in its order; the others are
+# for machines without GPUs, and for containers.
 METRICS = (
     NodeMetric("pfc_tx_rate", "packets/s", 100.0),
     NodeMetric("cpu_throttled", "share", 0.1),
@@ -39,7 +38,7 @@ METRICS = (
     NodeMetric("network_retransmits", "packets/s", 5.0),
     NodeMetric("network_rate", "bytes/s", 1e6),
 )
-# Collected and shown, not compared by default: healthy nodes differ in them for minutes.
+# Collected and shown, but not compared by default: healthy nodes differ in them for minutes.
 SHOWN_METRICS = (
     NodeMetric("memory_usage", "bytes", 1e9),
     NodeMetric("gpu_memory_usage", "bytes", 1e9),
@@ -78,10 +77,10 @@ class NodeSeries:
 
 @dataclass(frozen=True)
 class NodeSamples:
-    """Metrics of all nodes on one clock, a column a second. Raises ValueError for shapes that do not fit."""
+    """Metrics of all nodes on one clock, one column per second. Raises ValueError for shapes that do not fit."""
 
     nodes: tuple[str, ...]
-    roles: tuple[str, ...]  # one a node; nodes of different roles are never compared
+    roles: tuple[str, ...]  # one per node; nodes of different roles are never compared
     metrics: tuple[NodeMetric, ...]  # in the order in which a detector tries them
     values: np.ndarray  # [num_nodes, num_seconds, num_metrics], float32; NaN: no sample
     phases: np.ndarray  # [num_nodes, num_seconds], integers; equal numbers are the same phase, negative ones unknown
@@ -106,7 +105,7 @@ class NodeSamples:
 
 @dataclass(frozen=True)
 class NodeAlert:
-    """A node whose `metric` has been unlike that of the others for long enough."""
+    """A node whose `metric` has deviated from that of the others for long enough."""
 
     node: str
     metric: str
@@ -114,7 +113,7 @@ class NodeAlert:
     seconds: float  # from `since` to the end of the last window looked at
     score: float  # mean z-score over those windows as a share of the largest one possible, sqrt(n - 1); at most 1
     value: float  # mean of the metric on the node over that time, in its unit
-    others: float  # median of the same mean of the nodes that it was compared with
+    others: float  # median of that mean over the nodes it was compared with
 
     def __str__(self) -> str:
         return (
@@ -129,7 +128,7 @@ def align(
     """Return the newest `num_seconds` seconds of all nodes on one clock.
 
     A second takes the newest sample whose time rounds down to it, and is NaN without one (`fill_gaps`). `end`: unix time of
-    the last second; None: of the newest sample of all. Raises ValueError where no node has a sample.
+    the last second; None: that of the newest sample. Raises ValueError if no node has a sample.
     """
     if num_seconds < 1:
         raise ValueError(f"{num_seconds} seconds of samples: needs at least 1")

@@ -1,12 +1,12 @@
-"""The watch over all nodes of a run: who is unlike the others, and which rank is slowest in which phase.
+"""The watch over all nodes of a run: which node is an outlier, and which rank is slowest in which phase.
 
     RUN/nodes/node_K.jsonl   every node's sampler writes them (nodes.sampler)
     main                     a separate process on the node of rank 0, at the lowest priority: every period it reads what is
                              new, runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
-    NodeWatch                rank 0 starts it and reads what it says: a line in the log, metrics of the next step, and with
+    NodeWatch                rank 0 starts it and reads its messages: a log line, metrics of the next step, and with
                              action "exclude" a stop as by SIGTERM: a checkpoint, then exit code 75
 
-Ranks wait for none of it. The kernel ends the process with rank 0.
+Ranks never wait for it. The kernel ends the process with rank 0.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class WatchSettings:
     continuity_s: float
     noise_chance: float
     action: str  # "warn" or "exclude"
-    phases: Sequence[str]  # in which ranks are compared
+    phases: Sequence[str]  # phases in which ranks are compared
 
     @property
     def window_s(self) -> float:
-        """Seconds of samples that the detector looks at."""
+        """Seconds of samples that the detector uses."""
         return max(_WINDOW_PERIODS * self.period_s, 2 * self.continuity_s)
 
 
@@ -69,11 +69,11 @@ class Straggler:
     rank: int
     node: str
     seconds: float  # of work in the period: on a CPU or waiting for one
-    median: float  # of all ranks that worked in it
+    median: float  # over all ranks that worked in it
 
     @property
     def over_median(self) -> float:
-        """Return how much longer than the median, as a share of it."""
+        """Return the excess over the median, as a share of it."""
         return self.seconds / self.median - 1.0
 
 
@@ -97,16 +97,16 @@ class NodeFile:
     """The file of one node, read as it grows."""
 
     def __init__(self, path: Path, since: float) -> None:
-        """since: samples before this are of another attempt, perhaps of another host."""
+        """since: earlier samples belong to another attempt, perhaps on another host."""
         self._path, self._since = path, since
         self._identity, self._offset, self._torn = 0, 0, b""
         self._header = ""
-        self.samples: list[Any] = []  # NodeSample, the oldest first
+        self.samples: list[Any] = []  # NodeSample, oldest first
         self.name, self.role, self.node = "", "", -1
         self.seconds: dict[int, dict[str, tuple[float, float]]] = {}  # newest, by rank and phase
 
     def read(self, keep_since: float) -> None:
-        """Take what is new, and drop samples before `keep_since`. A file that cannot be read has nothing new."""
+        """Read what is new, and drop samples before `keep_since`. An unreadable file has nothing new."""
         from megatron_dapo.nodes.records import parse_lines
 
         lines = self._new_lines()
@@ -131,7 +131,7 @@ class NodeFile:
             with open(self._path, "rb") as stream:
                 status = os.fstat(stream.fileno())
                 if status.st_ino != self._identity or status.st_size < self._offset:
-                    # The sampler has begun a new file; what it wrote last into the old one is at most a few seconds.
+                    # The sampler has begun a new file; its last writes to the old one cover at most a few seconds.
                     self._identity, self._offset, self._torn = status.st_ino, 0, b""
                 stream.seek(self._offset)
                 text = stream.read()
@@ -142,7 +142,7 @@ class NodeFile:
         return [line.decode(errors="replace") for line in whole if line.startswith(b"{") and line.endswith(b"}")]
 
     def series(self) -> NodeSeries:
-        """Return its samples as the detector takes them."""
+        """Return its samples in the form the detector needs."""
         from megatron_dapo.nodes.samples import NodeSeries
 
         return NodeSeries(self.node, self.name, self.role, self.samples)
@@ -163,7 +163,7 @@ class RunWatch:
         self._is_stopping = False
 
     def look(self, now: float) -> dict[str, Any]:
-        """Read what is new and return what there is to tell: "alerts", "stragglers", and "exclude" if a node is to be left out."""
+        """Read what is new and return what to report: "alerts", "stragglers", and "exclude" for a node to drop."""
         for file in self._files.values():
             file.read(now - self._settings.window_s)
         stragglers = self._stragglers()
@@ -183,12 +183,12 @@ class RunWatch:
         files = [file for file in self._files.values() if file.samples]
         if len(files) < MIN_NODES:
             return []
-        # The detector needs torch, which is loaded only if there are nodes to judge.
+        # The detector needs torch, which is loaded only if there are nodes to compare.
         from megatron_dapo.nodes.denoiser import reference_denoisers
         from megatron_dapo.nodes.detection import DetectorSettings, detect
         from megatron_dapo.nodes.samples import METRICS, align
 
-        # Every node has written its samples up to then.
+        # Every node has written its samples up to that time.
         end = now - flush_seconds(self._settings.period_s) - 2 * SAMPLE_S
         num_seconds = int(min(self._settings.window_s, end - min(file.samples[0].time for file in files)))
         if num_seconds < 1:
@@ -214,7 +214,7 @@ class RunWatch:
         return found
 
     def _is_news(self, alert: NodeAlert, now: float) -> bool:
-        """Return True for an alert that was not there in the last window."""
+        """Return True for an alert that the last window did not have."""
         key = alert.node, alert.metric
         last, self._told[key] = self._told.get(key, -float("inf")), now
         return now - last > self._settings.window_s
@@ -238,13 +238,13 @@ class RunWatch:
 
 
 def print_line(message: Mapping[str, Any]) -> None:
-    """Tell rank 0."""
+    """Send a message to rank 0."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Watch, until rank 0 ends, the run that the command line describes."""
+    """Watch the run that the command line describes until rank 0 ends."""
     starter = os.getppid()
     become_helper(_NICE)
     settings = WatchSettings(**json.loads(sys.argv[1]))
@@ -256,7 +256,7 @@ def main() -> None:
         start = time.monotonic()
         try:
             told = watch.look(time.time())
-        except Exception as error:  # a watch that fails must say so once, and costs the run nothing
+        except Exception as error:  # a failing watch must say so once, without harm to the run
             print_line({"problem": f"the watch over the nodes has ended: {error!r}"})
             return
         print_line({**told, "seconds": time.monotonic() - start})

@@ -1,1 +1,1 @@
-"""Layouts as arithmetic, packing, global sums and the resharding core: knows torch.distributed, but no model."""
+"""Layouts as arithmetic, packing, global sums and the resharding core; uses torch.distributed but knows no model."""

@@ -1,4 +1,4 @@
-"""Partitions of sizes into parts of nearly equal sums. Pure and deterministic: every rank computes the same answer from
+"""Partitions of sizes into parts of nearly equal sums. Pure and deterministic: every rank computes the same result from
 the same sizes."""
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ Parts = list[list[int]]
 
 
 def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | None = None) -> Parts:
-    """Indices of `sizes` in `num_parts` parts of nearly equal sums, each of at most `max_items` indices.
+    """Partition the indices of `sizes` into `num_parts` parts of nearly equal sums and at most `max_items` indices
+    each.
 
-    Longest processing time first (R. Graham, 1969): the largest size left goes to the part with the smallest sum, so
-    the largest sum is at most 4/3 of the best possible where `max_items` does not bind. No part is empty unless there
-    are fewer sizes than parts. Sizes are positive. ValueError where the parts cannot hold all sizes.
+    Longest processing time first (R. Graham, 1969): the largest remaining size goes to the part with the smallest
+    sum, so the largest sum is at most 4/3 of the optimum if `max_items` does not bind. No part is empty unless there
+    are fewer sizes than parts. Sizes are positive. Raise ValueError if the parts cannot hold all sizes.
     """
     room = len(sizes) if max_items is None else max_items
     if num_parts * room < len(sizes):
@@ -25,7 +26,7 @@ def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | No
         )
     parts: Parts = [[] for _ in range(num_parts)]
     open_parts = [(0, part) for part in range(num_parts)]
-    heapify(open_parts)  # equal sums: the lower part first, on every rank alike
+    heapify(open_parts)  # equal sums: the lower part comes first on every rank
     for index in largest_first(sizes):
         load, part = heappop(open_parts)
         parts[part].append(index)
@@ -35,17 +36,17 @@ def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | No
 
 
 def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> Parts:
-    """Indices of `sizes` in few parts, each of sum at most `capacity` and at most `max_items` indices; no part is
-    empty.
+    """Partition the indices of `sizes` into few non-empty parts, each with sum at most `capacity` and at most
+    `max_items` indices.
 
-    Best fit decreasing: each size goes to the fullest part that still holds it; at most 11/9 of the fewest possible
-    parts, plus one. Every size is at most `capacity`.
+    Best fit decreasing: each size goes to the fullest part with room for it; this gives at most 11/9 of the fewest
+    possible parts, plus one. Every size is at most `capacity`.
     """
     parts: Parts = []
-    free: list[tuple[int, int]] = []  # (free room, part), sorted; full parts are left out
+    free: list[tuple[int, int]] = []  # (free room, part), sorted, without full parts
     for index in largest_first(sizes):
         assert sizes[index] <= capacity, f"size {sizes[index]} exceeds the capacity {capacity}"
-        # The first part with room enough is the fullest one: `free` is sorted by room.
+        # `free` is sorted by room, so the first part with enough room is the fullest.
         place = bisect_left(free, (sizes[index], -1))
         left, part = free.pop(place) if place < len(free) else (capacity, len(parts))
         if part == len(parts):
@@ -57,9 +58,9 @@ def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = No
 
 
 def spread(parts: Parts, sizes: Sequence[int], num_parts: int) -> Parts:
-    """The same indices in `num_parts` >= len(parts) parts, none empty and no sum larger than before: the smallest index
-    of the part with the largest sum among those that hold several moves into a part of its own, until there are
-    enough."""
+    """Split parts until there are `num_parts` >= len(parts), none empty and no sum larger than before.
+
+    Each split moves the smallest index of the multi-index part with the largest sum into a new part."""
     parts = [sorted(part, key=lambda index: (-sizes[index], index)) for part in parts]
     assert len(parts) <= num_parts <= sum(map(len, parts)), (
         f"cannot spread {sum(map(len, parts))} items over {num_parts} parts"
@@ -76,5 +77,5 @@ def spread(parts: Parts, sizes: Sequence[int], num_parts: int) -> Parts:
 
 
 def largest_first(sizes: Sequence[int]) -> list[int]:
-    """Indices by decreasing size, order kept among equals."""
+    """Return indices by decreasing size, keeping the order of equal ones."""
     return sorted(range(len(sizes)), key=lambda index: -sizes[index])

@@ -29,18 +29,19 @@ DTYPES: dict[str, torch.dtype] = {
         torch.bool,
     )
 }
-ALIGNMENT_BYTES = 16  # of each tensor in the common buffer; at least the largest element
+ALIGNMENT_BYTES = 16  # alignment of each tensor in the common buffer; at least the largest element
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which tensors travel over `group`: the current CUDA device for NCCL, else the CPU."""
+    """Return the device on which tensors travel over `group`: the current CUDA device for NCCL, otherwise the CPU."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )
 
 
 def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The JSON-serializable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
+    """Return the JSON-serializable `value` of rank `source` on every rank (others pass None). Tuples arrive as
+    lists."""
     device = communication_device(group)
     is_source = dist.get_rank(group) == source
     text = bytearray(json.dumps(value).encode())
@@ -56,9 +57,10 @@ def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup 
 def broadcast_tensors(
     tensors: Mapping[str, torch.Tensor] | None, source: int = 0, group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """The named tensors of rank `source`, on every rank (others pass None), on the device of the group's backend.
+    """Return the named tensors of rank `source` on every rank (others pass None), on the device of the group's backend.
 
-    One header and one flat buffer, however many tensors. The results of other ranks are views of that buffer.
+    Only one header and one flat buffer are sent, however many tensors there are. On other ranks the results are views
+    of that buffer.
     """
     is_source = dist.get_rank(group) == source
     assert tensors is not None or not is_source, f"rank {source} broadcasts, but has no tensors"
@@ -88,7 +90,7 @@ def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 
 
 def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]:
-    """Byte ranges of the tensors in the common buffer, and its size."""
+    """Return the byte ranges of the tensors in the common buffer, and its size."""
     places, end = [], 0
     for _, dtype, shape in header:
         start = round_up(end, ALIGNMENT_BYTES)
@@ -100,14 +102,16 @@ def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]
 def sum_over(
     values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Sums over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
+    """Return sums over ranks of equally named and shaped values, in float64 on the group's device, by one
+    collective."""
     return _reduce(values, dist.ReduceOp.SUM, group)
 
 
 def max_over(
     values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Maxima over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
+    """Return maxima over ranks of equally named and shaped values, in float64 on the group's device, by one
+    collective."""
     return _reduce(values, dist.ReduceOp.MAX, group)
 
 
@@ -116,8 +120,8 @@ def _reduce(
 ) -> dict[str, torch.Tensor]:
     device = communication_device(group)
     parts = {name: torch.as_tensor(values[name]).detach().to(device, torch.float64) for name in sorted(values)}
-    # The check travels along: unequal names would otherwise add up different things without a word. Its square catches
-    # them in a maximum and in a sum alike: only equal numbers have n * sum(x^2) = sum(x)^2, and max(x) = -max(-x).
+    # Send a check along: unequal names would otherwise silently add up different things. Its square catches them for
+    # sums and maxima: only equal numbers have n * sum(x^2) = sum(x)^2, and max(x) = -max(-x).
     check = float(crc32(json.dumps([(name, list(part.shape)) for name, part in parts.items()]).encode()) % (1 << 20))
     flat = torch.cat(
         [

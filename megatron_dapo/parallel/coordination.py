@@ -1,17 +1,17 @@
-"""Coordination of ranks through host memory: commands, reports, and waits for each other.
+"""Coordination of ranks through host memory: commands, reports and barriers.
 
 An NCCL collective that waits for a late rank spins on the GPU, which the rollout engine may be using, and NCCL's watchdog
-ends the run at its timeout. So everything that may wait long goes over gloo, through this one class; tensors go over the
+ends the run at its timeout. So every potentially long wait goes over gloo, through this class; tensors go over the
 group of their device.
 
-gloo connects every rank of a group to every other, so many ranks form a tree of small groups:
+gloo connects every rank of a group to every other one, so many ranks form a tree of small groups:
 
     level 0   8 consecutive ranks, the size of most nodes
     level 1   the first ranks of 4 groups of level 0
     level 2   the first ranks of 4 groups of level 1, and so on
 
-An exchange climbs the tree, is combined at each level, and its result comes down. With 16,384 ranks rank 0 has 16
-connections to other nodes, most ranks have none. Up to 8 ranks are one group and need one collective an exchange.
+Values climb the tree and are combined at each level, and the result comes back down. With 16,384 ranks, rank 0 has 16
+connections to other nodes and most ranks have none. Up to 8 ranks form one group and need one collective per exchange.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ import torch.distributed as dist
 
 from megatron_dapo.rounding import round_up
 
-GROUP_SIZE = 8  # of level 0
-FAN_OUT = 4  # groups of one level under a group of the next
-_ALLOWANCE_S = 2.0  # a level of a barrier waits this much longer than the one below, whose verdict it passes on
-_VERDICT_S = 20.0  # how much longer than the wait itself a verdict may take from the top of the tree
-_SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes zero for its own default
+GROUP_SIZE = 8  # ranks of a level 0 group
+FAN_OUT = 4  # groups of one level below a group of the next
+_ALLOWANCE_S = 2.0  # each barrier level waits this much longer than the one below, whose verdict it passes on
+_VERDICT_S = 20.0  # extra time, beyond the wait itself, for a verdict to arrive from the top of the tree
+_SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo treats zero as its default
 _NEVER_SENT_TAG = 2
 
 
 class Progress:
-    """The last moment at which this process saw progress, and how often it did. Any thread may call it."""
+    """The time of this process's last progress, and a count. Any thread may call it."""
 
     def __init__(self) -> None:
         self.count = 0
         self._at = time.monotonic()
 
     def mark(self) -> None:
-        """Note progress: a finished response, a command of rank 0, the begin of a phase."""
+        """Note progress: a finished response, a command from rank 0, the start of a phase."""
         self.count += 1
         self._at = time.monotonic()
 
@@ -57,25 +57,25 @@ class Progress:
 
 
 class CoordinationError(RuntimeError):
-    """Ranks did not meet in time: one is gone or late."""
+    """A rank did not reach an exchange in time: it is gone or late."""
 
 
 class Level(NamedTuple):
     """One group of the tree that this process belongs to."""
 
-    group: Any  # gloo: torch's ProcessGroupGloo, or a ProcessGroup over it
-    ranks: range  # of the coordination; each is the first of its group of the level below
+    group: Any  # torch's ProcessGroupGloo, or a ProcessGroup over it
+    ranks: range  # ranks in the coordination; each is the first of its group on the level below
     height: int = 0
 
 
 class Coordination:
-    """JSON exchanges among ranks. Every rank of it must call; each exchange counts as progress.
+    """JSON exchanges among ranks. Every rank must make each call; each exchange counts as progress.
 
     Args:
-        group: a gloo group; None for one process alone, which needs no default group.
-        timeout_s: longest wait for the others in an exchange that names no other, in seconds.
+        group: a gloo group; None for a single process, which needs no default group.
+        timeout_s: longest wait for the others, in seconds, in an exchange without its own timeout.
         progress: marked by every exchange.
-        levels: the groups that this process belongs to, from level 0 up, in place of one `group` of all ranks.
+        levels: the groups that this process belongs to, from level 0 up, instead of one `group` of all ranks.
         rank: this process's rank, with `levels`.
         size: number of ranks, with `levels`.
     """
@@ -99,7 +99,7 @@ class Coordination:
         self.rank = rank  # this process's rank among them
         self.size = size  # number of ranks
         self._levels = levels
-        # The highest group has a rank of every part of the tree: all its ranks know the result of an exchange.
+        # The highest group has a rank from every part of the tree, so all its ranks know an exchange's result.
         self._is_on_top = not levels or _covers(levels[-1].ranks, size)
         self._lost = ""  # the wait that failed: gloo breaks its connections at a timeout, so no later one can succeed
 
@@ -128,12 +128,13 @@ class Coordination:
         """Return `combine` of every rank's JSON value, the same on every rank. Tuples arrive as lists.
 
         Args:
-            combine: from the values of some ranks, in rank order, to one that stands for them: applied again to its own
-                results, level by level.
+            combine: maps the values of some ranks, in rank order, to one value that represents them; it is applied to
+            its own
+                results level by level.
             down: reduces the result for all ranks below the highest group of the tree, where rank 0 is.
 
-        CoordinationError, which names the wait, after `timeout_s` (None: that of the coordination), and at once after an
-        earlier one.
+        Raise CoordinationError, which names the wait, after `timeout_s` (None: the coordination's timeout), or
+        immediately if an earlier wait failed.
         """
         end = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         found = combine([json.loads(json.dumps(value))])
@@ -148,7 +149,7 @@ class Coordination:
         return found
 
     def gather(self, value: Any, waiting_for: str = "the values of all ranks", timeout_s: float | None = None) -> list:
-        """Return every rank's JSON value, in rank order, by `merge`. For values that are few or short."""
+        """Return every rank's JSON value, in rank order, by `merge`. Use it for few or short values."""
         return self.merge([value], lambda parts: list(chain.from_iterable(parts)), waiting_for, timeout_s)
 
     def sum(self, values: torch.Tensor, waiting_for: str, timeout_s: float) -> torch.Tensor:
@@ -171,13 +172,13 @@ class Coordination:
             try:
                 level.group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=True)
                 whole.append(level)
-                if level.height:  # a rank of this level knows who is missing below it
+                if level.height:  # a rank of this level knows which ranks below it are missing
                     verdicts = self._exchange(level, problem, waiting_for, time.monotonic() + seconds)
                     problem = next((verdict for verdict in verdicts if verdict), "")
             except RuntimeError as error:
                 problem = problem or self._missing(level, seconds, waiting_for, error)
         for level in reversed(whole):
-            # The highest group of the tree knows by now.
+            # The highest group of the tree already knows.
             if not (self._is_on_top and level is self._levels[-1]):
                 problem = self._verdict(level, problem, waiting_for) or problem
         if problem:
@@ -185,7 +186,7 @@ class Coordination:
         self.progress.mark()
 
     def _verdict(self, level: Level, problem: str, waiting_for: str) -> str:
-        """Pass on, in one group, who is missing at a barrier."""
+        """Pass on to one group which ranks are missing at a barrier."""
         end = time.monotonic() + self.timeout_s + _VERDICT_S
         try:
             return self._spread(level, problem, level.ranks[0], waiting_for, end)
@@ -211,7 +212,7 @@ class Coordination:
     def _exchange(self, level: Level, value: Any, waiting_for: str, end: float) -> list:
         """Return the JSON values of all ranks of one group, in rank order."""
         payload = json.dumps(value).encode()
-        # Most values are short and fit behind their length: one collective instead of two.
+        # Most values are short and fit after their length, which takes one collective instead of two.
         frames = self._gather_bytes(level, _framed(payload, _SHORT_BYTES), waiting_for, end)
         longest = max(_length(frame) for frame in frames)
         if longest > _SHORT_BYTES - _LENGTH_BYTES:
@@ -220,7 +221,7 @@ class Coordination:
         return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
 
     def _gather_bytes(self, level: Level, own: bytearray, waiting_for: str, end: float) -> list[bytes]:
-        """Return the bytes of every rank of one group, equally many."""
+        """Return the bytes of every rank of one group; all send equally many."""
         tensor = torch.frombuffer(own, dtype=torch.uint8)
         gathered = [torch.empty_like(tensor) for _ in level.ranks]
         self._finish(partial(level.group.allgather, [gathered], [tensor]), waiting_for, end)
@@ -258,12 +259,12 @@ class Coordination:
         self.progress.mark()
 
     def _break_connections(self) -> None:
-        """End the waits of the ranks of all own groups: those of other groups cannot see what broke this one."""
+        """End the waits of ranks in all groups of this process: the other groups cannot see what broke this one."""
         if len(self._levels) < 2:
             return
         for level in self._levels:
             for number in range(len(level.ranks)):
-                # gloo breaks all connections of a group once a receive times out; it has no call for that.
+                # gloo has no call to break all of a group's connections, but breaks them once a receive times out.
                 if level.ranks[number] != self.rank:
                     with contextlib.suppress(RuntimeError):
                         never_sent = level.group.recv([torch.zeros(1, dtype=torch.uint8)], number, _NEVER_SENT_TAG)
@@ -271,7 +272,7 @@ class Coordination:
 
 
 _SHORT_BYTES = 1024
-_LENGTH_BYTES = 8  # of the length in front, little-endian
+_LENGTH_BYTES = 8  # bytes of the little-endian length in front
 
 
 def _framed(payload: bytes, num_bytes: int) -> bytearray:
@@ -292,7 +293,7 @@ def coordinate(
     group_size: int = GROUP_SIZE,
     fan_out: int = FAN_OUT,
 ) -> Coordination | None:
-    """Return the coordination of some ranks of the world, None in a process that is none of them.
+    """Return the coordination of some ranks of the world; None in any other process.
 
     Collective among these ranks; the default process group must exist.
     """
@@ -320,27 +321,27 @@ def groups_of(rank: int, num_ranks: int, group_size: int = GROUP_SIZE, fan_out: 
 
 
 def _covers(ranks: range, num_ranks: int) -> bool:
-    """Return True if all ranks stand under a group of the tree."""
+    """Return True if all ranks are below a group of the tree."""
     return ranks[0] == 0 and ranks[-1] + ranks.step >= num_ranks
 
 
 def _holder(ranks: range, rank: int) -> int | None:
-    """Return the rank of a group under which another rank stands in the tree, None if it stands outside the group."""
+    """Return the rank of a group that another rank is below in the tree; None if it is outside the group."""
     if not ranks[0] <= rank < ranks[-1] + ranks.step:
         return None
     return ranks[(rank - ranks[0]) // ranks.step]
 
 
 def default_store() -> dist.Store:
-    """Return the key-value store through which the processes of the run have met; each is connected to it already."""
+    """Return the key-value store through which the run's processes met; each is already connected to it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _join(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Return a gloo group of ranks of the world. Collective among them alone, unlike `torch.distributed.new_group`."""
+    """Return a gloo group of ranks of the world. Collective only among them, unlike `torch.distributed.new_group`."""
     store, own = default_store(), dist.get_rank()
     name = f"coordination of {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-    # Equal ranks may form several groups; each of them counts alike.
+    # The same ranks may form several groups; all of them count the same way.
     number = store.add(f"{name}, joined by {own}", 1)
     store = dist.PrefixStore(f"{name}, number {number}", store)
     return dist.ProcessGroupGloo(store, ranks.index(own), len(ranks), timedelta(seconds=timeout_s + _VERDICT_S))

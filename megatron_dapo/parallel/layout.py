@@ -25,19 +25,19 @@ class ExpertCoordinates:
 
     tensor: int  # part of each expert
     expert: int  # which experts
-    data: int  # replica
+    data: int  # which replica
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel axes. Ranks are numbered as Megatron-core's default order "tp-cp-ep-dp-pp" does: tensor
+    """Sizes of the parallel axes. Ranks are numbered in Megatron-core's default order "tp-cp-ep-dp-pp", tensor
     fastest.
 
-    Experts are laid out over the same ranks of a pipeline stage in another way: each is cut over `expert_tensor` ranks
-    (None: as many as `tensor`), and they are dealt out over `expert` ranks; what is left holds replicas.
-    `first_stage_layers`, `last_stage_layers`: of the first and last pipeline stage, 0 for an even share.
-    `token_multiple`: what a rank's own tokens of a micro-batch are a multiple of, which products in FP8 ask for. Raises
-    ValueError where the sizes do not fit the world.
+    Experts use the same ranks of a pipeline stage in a different layout: each expert is cut over `expert_tensor` ranks
+    (None: as many as `tensor`), experts are distributed over `expert` ranks, and the remaining factor holds replicas.
+    `first_stage_layers`, `last_stage_layers`: layers of the first and last pipeline stage, 0 for an even share.
+    `token_multiple`: a rank's tokens of a micro-batch are a multiple of this, as FP8 products require. Raise ValueError
+    if the sizes do not fit the world.
     """
 
     world_size: int
@@ -75,7 +75,7 @@ class ParallelLayout:
 
     def _check_experts(self) -> None:
         if self.expert_tensor is None:
-            # As many tensor ranks for experts as for dense layers: experts take ranks of the other axes alone.
+            # Experts have as many tensor ranks as dense layers, so they only use ranks of the other axes.
             if (self.data * self.context) % self.expert:
                 raise ValueError(
                     f"parallel layout: expert {self.expert} does not divide context x data = "
@@ -127,25 +127,25 @@ class ParallelLayout:
 
     def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
         """Return the global indices of the layers of one model chunk, interleaved over stages under virtual pipelining.
-        ValueError where the layers do not split."""
+        Raise ValueError if the layers do not divide."""
         ends = self.first_stage_layers, self.last_stage_layers
         try:
             sizes = layers_of_stages(num_layers, self.pipeline, self.virtual_pipeline, *ends)
         except ValueError as error:
             raise ValueError(f"parallel layout: {error}") from None
         chunks = [size // self.virtual_pipeline for size in sizes]
-        # Interleaved as in megatron-core: the first chunks of all stages, then their second ones.
+        # Interleave as in megatron-core: the first chunks of all stages, then the second chunks.
         start = vp_stage * sum(chunks) + sum(chunks[:pipeline_rank])
         return range(start, start + chunks[pipeline_rank])
 
     @property
     def sequence_alignment(self) -> int:
-        """Multiple every packed sequence is padded to."""
+        """Multiple that every packed sequence is padded to."""
         return sequence_multiple(self.context)
 
     @property
     def micro_batch_alignment(self) -> int:
-        """Multiple the tokens of a packed micro-batch are padded to."""
+        """Multiple that the tokens of a packed micro-batch are padded to."""
         return micro_batch_multiple(self.tensor, self.context, self.sequence_parallel, self.token_multiple)
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """The nodes of a run, numbered in order of their first rank; every one holds equally many consecutive ranks."""
+    """The nodes of a run, numbered in order of their first rank; all hold equally many consecutive ranks."""
 
     num_ranks: int
     ranks_per_node: int
@@ -25,7 +25,8 @@ class NodeTopology:
 
 
 def node_topology(names: Sequence[str]) -> NodeTopology:
-    """Return the nodes from the host name of every rank. ValueError where one has more ranks than another, or ranks apart."""
+    """Return the nodes from the host name of every rank. Raise ValueError if nodes differ in number of ranks or a
+    node's ranks are not consecutive."""
     order = list(dict.fromkeys(names))
     per_node = len(names) // len(order)
     expected = [name for name in order for _ in range(per_node)]

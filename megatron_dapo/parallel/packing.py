@@ -1,13 +1,13 @@
 """Packed micro-batches: the assignment of sequences to data-parallel ranks and micro-batches, and their memory layout.
 
-Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every
-data-parallel rank (a multiple of the pipeline size under virtual pipelining), every sequence exactly once, no
-micro-batch above the limits. A micro-batch without a sequence is planned only where the counts leave no other way
-(fewer sequences than micro-batches are needed at the same number on every rank, such as fewer than there are ranks); it
-is packed as a few masked tokens that no sum sees.
+Planning is arithmetic on lengths, the same on every rank. It guarantees an equal number of micro-batches on every
+data-parallel rank (a multiple of the pipeline size under virtual pipelining), every sequence exactly once, and no
+micro-batch above the limits. A micro-batch without a sequence is planned only if there are fewer sequences than
+micro-batches needed for an equal number on every rank (for example, fewer sequences than ranks). It is packed as a few
+masked tokens that no sum includes.
 
-Packed, every per-token field stands at the position that PREDICTS the token (see `MicroBatch`): response token j of a
-sequence with prompt length n stands at position n + j - 1. Response tokens keep their targets and values where the loss
+When packed, every per-token field is at the position that PREDICTS the token (see `MicroBatch`): response token j of a
+sequence with prompt length n is at position n + j - 1. Response tokens keep their targets and values even if the loss
 mask is 0; prompt positions and padding hold 0 in every field.
 """
 
@@ -25,7 +25,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rounding import round_up
 from megatron_dapo.types import MicroBatch, TrainSample
 
-PADDING_ID = ""  # sample id of the masked sequence that fills a micro-batch up
+PADDING_ID = ""  # sample id of the masked sequence that pads a micro-batch
 
 Moved = TypeVar("Moved")
 # [data-parallel rank][micro-batch] -> indices of its sequences, empty for a masked micro-batch
@@ -37,8 +37,9 @@ class MicroBatchLimits:
     """Limits of one micro-batch, before context parallelism cuts it: padded tokens, sequences, or both. 0: no
     limit.
 
-    Work within the limits is balanced by what sequences cost. `attention_parity`: length of a sequence whose attention
-    costs as much as all the rest of the model (`ModelArchitecture.attention_parity`). 0: tokens cost alike.
+    Within the limits, work is balanced by the cost of sequences. `attention_parity`: length of a sequence whose
+    attention costs as much as the rest of the model (`ModelArchitecture.attention_parity`). 0: all tokens cost the
+    same.
     """
 
     max_tokens: int = 0
@@ -46,7 +47,7 @@ class MicroBatchLimits:
     attention_parity: int = 0
 
     def cost(self, tokens: int) -> int:
-        """Return the work of a sequence, in a unit of its own: linear in its tokens, and quadratic for attention."""
+        """Return the cost of a sequence in an arbitrary unit: linear in its tokens, plus quadratic for attention."""
         return tokens * (self.attention_parity + tokens) if self.attention_parity else tokens
 
     def __post_init__(self) -> None:
@@ -60,9 +61,9 @@ class MicroBatchLimits:
 def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> MicroBatchPlan:
     """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by cost.
 
-    lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the
-    largest come first, so that a memory error comes at once.
-    Raises ValueError where a sequence is larger than the token limit.
+    lengths: true token counts of the sequences (prompt + response). There are as few micro-batches as the
+    limits allow, the largest first, so that a memory error occurs immediately.
+    Raise ValueError if a sequence is larger than the token limit.
     """
     assert lengths, "a mini-batch has a sequence"
     num_ranks = layout.data
@@ -73,9 +74,9 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
     per_rank = round_up(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
     num_parts = min(per_rank * num_ranks, len(sizes))
     costs = [limits.cost(size) for size in sizes]
-    # Balanced sums ignore the capacity; parts of equal tokens come closest to it, even where equal costs exceed it.
+    # Balancing ignores the capacity; parts with equal tokens come closest to it, even if equal costs exceed it.
     balanced = (balanced_partition(by, num_parts, max_items) for by in (costs, sizes))
-    # The fewest parts keep it, and so do parts split off from them.
+    # The fewest parts respect it, and so do parts split off from them.
     parts = next((parts for parts in balanced if max(_loads(parts, sizes)) <= capacity), None) or spread(
         fewest, sizes, num_parts
     )
@@ -83,7 +84,7 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
 
 
 def _capacity(lengths: Sequence[int], sizes: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> int:
-    """Padded tokens a micro-batch may hold so that its own tail padding stays within the limit too."""
+    """Return the padded tokens a micro-batch may hold so that its tail padding also stays within the limit."""
     if not limits.max_tokens:
         return sum(sizes)
     alignment = layout.micro_batch_alignment
@@ -104,7 +105,7 @@ def _loads(parts: Parts, sizes: Sequence[int]) -> list[int]:
 
 
 def _deal(parts: Parts, costs: Sequence[int], num_ranks: int, per_rank: int) -> MicroBatchPlan:
-    """Give every rank `per_rank` of the parts, ranks balanced, and empty micro-batches where there are too few
+    """Give every rank `per_rank` of the parts, balancing the ranks, and empty micro-batches if there are too few
     parts."""
     loads = _loads(parts, costs)
     ranks = balanced_partition(loads, num_ranks, per_rank)
@@ -112,7 +113,7 @@ def _deal(parts: Parts, costs: Sequence[int], num_ranks: int, per_rank: int) -> 
     return tuple((tuple(tuple(sorted(parts[part])) for part in rank) + empty)[:per_rank] for rank in ranks)
 
 
-# Fields of a sample [R] that a micro-batch has at the same name; those of None are 0.
+# Fields of a sample [R] that a micro-batch has under the same name; None becomes 0.
 _PER_TOKEN = ("loss_mask", "advantages", "rollout_logprobs", "staleness", "values", "returns")
 _REALS = (*_PER_TOKEN, "loss_weights", "positive_weights")
 
@@ -120,13 +121,13 @@ _REALS = (*_PER_TOKEN, "loss_weights", "positive_weights")
 def pack(
     samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout, sequence_length: int = 0
 ) -> MicroBatch:
-    """One micro-batch of `samples`, one after the other.
+    """Pack `samples` one after another into a micro-batch.
 
-    loss_weights: one number a sample, the weight of each of its trained tokens in the optimizer step's loss. Each
+    loss_weights: one number per sample, the weight of each of its trained tokens in the optimizer step's loss. Each
     sequence is padded to a multiple of `layout.sequence_alignment`, and to at least `sequence_length` tokens; the whole
-    to a multiple of `layout.micro_batch_alignment` by a masked sequence of its own (true length 0, id PADDING_ID). No
-    samples give only that sequence. Raises ValueError for a sample whose per-token fields do not have the length of its
-    response.
+    to a multiple of `layout.micro_batch_alignment` by a separate masked sequence (true length 0, id PADDING_ID).
+    Without samples there is only that sequence. Raise ValueError if a sample's per-token fields do not have the length
+    of its response.
     """
     if len(samples) != len(loss_weights):
         raise ValueError(f"pack: {len(samples)} samples but {len(loss_weights)} loss weights")
@@ -163,7 +164,7 @@ def pack(
 
 
 def _routing(samples: Sequence[TrainSample], bounds: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the experts of each packed token, and the tokens whose experts are known; None for both where none are."""
+    """Return the experts of each packed token, and which tokens have known experts; None for both if none do."""
     known = [sample.routing for sample in samples if sample.routing is not None]
     if not known:
         return None, None
@@ -198,7 +199,7 @@ def _write(
                 f"has {num_response} tokens"
             )
     integers["token_ids"][start : start + sample.num_tokens] = sample.tokens
-    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)  # one early: it predicts the token
+    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)  # one earlier: predicts the token
     integers["targets"][place] = sample.tokens[sample.prompt_length :]
     for name in _PER_TOKEN:
         if (per_token := getattr(sample, name)) is not None:
@@ -209,21 +210,21 @@ def _write(
 
 
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:
-    """The rectangular variant of `pack`: every sequence is padded to the longest of the micro-batch."""
+    """Pack like `pack`, but pad every sequence to the longest of the micro-batch."""
     return pack(
         samples, loss_weights, layout, sequence_length=max((sample.num_tokens for sample in samples), default=0)
     )
 
 
 def to_device(value: Moved, device: torch.device | str | int) -> Moved:
-    """Return a dataclass with its tensors, and those of dataclasses in it, on `device`.
+    """Return a dataclass with its tensors, nested ones included, on `device`.
 
     A copy from the host to a GPU is queued on the current stream; the host does not wait for it.
     """
     moved: Any = value
     if isinstance(value, torch.Tensor):
         is_upload = value.device.type == "cpu" and torch.device(device).type == "cuda"
-        # The host would wait for a copy out of memory that is not page-locked.
+        # The host would wait for a copy from memory that is not page-locked.
         moved = value.pin_memory().to(device, non_blocking=True) if is_upload else value.to(device)
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
@@ -234,9 +235,9 @@ def to_device(value: Moved, device: torch.device | str | int) -> Moved:
 def unpack_responses(
     values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Per-token `values` [P, ...] of a packed micro-batch as {sample id: [R, ...]}, response token j at index j.
+    """Return per-token `values` [P, ...] of a packed micro-batch as {sample id: [R, ...]}, response token j at index j.
 
-    prompt_lengths: of the micro-batch's samples in their order, without its padding sequence.
+    prompt_lengths: prompt lengths of the micro-batch's samples in order, without its padding sequence.
     """
     starts = micro_batch.cu_seqlens.tolist()
     real = [place for place, name in enumerate(micro_batch.sample_ids) if name != PADDING_ID]

@@ -6,8 +6,8 @@
       report_progress()         ->  the wait continues with a new deadline
     finish                      ->  run_on_rank0 returns
 
-A failure on rank 0 reaches every rank as an error. A rank without a handler for a command ignores it: ranks that hold
-only the critic wait like the others and have no engine.
+A failure on rank 0 reaches every rank as an error. A rank without a handler for a command ignores it: ranks with only
+the critic have no engine, but wait like the others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Result = TypeVar("Result")
 Handler = Callable[[dict[str, Any]], None]
 
 _FINISH, _PROGRESS = "finish", "progress"
-_REPORT_INTERVAL_S = 5.0  # a broadcast for every finished response would hold rank 0 up
+_REPORT_INTERVAL_S = 5.0  # a broadcast for every finished response would slow rank 0 down
 
 
 class Rank0Commands:
-    """One for a run, on every rank of `coordination`. `handlers` are equal on all ranks that have any."""
+    """Commands from rank 0; one instance per run on every rank of `coordination`. All ranks with handlers have the
+    same."""
 
     def __init__(self, coordination: Coordination) -> None:
         self.handlers: dict[str, Handler] = {}
@@ -36,7 +37,7 @@ class Rank0Commands:
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """Run `body` on rank 0 while the others wait for its commands; return its result there, None on the others.
 
-        RuntimeError on the others if it fails. A handler that fails must do so on every rank alike.
+        Raise RuntimeError on the others if it fails. A handler that fails must fail on every rank.
         """
         if self._coordination.rank != 0:
             self._serve()
@@ -44,7 +45,7 @@ class Rank0Commands:
         try:
             result = body()
         except CommandFailed as failure:
-            # The others know already: they failed in the same command. The error keeps its own cause.
+            # The others already know, because they failed in the same command. The error keeps its cause.
             raise failure.error  # noqa: B904
         except BaseException as error:
             self._send({"op": _FINISH, "error": f"{type(error).__name__}: {error}"})
@@ -56,7 +57,7 @@ class Rank0Commands:
         """Run handler `op` on every rank. Rank 0 calls it inside `run_on_rank0`, in the main thread."""
         assert self._coordination.rank == 0, "rank 0 sends commands; the others serve"
         command = {"op": op, **facts}
-        # Sent first: a handler may hold collectives, which the other ranks have to enter.
+        # Send first: a handler may contain collectives, which the other ranks must enter.
         self._send(command)
         try:
             self.handlers[op](command)
@@ -78,7 +79,7 @@ class Rank0Commands:
 
     def _send(self, command: dict[str, Any] | None) -> dict[str, Any]:
         """Return rank 0's command on every rank."""
-        self._sent_at = time.monotonic()  # any command postpones the others' deadlines
+        self._sent_at = time.monotonic()  # every command postpones the others' deadlines
         try:
             return self._coordination.broadcast(command)
         except RuntimeError as error:

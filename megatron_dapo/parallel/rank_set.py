@@ -1,6 +1,6 @@
-"""The processes of the world that hold a model: neighboring ranks, numbered from 0 among themselves, and their group.
+"""The processes of the world that hold a model: consecutive ranks, numbered from 0 within the set, and their group.
 
-A layout is arithmetic over its own ranks; where these stand in the world is said here and nowhere else.
+A layout is arithmetic over its own ranks; only this module knows where they are in the world.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class RankSet:
     first_rank: int
     num_ranks: int
     world_rank: int
-    group: dist.ProcessGroup | None  # of these ranks; None in a process that is none of them
-    coordination: Coordination | None = None  # of these ranks, through host memory
+    group: dist.ProcessGroup | None  # group of these ranks; None in a process outside the set
+    coordination: Coordination | None = None  # coordination of these ranks through host memory
 
     @property
     def ranks(self) -> range:
@@ -51,17 +51,18 @@ def all_ranks() -> RankSet:
 
 
 def partition_ranks(num_last: int, timeout_s: float, progress: Progress | None = None) -> tuple[RankSet, RankSet]:
-    """Return the world without its last `num_last` ranks, and those. Collective: every process makes both groups.
+    """Return the world without its last `num_last` ranks, and the last `num_last` ranks. Collective: every process
+    makes both groups.
 
-    Waits within a set end after `timeout_s` seconds. `progress` is marked by its exchanges. ValueError if one of the two
-    would be empty.
+    Waits within a set end after `timeout_s` seconds. Exchanges mark `progress`. Raise ValueError if either set would be
+    empty.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if not 0 < num_last < world_size:
         raise ValueError(f"{num_last} of {world_size} processes cannot be a part of their own: both parts need some")
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
-        # Every process of the world has to call new_group for every group, in the same order.
+        # Every process of the world must call new_group for every group, in the same order.
         group = dist.new_group(list(range(first, first + count)), timeout=timedelta(seconds=timeout_s))
         coordination = coordinate(range(first, first + count), timeout_s, progress)
         parts.append(RankSet(first, count, rank, group if coordination is not None else None, coordination))

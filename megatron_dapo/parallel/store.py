@@ -22,13 +22,14 @@ _STORE_MAKERS = ("rendezvous", "elastic.rendezvous.static_tcp_rendezvous")
 
 
 def restrict_stores(num_nodes: int = 1) -> None:
-    """Let the stores of torch's rendezvous (env://, tcp:// and torchrun's static one) listen on their host's address alone.
+    """Make the stores of torch's rendezvous (env://, tcp:// and torchrun's static one) listen only on their host's
+    address.
 
-    For this process, before it meets the others. `num_nodes`: nodes whose processes connect. With several, a host whose
-    name means loopback here would shut the others out: then, and where the host is no address of this node, the store
-    listens on every interface and a warning says so.
+    Call this before the process meets the others. `num_nodes`: nodes whose processes connect. With several nodes, a
+    host name that means loopback here would shut the others out. In that case, or if the host is not an address of this
+    node, the store listens on every interface and a warning is logged.
     """
-    # By their names: torch.distributed's attribute `rendezvous` is the function.
+    # Import by name: torch.distributed's attribute `rendezvous` is the function.
     modules = [import_module(f"torch.distributed.{name}") for name in _STORE_MAKERS]
 
     opened = set()  # torch gives the second store of a port the server of the first
@@ -48,10 +49,10 @@ def restrict_stores(num_nodes: int = 1) -> None:
 
 
 def open_store(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """Return the store of the processes that torchrun's variables describe (torchrun's own, else one of rank 0), this
-    process's rank and their number.
+    """Return the store of the processes that torchrun's variables describe (torchrun's, or else one on rank 0), this
+    process's rank and the number of processes.
 
-    Waits at most `timeout_s` for it. Its keys are those of one attempt: torchrun's store outlives its workers.
+    Wait at most `timeout_s` for it. Its keys belong to one attempt, because torchrun's store outlives its workers.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -60,7 +61,7 @@ def open_store(timeout_s: float) -> tuple[dist.Store, int, int]:
 
 
 def _listen(host: str, port: int, num_nodes: int) -> socket.socket | None:
-    """Return a socket that listens on the address of `host`; None where that would shut others out."""
+    """Return a socket that listens on the address of `host`; None if that would shut others out."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if num_nodes > 1 and ipaddress.ip_address(address[0]).is_loopback:
         problem = f"{host} means {address[0]} on this node, which the other {num_nodes - 1} nodes do not reach"

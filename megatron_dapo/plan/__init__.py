@@ -1,10 +1,10 @@
 """Memory and time of a run before a GPU is booked, and the layouts that fit a number of GPUs.
 
     device     rates of GPUs and of the links between them, and the share of each that is reached
-    rollout    tokens of responses, the engine's curve, queues and the longest responses
+    rollout    response lengths, the engine's decoding rate, queues and the longest responses
     training   seconds of log-probs and train steps
     step       a step by phase: memory, seconds, bytes
     search     layouts that fit, ranked
 
-Arithmetic alone, without torch; the memory is `plan.memory`'s.
+Pure arithmetic, without torch; memory is computed by `plan.memory`.
 """

@@ -1,4 +1,5 @@
-"""Rules of the machines: addresses that every node reaches, GPUs and memory that there are, deadlines that a step keeps."""
+"""Rules for the machines of a run: addresses that every node can reach, available GPUs and memory, deadlines of a
+step."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron_dapo.plan.device import SHARES, SLOWEST
 from megatron_dapo.plan.memory import SPARE_POSITIONS, RunMemory, run_memory
 from megatron_dapo.plan.weight_sync import sync_seconds, sync_traffic
 
-# A server that holds fewer responses of full length serves them almost one after the other.
+# A server that holds fewer full-length responses would serve them almost one after the other.
 FEWEST_SEQUENCES = 8
 
 _SGLANG = 'rollout.engine == "sglang"'
@@ -62,7 +63,7 @@ CLUSTER_RULES = (
         "set sglang.servers_per_node = {gpus_per_node // sglang.tp_size}",
         where=f"{_COLOCATED} and sglang.tp_size <= gpus_per_node",
     ),
-    # The trainer's processes have the first GPUs of a node, servers with GPUs of their own come behind them.
+    # The trainer's processes use the first GPUs of a node; servers with separate GPUs use the ones after them.
     Rule(
         "processes_per_node + sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
         "set sglang.servers_per_node = {max(1, (gpus_per_node - processes_per_node) // sglang.tp_size)}, or start "
@@ -122,7 +123,7 @@ DEADLINE_RULES = (
 
 
 def cluster_facts(processes: int, cluster: Cluster) -> dict[str, Any]:
-    """Return the numbers of the machines that formulas name."""
+    """Return the numbers of the machines that formulas refer to."""
     return {
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
@@ -134,7 +135,7 @@ def cluster_facts(processes: int, cluster: Cluster) -> dict[str, Any]:
 
 
 def memory_facts(config: Config, memory: RunMemory, cluster: Cluster) -> dict[str, Any]:
-    """Return the numbers of memory that formulas name, in GiB and tokens."""
+    """Return the memory sizes that formulas refer to, in GiB and tokens."""
     engine, sglang = memory.engine_memory, config.sglang
     facts: dict[str, Any] = {
         "trainer_gib": _gib(memory.trainer),
@@ -162,7 +163,7 @@ def _gib(num_bytes: int) -> float:
 
 
 def _trainer_fix(config: Config) -> str:
-    """Say what makes the trainer smaller, the cheapest first."""
+    """Suggest how to reduce the trainer's memory, cheapest first."""
     ways = []
     if config.model.recompute_granularity != "full":
         ways.append('set model.recompute_granularity = "full"')
@@ -181,7 +182,7 @@ def _trainer_fix(config: Config) -> str:
 
 
 def _engine_fix(config: Config) -> str:
-    """Say what makes room for a server."""
+    """Suggest how to make room for a server."""
     ways = []
     if config.sglang.placement == "colocated":
         paths = ["model.offload"] * (config.model.offload != "all")
@@ -192,7 +193,7 @@ def _engine_fix(config: Config) -> str:
 
 
 def _host_fix(config: Config, memory: RunMemory, cluster: Cluster) -> str:
-    """Say what takes less of a node's memory, the cheapest first."""
+    """Suggest how to use less of a node's memory, cheapest first."""
     ways = []
     workers, of_worker = config.reward.num_processes, config.reward.memory_limit_mb / 1024
     rest = memory.host / GIB - workers * of_worker
@@ -207,9 +208,9 @@ def _host_fix(config: Config, memory: RunMemory, cluster: Cluster) -> str:
 
 
 def response_seconds(config: Config, memory: RunMemory) -> float:
-    """Estimate the seconds that the longest response takes in a server that is full of responses.
+    """Estimate the seconds that the longest response takes in a full server.
 
-    Decoding reads all weights and the caches of all running responses for each token.
+    Each decoding step reads all weights and the caches of all running responses.
     """
     engine = memory.engine_memory
     assert engine is not None, "servers are started by this run"
@@ -246,8 +247,8 @@ def check(
 ) -> list[Violation]:
     """Return what is wrong between a valid configuration and the machines of its run: the step after `config.validate`.
 
-    Without `architecture`, as of a model that does not fit the layout, memory and deadlines are not checked. `processes`: of
-    the whole run, by default those that the configuration asks for.
+    Without `architecture`, e.g. if the model does not fit the layout, memory and deadlines are not checked.
+    `processes`: of the whole run, by default the configured number.
     """
     processes = config.num_processes if processes is None else processes
     if config.num_critic_processes >= processes:
@@ -279,6 +280,6 @@ def validate_and_check(
 def require_runnable(
     config: Config, cluster: Cluster, architecture: ModelArchitecture | None = None, processes: int | None = None
 ) -> None:
-    """Raise ConfigError with everything that is wrong with a run, if anything is."""
+    """Raise ConfigError with everything that is wrong with a run, if there is anything."""
     if violations := validate_and_check(config, cluster, architecture, processes):
         raise ConfigError(violations)

@@ -1,4 +1,4 @@
-"""Machines of a run: how many nodes and GPUs there are, and how the run's processes and servers lie on them."""
+"""Machines of a run: the number of nodes and GPUs, and the placement of processes and servers on them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megatron_dapo.config.schema import Config
 
 GIB = 1 << 30
 GPUS_PER_NODE = 8
-GPU_GIB = 79.0  # of an 80 GB H100, as CUDA counts it
+GPU_GIB = 79.0  # an 80 GB H100 as reported by CUDA
 HOST_GIB = 1000.0  # a node of eight such GPUs has 1 to 2 TB
-NETWORK_GBIT = 25.0  # of a node, for what goes over TCP: a slow front-end network
+NETWORK_GBIT = 25.0  # per node, for TCP traffic: a slow front-end network
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of a run, all alike."""
+    """Identical nodes of a run."""
 
     num_nodes: int = 1
     gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
     gpu_gib: float = GPU_GIB  # memory of a GPU
     host_gib: float = HOST_GIB  # memory of a node
-    network_gbit: float = NETWORK_GBIT  # of a node, one direction, for weights that cross between nodes over TCP
-    nvls: bool = False  # NCCL has NVLS, whose buffers are large; the launch scripts switch it off
+    network_gbit: float = NETWORK_GBIT  # per node and direction, for weights sent between nodes over TCP
+    nvls: bool = False  # NCCL uses NVLS, whose buffers are large; the launch scripts switch it off
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.gpus_per_node < 0 or min(self.gpu_gib, self.host_gib, self.network_gbit) <= 0:
@@ -50,7 +50,7 @@ class Cluster:
 
 
 def server_gpus(config: Config) -> int:
-    """Return the GPUs of a node that servers alone use."""
+    """Return the number of a node's GPUs that only servers use."""
     sglang = config.sglang
     has_own = config.rollout.engine == "sglang" and sglang.placement == "disaggregated" and not sglang.urls
     return sglang.servers_per_node * sglang.tp_size if has_own else 0

@@ -30,14 +30,14 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU whose name is a word of CUDA's name of the device; None for one that has no rates here."""
+    """Return the GPU whose name is a word in CUDA's device name; None if its rates are unknown."""
     words = device_name.replace("-", " ").split()
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on GPUs that the plan knows."""
+    """A run on GPUs with known rates."""
 
     config: Config
     architecture: ModelArchitecture
@@ -47,7 +47,7 @@ class PlannedRun:
 
     @classmethod
     def of(cls, config: Config, processes: int, cluster: Cluster, device_name: str) -> PlannedRun | None:
-        """Return the run, None where the plan does not know the device."""
+        """Return the run, None if the plan does not know the device."""
         gpu = known_gpu(device_name)
         if gpu is None or not cluster.gpus_per_node:
             return None
@@ -61,7 +61,7 @@ class PlannedRun:
     def against(self, metrics: Mapping[str, float], peak_bytes: int) -> dict[str, Any]:
         """Return pairs of planned and measured: seconds by phase and of the step, bytes of rank 0's tensors at their peak.
 
-        Planned for the mean length that the step's responses have.
+        The plan uses the mean length of the step's responses.
         """
         mean = metrics["rollout/response_tokens_mean"]
         plan = plan_step(self.config, self.architecture, self.processes, self.cluster, self.gpu, max(1.0, mean))

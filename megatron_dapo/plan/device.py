@@ -1,6 +1,6 @@
-"""Rates of GPUs by their data sheets, and the share of each that programs reach.
+"""GPU rates from data sheets, and the share of each that programs reach.
 
-The shares are measured on one H100 (`benchmarks/results/gpu_*.json`) where that is said, else published or assumed.
+Shares marked as measured come from one H100 (`benchmarks/results/gpu_*.json`); the others are published or assumed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megatron_dapo.plan.cluster import GPUS_PER_NODE
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU by its data sheet; links count one direction."""
+    """Data sheet of one GPU; link rates are per direction."""
 
     name: str
-    memory_gib: float  # as CUDA counts it
+    memory_gib: float  # as reported by CUDA
     flops: float  # bf16, dense
     memory_bytes_s: float
     nvlink_bytes_s: float  # to GPUs of its node
     network_bytes_s: float  # its share of the node's network
-    host_bytes_s: float = 50e9  # to host memory, of PCIe 5
+    host_bytes_s: float = 50e9  # to host memory, PCIe 5
 
 
 # nvidia.com: H100 and H200 SXM, H800, A100 SXM 80 GB, H20, B200. Networks: 400 Gbit/s a GPU, 200 for A100.
@@ -42,16 +42,16 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 class Shares:
     """Shares of a GPU's rates that are reached."""
 
-    # Measured: a step of 1.5 B in bf16, 65,536 tokens in micro-batches of 8,192, MFU 0.456; executed FLOPs count the head's
-    # recomputation, so their share is a little more.
+    # Measured: a step of a 1.5 B model in bf16, 65,536 tokens in micro-batches of 8,192, MFU 0.456. Executed FLOPs
+    # include the head's recomputation, so their share is slightly higher.
     training: float = 0.5
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
     experts: float = 0.08  # grouped, between 0.2 of device time and 0.05 of wall time measured in three layers of Qwen3-30B-A3B (H200)
-    packing: float = 0.9  # measured: tokens of micro-batches that are real
-    decode_memory: float = 0.78  # of published ticks of a 32 B on two H100
-    decode_experts: float = 0.6  # of the rate, that experts' weights are read with; calibrated (docs/plan.md)
+    packing: float = 0.9  # measured: share of micro-batch tokens that are not padding
+    decode_memory: float = 0.78  # from published decoding times of a 32 B model on two H100
+    decode_experts: float = 0.6  # of the memory rate, when reading experts' weights; calibrated (docs/plan.md)
     decode_flops: float = 0.6  # as above
-    prefill: float = 0.5  # assumed: as in training
+    prefill: float = 0.5  # assumed equal to training
     nvlink: float = 0.75  # assumed: a collective's bandwidth
     network: float = 0.8  # assumed
     hidden: float = (
@@ -60,10 +60,13 @@ class Shares:
 
 
 SHARES = Shares()
-SLOWEST = min(GPUS.values(), key=lambda gpu: gpu.memory_bytes_s)  # for estimates on the safe side where the GPU is not known
-TICK_SECONDS = 2.5e-3  # of a decoding step beside reading and products: launches, sums over ranks, scheduling (published, as above)
-# Measured: 256 requests of 512 tokens on 1.5 B at 33,526 tokens/s, by Triton's attention and torch's sampling.
-REQUEST_SECONDS = 1.2e-5  # of a decoding step for each request: sampling and log-probs
+SLOWEST = min(GPUS.values(), key=lambda gpu: gpu.memory_bytes_s)  # conservative choice for an unknown GPU
+# Overhead of a decoding step besides reads and products: launches, reductions over ranks, scheduling (published, as
+# above).
+TICK_SECONDS = 2.5e-3
+# Measured: 256 requests of 512 tokens on a 1.5 B model at 33,526 tokens/s, with Triton's attention and torch's
+# sampling.
+REQUEST_SECONDS = 1.2e-5  # per request in a decoding step: sampling and log-probs
 SYNC_BYTES_S = 26e9  # measured: weights into a server on the same GPU through slots in host memory
 DEVICE_SYNC_BYTES_S = 59e9  # measured: through slots in GPU memory
 CHECKSUM_BYTES_S = 6.3e9  # measured: of a rank's parameters, by trainer and server together, 3.09 GB in 0.49 s
@@ -72,8 +75,10 @@ CHECKSUM_BYTES_S = 6.3e9  # measured: of a rank's parameters, by trainer and ser
 def collective_seconds(
     num_bytes: float, ranks: int, gpu: Gpu, gpus_per_node: int = GPUS_PER_NODE, stride: int = 1
 ) -> float:
-    """Return the seconds in which each of `ranks` gathers or scatters `num_bytes` in all. `stride`: distance of neighbors in the
-    numbering of ranks, in which a node is a range."""
+    """Return the seconds in which each of `ranks` gathers or scatters `num_bytes` in all.
+
+    `stride`: distance between neighbors of the group in rank numbering, in which a node is a contiguous range.
+    """
     if ranks < 2:
         return 0.0
     inside = ranks * stride <= gpus_per_node

@@ -16,7 +16,7 @@ _SERVER = ("engine_weights", "kv_tokens", "graphs_and_prefill", "engine_context"
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank; None where nothing tells them, as on a CPU or in a container that hides processes."""
+    """Measured bytes of one rank; None if unavailable, as on a CPU or in a container that hides processes."""
 
     rank: int
     host: int  # resident memory of the process
@@ -45,7 +45,7 @@ class Exceeded:
 
 
 def exceeded(memory: RunMemory, ranks: Sequence[RankMemory]) -> Iterator[Exceeded]:
-    """Yield each component that some rank exceeds, with the rank that exceeds it most."""
+    """Yield each component whose plan some rank exceeds, with the rank that exceeds it most."""
     parts = {phase.phase: phase.parts for phase in memory.phases}
     train, generate = parts["train"], parts.get("generate", {})
     outside = ("context", "communication", "engine_asleep")
@@ -77,7 +77,8 @@ def _measured(component: str, rank: RankMemory) -> int | None:
 
 
 def memory_document(train_step: int, memory: RunMemory | None, ranks: Sequence[RankMemory]) -> dict[str, Any]:
-    """Return what is stored: planned components by phase and measured bytes by rank. `memory`: None where the device is not known."""
+    """Return the stored record: planned components by phase and measured bytes by rank. `memory`: None for an unknown
+    device."""
     planned: Mapping[str, Any] = {phase.phase: dict(phase.parts) for phase in memory.phases} if memory else {}
     found = [str(one) for one in exceeded(memory, ranks)] if memory else []
     return {"train_step": train_step, "planned": planned, "ranks": [asdict(one) for one in ranks], "exceeded": found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def dense_coordinates(rank: int, tensor: int, context: int, data: int) -> tuple[int, int, int, int]:
     """Return a rank's index along the axes tensor, context, data and pipeline, given the sizes of all but the last."""
-    # Tensor ranks communicate most: as neighbors they share a node.
+    # Tensor ranks communicate most, so they are neighbors and share a node.
     rest, tensor_index = divmod(rank, tensor)
     rest, context_index = divmod(rest, context)
     pipeline_index, data_index = divmod(rest, data)

@@ -1,4 +1,5 @@
-"""Seconds of generation: tokens of responses, how long a decoding step lasts, who waits, and the longest responses."""
+"""Estimates the seconds of generation from response lengths, the time of a decoding step, the queue and the longest
+responses."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from megatron_dapo.plan.device import REQUEST_SECONDS, SHARES, TICK_SECONDS, Gpu
 from megatron_dapo.plan.memory import EngineMemory, num_parameters
 
 NUM_QUANTILES = 256
-SIGMA = 1.0  # of the logarithm of lengths: most responses are short and a few reach the limit
-MEAN_SHARE = 0.25  # of the longest response, the mean of reasoning rollouts where nothing else is said
-MEAN_PROMPT_SHARE = 0.125  # of the longest prompt
-KEPT_SHARE = 0.6  # of groups that a filter of all-right and all-wrong ones keeps
-MOST_SIMULATED = 4096  # responses of an engine that are followed one by one
+SIGMA = 1.0  # standard deviation of log length: most responses are short and a few reach the limit
+MEAN_SHARE = 0.25  # default mean of reasoning rollouts, as a share of the longest response
+MEAN_PROMPT_SHARE = 0.125  # mean prompt, as a share of the longest prompt
+KEPT_SHARE = 0.6  # share of groups that remain after all-right and all-wrong ones are dropped
+MOST_SIMULATED = 4096  # most responses of an engine that are simulated one by one
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Quantiles of the responses' lengths, and the prompt's mean."""
+    """Quantiles of the response lengths, and the mean prompt length."""
 
     responses: tuple[int, ...]
     prompt: float
@@ -35,16 +36,16 @@ class Lengths:
 
     @cached_property
     def mean_square(self) -> float:
-        """Mean of the square of whole sequences."""
+        """Mean squared length of whole sequences."""
         return sum((self.prompt + length) ** 2 for length in self.responses) / len(self.responses)
 
     @cached_property
     def held(self) -> float:
-        """Tokens that a running response holds on average over its time."""
+        """Tokens in the cache per running response, averaged over its lifetime."""
         return self.prompt + sum(length * length for length in self.responses) / (2 * sum(self.responses))
 
     def in_windows(self, window: int) -> Lengths:
-        """Return the lengths of what one step generates of responses that are cut into windows."""
+        """Return the lengths of the pieces that one step generates if responses are cut into windows."""
         pieces: list[int] = []
         for length in self.responses:
             pieces += [window] * (length // window) + ([length % window] if length % window else [])
@@ -52,7 +53,8 @@ class Lengths:
 
 
 def lengths_of(config: Config, mean_response: float | None = None) -> Lengths:
-    """Return lengths that are log-normal up to the longest response, with this mean (None: a quarter of it)."""
+    """Return lengths that are log-normal up to the longest response, with this mean (None: a quarter of the
+    longest)."""
     longest = config.rollout.max_response_tokens
     mean = min(mean_response or MEAN_SHARE * longest, 0.9 * longest)
     return Lengths(_quantiles(longest, mean), MEAN_PROMPT_SHARE * config.data.max_prompt_tokens)
@@ -74,21 +76,23 @@ def _quantiles(longest: int, mean: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineRates:
-    """One engine: what a decoding step reads and multiplies."""
+    """Bytes that an engine reads and operations that it does in a decoding step."""
 
-    weight_bytes: float  # of a rank
-    bytes_per_token: float  # of a rank's cache
-    active_parameters: float  # of the whole model, for each token
+    weight_bytes: float  # per rank
+    bytes_per_token: float  # in a rank's cache
+    active_parameters: float  # of the whole model, per token
     ranks: int
     gpu: Gpu
-    expert_share: float = 0.0  # of the weights that are experts'
-    chosen_share: float = 1.0  # of experts that a token chooses
+    expert_share: float = 0.0  # share of the weights that belongs to experts
+    chosen_share: float = 1.0  # share of the experts that a token chooses
     fp8: bool = False
 
     def tick(self, running: float, context: float) -> tuple[float, float, float]:
-        """Return the seconds of one decoding step for reading, for products, and beside them, of so many running responses with
-        `context` tokens in all."""
-        # Of the experts, those that no token chooses are not read.
+        """Return the seconds of one decoding step for memory reads, for products and for overhead.
+
+        `context`: tokens of all `running` responses together.
+        """
+        # Experts that no token chooses are not read.
         experts = 1 - (1 - self.chosen_share) ** running
         dense = self.weight_bytes * (1 - self.expert_share) + context * self.bytes_per_token
         read = dense / SHARES.decode_memory + self.weight_bytes * self.expert_share * experts / SHARES.decode_experts
@@ -127,7 +131,7 @@ def expert_parameters(architecture: ModelArchitecture) -> int:
 
 
 def active_parameters(architecture: ModelArchitecture) -> float:
-    """Return the elements that multiply one token: without the embedding, and of the experts the chosen ones."""
+    """Return the elements that multiply one token: without the embedding, and with only the chosen experts."""
     embedding = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size
     experts = expert_parameters(architecture)
     chosen = experts * architecture.num_experts_per_token / architecture.num_experts if experts else 0.0
@@ -136,28 +140,31 @@ def active_parameters(architecture: ModelArchitecture) -> float:
 
 @dataclass(frozen=True)
 class Queue:
-    """Responses of one engine in a step: who runs at once, and who waits."""
+    """Responses of one engine in a step: how many run at once, and how many wait."""
 
     responses: int
-    running: int  # at once, at most
+    running: int  # most at once
     waiting: int  # at the beginning
     last_start: float  # seconds until the last response begins
-    longest_seconds: float  # of the longest response by itself, in the engine as it is filled then
-    seconds: float  # until all are there
-    idle_share: float  # of the places of `running` over the time
-    read: float  # share of the seconds, as of the two below
+    longest_seconds: float  # of the longest response, at the engine's load during it
+    seconds: float  # until all are finished
+    idle_share: float  # share of the `running` slots that are idle, over the time
+    read: float  # share of the seconds; so are the two below
     products: float
     beside: float
 
 
 def running_at_once(config: Config, engine: EngineMemory, lengths: Lengths) -> int:
-    """Return how many responses a server decodes at a time: as it is told, and as its cache holds."""
+    """Return how many responses a server decodes at a time: limited by its setting and by its cache."""
     return max(1, min(config.sglang.max_running_requests, int(engine.kv_tokens / lengths.held)))
 
 
 def prefill_seconds(config: Config, rates: EngineRates, queue: Queue, lengths: Lengths) -> float:
-    """Return the seconds in which a server reads the prompts of a step, each once for its group, and what is carried over again:
-    new weights make its cache worthless."""
+    """Return the seconds of a server's prefill in a step.
+
+    Each prompt is computed once for its group. Carried-over responses are computed again, because new weights
+    invalidate the cache.
+    """
     carried = queue.running * lengths.held if config.rollout.partial_rollout else 0.0
     tokens = carried + queue.responses * lengths.prompt / config.rollout.group_size
     rate = rates.ranks * rates.gpu.flops * SHARES.prefill * (2 if rates.fp8 else 1)
@@ -166,16 +173,17 @@ def prefill_seconds(config: Config, rates: EngineRates, queue: Queue, lengths: L
 
 @lru_cache(maxsize=4096)
 def simulate(rates: EngineRates, lengths: Lengths, responses: int, running: int, has_tail: bool) -> Queue:
-    """Decode `responses` in one engine, `running` at a time, each followed by the next that waits.
+    """Simulate decoding `responses` in one engine, `running` at a time; each finished one is replaced by the next in
+    the queue.
 
-    `has_tail`: the phase ends with the last response; else it is cut when the responses' tokens are there, and what is unfinished
-    continues in the next step.
+    `has_tail`: the phase ends with the last response. Otherwise it ends once that many tokens are generated, and
+    unfinished responses continue in the next step.
     """
     if not has_tail or responses > MOST_SIMULATED:
         return _steady(rates, lengths, responses, min(running, responses), has_tail)
     ordered = sorted(lengths.responses)
     drawn = [ordered[int((index + 0.5) * len(ordered) / responses)] for index in range(responses)]
-    drawn[-1] = ordered[-1]  # one of them is as long as any
+    drawn[-1] = ordered[-1]  # one of them has the full length
     random.Random(0).shuffle(drawn)
     return _follow(rates, lengths, drawn, running)
 
@@ -220,7 +228,7 @@ def _follow(rates: EngineRates, lengths: Lengths, drawn: list[int], running: int
 
 
 def _steady(rates: EngineRates, lengths: Lengths, responses: int, running: int, has_tail: bool) -> Queue:
-    """Compute with a full engine throughout; a tail is one longest response that begins halfway through the last ones."""
+    """Assume a full engine throughout; the tail is one longest response that begins halfway through the last ones."""
     read, products, beside = rates.tick(running, running * lengths.held)
     tick = max(read, products) + beside
     full = responses * lengths.mean / running * tick

@@ -1,4 +1,4 @@
-"""Layouts that fit a number of GPUs, ranked by the planned seconds of a step."""
+"""Search for layouts that fit a number of GPUs, ranked by the planned seconds of a step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from megatron_dapo.plan.rollout import Lengths
 from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
 
 TENSOR = (1, 2, 4, 8)
-CONTEXT = (2, 4, 8)  # beside 1
+CONTEXT = (2, 4, 8)  # in addition to 1
 MOST_STAGES = 32
 MOST_EXPERT_RANKS = 64
-MOST_STATIC = 0.85  # of sglang.mem_fraction_static
-MARGIN = 5 * GIB  # of a GPU that trainer and servers leave free: what others measured in NCCL differs by gigabytes
+MOST_STATIC = 0.85  # largest sglang.mem_fraction_static
+MARGIN = 5 * GIB  # left free on each GPU: published measurements of NCCL's memory differ by gigabytes
 MOST_LISTED = 10
-TRAINER_MEMORY = "trainer memory"  # why a layout does not fit
-FEWEST_RUNNING = 2  # responses that a server decodes at a time
+TRAINER_MEMORY = "trainer memory"  # a reason for not fitting
+FEWEST_RUNNING = 2  # responses that a server must be able to decode at once
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A layout that fits, and why it stands where it does."""
+    """A layout that fits, and the reason for its rank."""
 
     plan: StepPlan
-    settings: dict[str, Any]  # what the layout sets, by path
+    settings: dict[str, Any]  # the layout's settings, by path
     binding: str
     flip: str = ""
 
@@ -44,10 +44,10 @@ class Found:
     layouts: tuple[Ranked, ...]
     num_tried: int
     num_fitting: int
-    reasons: dict[str, int]  # why the others do not fit, with how many
+    reasons: dict[str, int]  # reason for not fitting -> number of layouts
     needs_fp8: bool = False  # nothing fits with 16-bit servers
-    fp8_seconds: float | None = None  # of the fastest layout with FP8 servers, where those in 16 bits have little room
-    refused: str = ""  # what the validator says of the fastest one, where it accepts none
+    fp8_seconds: float | None = None  # step time of the fastest FP8 layout, if 16-bit servers have little room
+    refused: str = ""  # the validator's message for the fastest layout, if it accepts none
 
 
 def search(
@@ -58,12 +58,12 @@ def search(
     cluster: Cluster,
     mean_response: float | None = None,
 ) -> Found:
-    """Return the layouts that fit the `num_gpus` of a cluster, the fastest first, and only those that the validator accepts."""
+    """Return the layouts that fit `num_gpus` of a cluster and pass validation, fastest first."""
     found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
     is_short = not found.layouts or "sglang.max_running_requests" in found.layouts[0].settings
     if not is_short or config.sglang.quantization != "none":
         return found
-    # Servers that hold FP8 weights need half the memory; what they sample then differs more from the trainer's log-probs.
+    # FP8 weights halve the servers' weight memory, but widen the gap between rollout and trainer log-probs.
     setting = {"sglang.quantization": "fp8"}
     quantized = _search(apply(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
     if found.layouts:
@@ -85,12 +85,12 @@ def _search(
     reasons = Counter[str]()
     lengths = step_lengths(config, mean_response)
     kinds = recomputations(config, architecture)
-    # Context ranks with packed sequences never ran on GPUs: only where nothing fits without them.
+    # Context parallelism with packed sequences has never run on GPUs, so it is tried only if nothing fits without it.
     alone, more = (list(candidates(config, architecture, num_gpus, cluster, sizes)) for sizes in ((1,), CONTEXT))
     for index, layout in enumerate((*alone, *more)):
         if index == len(alone) and plans:
             break
-        for kind in kinds:  # slower ones leave servers no more room
+        for kind in kinds:  # fastest first: slower kinds leave the servers no more room
             trainer = layout | kind
             probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
             if reason != TRAINER_MEMORY:
@@ -118,7 +118,8 @@ def _search(
 def _trainer_fits(
     config: Config, settings: dict[str, Any], architecture: ModelArchitecture, cluster: Cluster
 ) -> tuple[Config, RunMemory, str]:
-    """Return the configuration, its memory with a small server, and what is too small for the trainer, "" for nothing."""
+    """Return the configuration, its memory with a small server, and which memory is too small for the trainer ("":
+    none)."""
     changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
     memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
     if memory.trainer > cluster.gpu_bytes - MARGIN:
@@ -134,7 +135,7 @@ def _servers(
     lengths: Lengths,
     gpu: Gpu,
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the settings of servers that fit beside the trainer, with the seconds of their generation."""
+    """Yield the settings of servers that fit next to the trainer, each with its seconds of generation."""
     assert memory.engine_memory is not None, "servers are started by this run"
     beside = memory.engine - memory.engine_memory.static
     fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests)
@@ -146,7 +147,7 @@ def _servers(
         settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, free)
         engine = engine_memory(apply(config, settings), architecture, cluster)
         holds = engine.kv_tokens // whole
-        if holds < fewest:  # a server that is told to run fewer may still be the only one that fits
+        if holds < fewest:  # a server limited to fewer requests may still be the only one that fits
             settings["sglang.max_running_requests"] = holds
         if holds >= min(fewest, FEWEST_RUNNING):
             changed = apply(config, settings)
@@ -155,15 +156,18 @@ def _servers(
 
 
 def _fraction(num_bytes: int, free: int) -> float:
-    """Return the largest sglang.mem_fraction_static, in hundredths, of `free` bytes that takes at most `num_bytes`."""
+    """Return the largest sglang.mem_fraction_static, in hundredths, that takes at most `num_bytes` of the `free`
+    bytes."""
     return max(0.01, min(MOST_STATIC, int(100 * num_bytes / free) / 100))
 
 
 def candidates(
     config: Config, architecture: ModelArchitecture, num_gpus: int, cluster: Cluster, contexts: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings of layouts whose sizes divide the model's and each other, but for what they recompute. `contexts`: numbers of
-    context ranks."""
+    """Yield settings of layouts whose sizes divide the model's and each other, without their recomputation.
+
+    `contexts`: context-parallel sizes to try.
+    """
     per_node = cluster.gpus_per_node
     for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
         for pipeline in range(1, min(MOST_STAGES, architecture.num_layers) + 1):
@@ -177,17 +181,17 @@ def candidates(
 
 
 def recomputations(config: Config, architecture: ModelArchitecture) -> list[dict[str, Any]]:
-    """Return the settings of each kind of recomputation that is tried, the fastest first.
+    """Return the settings of each kind of recomputation to try, fastest first.
 
-    Between none and whole layers that is the MLP, or the experts: fused attention keeps next to nothing that "core_attn" would
-    save, and "layernorm" and "moe_act" are not in the memory rules.
+    Between none and full, only the MLP or the experts are tried: fused attention keeps almost nothing that recomputing
+    "core_attn" would save, and the memory rules do not cover "layernorm" and "moe_act".
     """
     kind, modules = "model.recompute_granularity", "megatron.recompute_modules"
     selective = [{kind: "selective", modules: ["moe" if architecture.num_experts else "mlp"]}]
     if architecture.num_experts and config.rollout.routing_replay:
-        selective = []  # experts that are computed again by themselves cannot replay
+        selective = []  # routing replay does not work with recomputed experts
     own = {*config.megatron, *config.critic.megatron}
-    # --set replaces a value of the recipe's [megatron] and cannot remove it, and each kind allows its own fields alone.
+    # --set can replace a value in the recipe's [megatron] but not remove it, and each kind allows only its own fields.
     if own & {"recompute_method", "recompute_num_layers"}:
         return [{kind: "full"}]
     if "recompute_modules" in own:
@@ -196,8 +200,11 @@ def recomputations(config: Config, architecture: ModelArchitecture) -> list[dict
 
 
 def splits(num_layers: int, stages: int) -> Iterator[tuple[int, int]]:
-    """Yield layers of the first and the last stage, (0, 0) for an even split: that one where the layers allow it, and one
-    whose ends are shorter than the stages between them, as they have the embedding and the head besides."""
+    """Yield the numbers of layers of the first and the last stage; (0, 0) is an even split.
+
+    The even split comes first if the layers allow it. The other split gives the first and last stage fewer layers than
+    the stages between, because they also hold the embedding and the head.
+    """
     is_even = num_layers % stages == 0
     if is_even:
         yield 0, 0
@@ -237,7 +244,7 @@ def _with_the_rest(
                     "parallel.last_stage_layers": last,
                     "parallel.cp_size": context,
                     "parallel.ep_size": expert,
-                    # Experts are cut over ranks of their own, not over tensor ranks as well.
+                    # Experts are distributed over expert ranks only, not cut over tensor ranks as well.
                     "parallel.etp_size": 1 if expert > 1 else 0,
                     "parallel.sequence_parallel": tensor > 1,
                     "parallel.num_processes": num_gpus,
@@ -262,12 +269,12 @@ def _serves(a: ModelArchitecture, ranks: int) -> bool:
 
 
 def _needs_context(config: Config) -> bool:
-    """Return True where sequences are so long that cutting them may pay."""
+    """Return True if sequences are long enough for context parallelism to pay off."""
     return config.longest_sequence >= 16384
 
 
 def apply(config: Config, settings: dict[str, Any]) -> Config:
-    """Return the configuration with these values, which are of their fields' types."""
+    """Return the configuration with these values, which must already have their fields' types."""
     by_section: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
         section, _, name = path.rpartition(".")
@@ -287,7 +294,7 @@ def _changed(section: Any, changed: dict[str, Any]) -> Any:
 
 
 def _binding(plan: StepPlan) -> str:
-    """Say what limits the layout: what takes most of its time, and its least headroom."""
+    """Describe the layout's bottleneck in time and its smallest memory headroom."""
     phase, name, seconds = most_seconds(plan)
     room = (plan.cluster.gpu_bytes - plan.peak) / GIB
     fullest = max(plan.memory.phases, key=lambda one: one.total)
@@ -298,7 +305,8 @@ def _binding(plan: StepPlan) -> str:
 
 
 def _with_flips(layouts: list[Ranked]) -> tuple[Ranked, ...]:
-    """Say of each layout what would change its place: of the first what the next ones need, of the others what they lose."""
+    """Describe what would change each layout's rank: what could overtake the first, what the others would have to
+    save."""
     if not layouts:
         return ()
     best = layouts[0]
@@ -312,7 +320,7 @@ def _with_flips(layouts: list[Ranked]) -> tuple[Ranked, ...]:
 
 
 def _loss(plan: StepPlan, best: StepPlan) -> str:
-    """Return what a layout would have to save to be the first."""
+    """Describe how much time a layout would have to save to rank first."""
     behind = plan.total - best.total
     phases = sorted(plan.seconds, key=lambda phase: best.of_phase(phase) - plan.of_phase(phase))
     phase = phases[0]
@@ -325,7 +333,7 @@ def _loss(plan: StepPlan, best: StepPlan) -> str:
 
 
 def _threat(layouts: list[Ranked]) -> str:
-    """Return what would put another layout first: memory of the GPUs, or a phase that is slower than planned."""
+    """Describe what would put another layout first: GPUs with less memory, or a phase slower than planned."""
     best = layouts[0].plan
     smaller = next((one for one in layouts[1:] if one.plan.peak < best.peak - GIB), None)
     text = f"needs {best.peak / GIB:.1f} GiB"

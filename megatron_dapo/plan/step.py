@@ -1,4 +1,4 @@
-"""One step of a run by phase: memory of each kind of GPU, seconds and what they are for, bytes that move."""
+"""Plans one step of a run by phase: memory of each kind of GPU, seconds by purpose, bytes moved."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class StepPlan:
     processes: int  # of the trainer
     cluster: Cluster
     memory: RunMemory
-    queue: Queue | None  # None: engines of which nothing is known
-    seconds: Mapping[str, Mapping[str, float]]  # by phase, by what they are for
-    sync: SyncTraffic | None  # of a weight update; None: into engines of which nothing is known
+    queue: Queue | None  # None: nothing is known of the engines
+    seconds: Mapping[str, Mapping[str, float]]  # by phase and purpose
+    sync: SyncTraffic | None  # of a weight update; None: nothing is known of the engines
     checkpoint_bytes: int
     generated_tokens: float
     trained_tokens: float
@@ -47,7 +47,7 @@ class StepPlan:
         return self.config.sglang.placement == "disaggregated" and self.config.rollout.max_staleness > 0
 
     def of_phase(self, phase: str) -> float:
-        """Return the seconds of a phase, 0 for one that the run does not have."""
+        """Return the seconds of a phase, 0 if the run does not have it."""
         return sum(self.seconds.get(phase, {}).values())
 
     @property
@@ -71,7 +71,7 @@ def plan_step(
     gpu: Gpu,
     mean_response: float | None = None,
 ) -> StepPlan:
-    """Return the plan of a step of `processes` whose layouts fit the model."""
+    """Return the plan of a step of `processes`; the layouts must fit the model."""
     memory = run_memory(config, architecture, processes, cluster)
     lengths = step_lengths(config, mean_response)
     generated = generated_responses(config)
@@ -92,13 +92,13 @@ def plan_step(
 
 
 def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:
-    """Return the lengths of what one step generates: of windows under T-PPO, else of whole responses."""
+    """Return the lengths that one step generates: of windows under T-PPO, otherwise of whole responses."""
     lengths = lengths_of(config, mean_response)
     return lengths.in_windows(config.window.tokens) if config.algorithm.name == "tppo" else lengths
 
 
 def generated_responses(config: Config) -> float:
-    """Return the responses that a step generates for those it trains."""
+    """Return the number of responses that a step generates, including those it drops."""
     return step_responses(config) / (KEPT_SHARE if config.rollout.filter_groups else 1.0)
 
 
@@ -111,7 +111,7 @@ def trainer_seconds(
     lengths: Lengths,
     memory: RunMemory,
 ) -> dict[str, Mapping[str, float]]:
-    """Return the seconds of the phases in which the trainer works, by what they are for."""
+    """Return the seconds of the trainer's phases, by purpose."""
     seconds: dict[str, Mapping[str, float]] = {}
     responses, per_node = step_responses(config), cluster.gpus_per_node or 1
     own, prompts, training = config.num_critic_processes, config.rollout.prompts_per_step, config.training
@@ -141,7 +141,7 @@ def generation_queue(
 ) -> Queue:
     """Return how one of the servers generates its share of a step's responses."""
     rates = engine_rates(config, architecture, engine, gpu)
-    # Windows end with the step, whole responses where unfinished ones are carried over.
+    # Windows end with the step; so do whole responses if unfinished ones are carried over.
     has_tail = not config.rollout.partial_rollout
     each = max(1, round(generated_responses(config) / max(1, num_engines)))
     return simulate(rates, lengths, each, running_at_once(config, engine, lengths), has_tail)
@@ -163,7 +163,7 @@ def _training(model: Model, responses: int, lengths: Lengths, mini_batches: int,
 
 
 def _offload_seconds(config: Config, memory: RunMemory, gpu: Gpu) -> dict[str, float]:
-    """Return the seconds in which models leave the GPU and come back, once a step."""
+    """Return the seconds for offloading and onloading models once per step."""
     found = {"policy": 2 * memory.policy.moved(config.model.offload) / gpu.host_bytes_s}
     if memory.critic:
         found["critic"] = 2 * memory.critic.moved(config.critic.offload) / gpu.host_bytes_s

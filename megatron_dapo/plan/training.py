@@ -1,4 +1,4 @@
-"""Seconds of log-probs and of train steps: products, what recomputation repeats, communication, the pipeline's bubble."""
+"""Estimates seconds of log-probs and train steps: products, recomputation, communication, pipeline bubble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_dapo.plan.memory.activations import is_fp8
 from megatron_dapo.plan.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.plan.rollout import Lengths
 
-# What a forward pass costs counts once, its backward pass twice. The head computes its products of logits twice.
+# A backward pass costs two forward passes. The head computes its logits twice.
 FORWARD, TRAINING = 1.0, 3.0
 HEAD_TRAINING = 4.0
 UPDATE_BYTES = 30  # that an optimizer step reads and writes of a parameter: gradient, main param, two moments, weight
@@ -22,7 +22,7 @@ UPDATE_BYTES = 30  # that an optimizer step reads and writes of a parameter: gra
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that one pass computes."""
+    """Sequences of one pass."""
 
     sequences: int
     tokens: float
@@ -31,7 +31,7 @@ class Batch:
 
     @classmethod
     def of(cls, sequences: int, lengths: Lengths) -> Batch:
-        """Return a batch of so many sequences of these lengths."""
+        """Return a batch with this number of sequences of these lengths."""
         tokens = sequences * (lengths.prompt + lengths.mean)
         return cls(sequences, tokens, sequences * lengths.mean_square, int(lengths.prompt) + max(lengths.responses))
 
@@ -49,7 +49,7 @@ class Pass:
 
     @classmethod
     def of(cls, config: Config) -> Pass:
-        """Return the training pass with what the configuration recomputes."""
+        """Return the training pass with the configured recomputation."""
         recompute = recompute_of(config)
         if recompute.block:
             return cls(layers=TRAINING + 1, collectives=14)
@@ -64,7 +64,7 @@ LOG_PROBS = Pass(layers=FORWARD, head=FORWARD, collectives=4, sends_back=False)
 
 @dataclass(frozen=True)
 class Model:
-    """A model on its layout, as passes see it."""
+    """A model with its layout."""
 
     config: Config
     architecture: ModelArchitecture
@@ -86,9 +86,9 @@ class Model:
 
 
 def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:
-    """Return the seconds of one pass over a batch, by what they are for."""
+    """Return the seconds of one pass over a batch, by purpose."""
     p = model.config.parallel
-    # A data rank has at least the longest sequence: balance cannot cut it.
+    # A data rank computes at least the longest sequence, which balancing cannot split.
     share = max(batch.tokens / model.data, min(batch.longest, batch.tokens)) / SHARES.packing
     micro_batches = max(1, math.ceil(share / model.config.training.micro_batch_tokens))
     layers, head = _flops(model, batch, kind, share)
@@ -149,7 +149,7 @@ def _communication(model: Model, kind: Pass, tokens: float) -> dict[str, float]:
 
 
 def update_seconds(model: Model) -> dict[str, float]:
-    """Return the seconds of an optimizer step beside its passes: sums of gradients, gathers of weights, AdamW."""
+    """Return the seconds of an optimizer step outside its passes: gradient reductions, weight gathers, AdamW."""
     p, a = model.config.parallel, model.architecture
     held = rank_parameters(a, p, 0, model.has_value_head)
     replicas, of_experts = optimizer_ranks(p, model.processes)

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a weight sync into a run's servers, as arithmetic over layouts: the only home of both.
+"""Bytes and seconds of a weight sync into a run's servers, computed from layouts; nothing else computes them.
 
 `reshard.planner` plans the same bytes slice by slice; a test compares the two over layouts.
 """
@@ -27,14 +27,14 @@ class SyncTraffic:
 
     shard: int  # of a server's rank
     num_bytes: int  # into all ranks of all servers
-    between_nodes: int  # of them, those that come from other nodes, each as often as it travels
-    into_node: int  # of these, into the node that gets most
+    between_nodes: int  # those that come from other nodes, counted once per transfer
+    into_node: int  # those of them that the busiest node receives
     senders: int  # trainer ranks
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Shares of one pipeline stage that the ranks of a node hold together."""
+    """Shares of one pipeline stage that a node's ranks hold together."""
 
     stage: int
     dense: float
@@ -42,7 +42,7 @@ class _Held:
 
 
 def sync_traffic(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> SyncTraffic:
-    """Return the bytes of an update of the servers that a run of `processes` starts."""
+    """Return the bytes of an update of the servers started by a run of `processes`."""
     sglang, policy = config.sglang, processes - config.num_critic_processes
     sizes = (sglang.tp_size, sglang.ep_size, config.model.dtype, sglang.quantization == "fp8")
     shard = engine_weight_bytes(architecture, *sizes)
@@ -63,7 +63,7 @@ def sync_traffic(config: Config, architecture: ModelArchitecture, processes: int
 
 
 def _missing(config: Config, architecture: ModelArchitecture, held: Iterable[_Held]) -> int:
-    """Return the bytes of a server that are on no rank of a node."""
+    """Return the bytes of a server that no rank of the node holds."""
     sglang, parallel = config.sglang, config.parallel
     sizes = (sglang.tp_size, sglang.ep_size, config.model.dtype, sglang.quantization == "fp8")
     rank = engine_weights(architecture, *sizes)
@@ -76,7 +76,7 @@ def _missing(config: Config, architecture: ModelArchitecture, held: Iterable[_He
     # A tied model has its embedding on the last stage as well.
     first_share, last_share = (stages[stage].dense if stage in stages else 0.0 for stage in (0, last))
     embedding = max(first_share, last_share) if architecture.tie_word_embeddings else first_share
-    # Rows that pad a vocabulary do not move. A Gemma 3 has all rows on every rank.
+    # Padding rows of the vocabulary are not sent. Gemma 3 has all rows on every rank.
     rows = architecture.vocab_size * (sglang.tp_size if architecture.is_gemma3 else 1)
     missing += rows * rank.row * (1 - embedding)
     output = embedding if architecture.tie_word_embeddings else last_share

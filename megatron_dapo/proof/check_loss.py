@@ -2,7 +2,7 @@
 a plain model.
 
 The command starts its processes, unless it runs under torchrun or srun: then the launcher's ranks are the world, and
-rank 0 prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
+rank 0 prints. With CUDA each process takes one device (NCCL), otherwise the CPU (gloo).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Ten
     tokens = sample.tokens.to(model.device)
     log_p = torch.log_softmax(model(tokens[None]).logits[0] / TEMPERATURE, dim=-1).cpu()
     positions = range(sample.prompt_length, sample.num_tokens)
-    # The logits at a position are of the token after it.
+    # The logits at a position predict the next token.
     return torch.stack([log_p[position - 1, sample.tokens[position]] for position in positions])
 
 

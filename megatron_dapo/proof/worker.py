@@ -49,7 +49,7 @@ from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 
-WAIT_TIMEOUT_S = 600.0  # of a collective: rank 0 solves the batch alone while the others wait
+WAIT_TIMEOUT_S = 600.0  # timeout of a collective: the others wait while rank 0 solves the batch
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def check_all(directory: str, dtype: str) -> dict[str, Any]:
     rows, skipped = [], []
     candidates = [(problem, layout) for problem, candidates in _problems(directory, dtype) for layout in candidates]
     for number, (problem, layout) in enumerate(candidates, 1):
-        # Checked before building, because a rank that fails alone would leave the others in a collective.
+        # Checked before building, because if only one rank failed, the others would hang in a collective.
         try:
             megatron_layout(problem.architecture, layout, DTYPES[dtype])
             transformer_config(problem.architecture, layout, ModelSettings(dtype=dtype))

@@ -26,7 +26,7 @@ SHARD_SIZE = "5GB"
 
 
 def modelopt_version() -> str:
-    """Return ModelOpt's version. Raises ValueError with how to install it."""
+    """Return ModelOpt's version. Raises ValueError that says how to install it if it is missing."""
     try:
         return importlib.metadata.version("nvidia-modelopt")
     except importlib.metadata.PackageNotFoundError:
@@ -120,7 +120,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """Keep ModelOpt's progress and warnings off standard output, which is for the result."""
+    """Keep ModelOpt's progress and warnings off standard output, which carries the result."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -17,7 +17,7 @@ def engine_logprobs(
     directory: Path, samples: Sequence[Sample], python: Path, device: str, dtype: str
 ) -> list[list[float]]:
     """Return [sample][response token] log-probs in nats. Raises RuntimeError, with the first error of the server's log, if
-    the server does not serve the directory. The server has ended when this returns."""
+    the server does not serve the directory. The server has exited when this returns."""
     with tempfile.TemporaryDirectory(prefix="quantized-") as scratch:
         settings = ServerSettings(
             python=python,

@@ -22,7 +22,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Format:
-    """One format. `recipe` is ModelOpt's name of it; `row_multiple` and `column_multiple` divide every matrix."""
+    """One format. `recipe` is ModelOpt's name for it; `row_multiple` and `column_multiple` divide every matrix."""
 
     name: str
     recipe: str
@@ -30,7 +30,7 @@ class Format:
     row_multiple: int
     column_multiple: int
     calibration_device: str  # "any" or "cuda"
-    engine: str  # least GPU on which SGLang 0.5.17 serves it; empty: SGLang cannot read it
+    engine: str  # minimum GPU on which SGLang 0.5.17 serves it; empty: SGLang cannot read it
     tolerance: Tolerance
 
 

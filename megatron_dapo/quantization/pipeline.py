@@ -1,11 +1,11 @@
-"""Turn a trained Hugging Face directory into a checked quantized one, or into none.
+"""Turn a trained Hugging Face directory into a quantized one that has passed its checks, or leave nothing.
 
 check (format, device, shapes, prompts)
--> the model samples responses to the run's prompts and scores those of the check
--> ModelOpt calibrates and writes a temporary directory beside the target
+-> the model samples responses to the run's prompts, and scores those held for the check
+-> ModelOpt calibrates and writes a temporary directory next to the target
 -> the directory is read back and scores the same responses, by transformers with dequantized weights and rounded
    inputs, or by the engine that serves it
--> within tolerance the directory gets its name; otherwise it is removed and the error has both numbers
+-> within tolerance, the directory is renamed to the target; otherwise it is removed and the error gives both numbers
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Result:
 
     path: Path
     format: str
-    scored_by: str  # "transformers" or "sglang", which loaded the directory
+    scored_by: str  # "transformers" or "sglang", whichever loaded the directory
     bytes_before: int
     bytes_after: int
     difference: LogprobDifference
@@ -81,8 +81,8 @@ def quantize(
 ) -> Result:
     """Quantize `source` and write `target`, checked by transformers, or by the SGLang of interpreter `engine_python`.
 
-    Raises ValueError if it cannot be done, and QuantizationRefused if the result is out of tolerance. Then nothing is
-    left behind.
+    Raises ValueError if `source` cannot be quantized, and QuantizationRefused if the result is out of tolerance.
+    Neither leaves anything behind.
     """
     started = time.monotonic()
     refuse_existing(target)
@@ -136,7 +136,7 @@ def _accept_or_raise(result: Result) -> None:
 
 
 def _check_source(source: Path, entry: Format) -> int:
-    """Return the bytes of the source's tensors. Raises ValueError if it is no model or does not fit the format."""
+    """Return the bytes of the source's tensors. Raises ValueError if it is not a model or does not fit the format."""
     if not source.is_dir():
         raise ValueError(f"{source} is not a directory; give the Hugging Face directory that a run has written")
     architecture = ModelArchitecture.from_directory(source)
@@ -153,7 +153,7 @@ def _load(source: Path, device: torch.device) -> Any:
 
 
 def _samples(model: Any, source: Path, prompts: Prompts) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples of calibration and of the check; no prompt is in both."""
+    """Return the samples for calibration and those for the check, which share no prompt."""
     tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True)
     dataset = load_prompts([prompts.path], tokenizer, prompts.max_prompt_tokens, prompts.template)
     needed = prompts.num_calibration + prompts.num_check
@@ -170,7 +170,7 @@ def _samples(model: Any, source: Path, prompts: Prompts) -> tuple[list[Sample], 
 def _write(model: Any, entry: Format, calibration: Sequence[Sample], source: Path, directory: Path) -> None:
     calibrate.quantize_model(model, entry, [sample.token_ids for sample in calibration])
     calibrate.export(model, entry, directory)
-    # ModelOpt rewrites the config; keep the source's, and add the quantization_config alone.
+    # ModelOpt rewrites the config; keep the source's and add only the quantization_config.
     quantized = read_json(directory / "config.json")["quantization_config"]
     copy_side_files(source, directory)
     config = read_json(source / "config.json") | {"quantization_config": quantized}

@@ -22,7 +22,7 @@ class Sample:
     num_prompt_tokens: int
 
     def scored(self, logprobs: Sequence[float]) -> list[float]:
-        """Select the log-probs of the response from those of every token but the first; all of them without a response."""
+        """Select the log-probs of the response from those of every token but the first; all of them if it is empty."""
         has_response = len(self.token_ids) > self.num_prompt_tokens
         return list(logprobs[self.num_prompt_tokens - 1 if has_response else 0 :])
 

@@ -1,4 +1,4 @@
-"""The prompts that a quantization is calibrated and checked with."""
+"""Prompts for calibrating and checking a quantization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to calibrate with, and others to check with."""
+    """Prompts for calibration, and different ones for the check."""
 
     path: Path
     template: str = "chat"

@@ -1,6 +1,6 @@
 """Read a quantized directory by the definitions of the formats, without code of the library that wrote it.
 
-transformers alone cannot check one: it loads the FP8 values of a ModelOpt directory and ignores the scales.
+transformers cannot check one by itself: it loads the FP8 values of a ModelOpt directory and ignores the scales.
 `load_dequantized` returns a transformers model with dequantized weights that rounds the inputs of every quantized
 matrix as an engine does.
 """

@@ -1,4 +1,4 @@
-"""Writes report.html of one run: `python -m megatron_dapo.report RUN [--live]`, beside a run that trains."""
+"""Writes report.html of one run: `python -m megatron_dapo.report RUN [--live]`, while the run trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_dapo.report.background import REPORT
 from megatron_dapo.report.page import write_report
 
-_NICE = 10  # behind training on a busy node
+_NICE = 10  # lower priority than training on a busy node
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 alarms       metrics beyond a bound of `telemetry.alarms`, several steps in a row as one span
 trends       mismatch that grows (mismatch.trend_factor), entropy that collapses, gradients that jump, accuracy that falls
 events       skipped optimizer steps, values that are not finite, restarts, failures, node alerts, lost records
-references   curves that the run left (`evaluation.comparison`)
+references   reference curves that the run departed from (`evaluation.comparison`)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Level = Literal["alarm", "warning", "note"]
 _RECENT = 0.1  # of the train steps: an alarm that ended before is history
 
 _COLLAPSE = 0.1  # of the entropy at the start
-_COLLAPSE_STEPS = 5  # that start and end are means over
+_COLLAPSE_STEPS = 5  # number of steps averaged at the start and the end
 _JUMP = 10.0  # times the median gradient norm
-_JUMP_HISTORY = 50  # train steps that the median is over
+_JUMP_HISTORY = 50  # train steps in the median
 _MIN_HISTORY = 5
 
 
@@ -77,7 +77,7 @@ def _alarms(run: RunFiles, alarm: Alarm) -> Iterator[Anomaly]:
 
 
 def _spans(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield [start, end) of each run of True; two that a single False parts are one."""
+    """Yield [start, end) of each run of True; two separated by a single False count as one."""
     joined = [flag or (0 < n < len(flags) - 1 and flags[n - 1] and flags[n + 1]) for n, flag in enumerate(flags)]
     start = None
     for place, flag in enumerate([*joined, False]):
@@ -156,7 +156,7 @@ def _attempts(run: RunFiles) -> Iterator[Anomaly]:
         yield Anomaly("note" if end else "warning", step, step, "restart", cause)
     if run.failure:
         step = _steps(run)[-1] if run.steps else 0
-        # The line ends with what to do.
+        # The line ends with the advice.
         cause, _, advice = str(run.failure.get("line", "see failure.json")).partition("; to do: ")
         yield Anomaly("alarm", step, step, "failure", cause, advice)
 
@@ -197,7 +197,8 @@ def _left(run: RunFiles, comparison: Comparison) -> Anomaly:
 
 
 def train_steps_of(run: RunFiles, steps: Sequence[float], unit: str) -> list[float]:
-    """Return train steps for steps of a unit; optimizer steps by the run's own rows, beyond them in proportion."""
+    """Return train steps for steps of a unit; optimizer steps by the run's rows, extrapolated in proportion beyond
+    them."""
     if unit == "train_step":
         return list(steps)
     made = [(0.0, 0.0)] + [(row.get("progress/optimizer_steps") or 0.0, float(row["train_step"])) for row in run.steps]
@@ -218,7 +219,7 @@ def train_steps_of(run: RunFiles, steps: Sequence[float], unit: str) -> list[flo
 def held_out_change(run: RunFiles, earlier: int, later: int) -> Estimate | None:
     """Return the change of held-out accuracy between two evaluations, with Student's 95 % interval of pairs by problem.
 
-    None where the table of one of them is missing or they are of other problems.
+    None if the table of one is missing or they cover different problems.
     """
     accuracies = [_accuracies(run, step) for step in (earlier, later)]
     if not accuracies[0] or accuracies[0].keys() != accuracies[1].keys():
@@ -247,7 +248,7 @@ class RunVerdict:
 
 
 def verdict_on(run: RunFiles, anomalies: Sequence[Anomaly], is_live: bool = False) -> RunVerdict:
-    """Return the verdict on a run: its end, the anomalies that count now, and what became of held-out accuracy."""
+    """Return the verdict on a run: its end, the current anomalies, and the change of held-out accuracy."""
     last = _steps(run)[-1] if run.steps else 0
     learned = _learned(run, last)
     if run.failure and not is_live:
@@ -275,7 +276,7 @@ def _titles(anomalies: Sequence[Anomaly], level: Level, since: float) -> str:
 
 
 def _learned(run: RunFiles, last: int) -> str:
-    """Return what became of held-out accuracy, else of that of training, in words."""
+    """Describe the change of held-out accuracy, or of training accuracy without it."""
     scores = [
         (row["train_step"], row["eval/avg_at_k"]) for row in run.evaluations if row.get("eval/avg_at_k") is not None
     ]
@@ -294,7 +295,8 @@ def _learned(run: RunFiles, last: int) -> str:
 
 
 def _direction(run: RunFiles, scores: Sequence[tuple[int, float]]) -> str:
-    """Return if accuracy still changes: the newest evaluation against the one nearest to two thirds of the way to it."""
+    """Describe whether accuracy still changes: the newest evaluation against the one nearest to two thirds of the way
+    to it."""
     (start, _), (step, score) = scores[0], scores[-1]
     middle = min(scores[:-1], key=lambda each: (abs(each[0] - (start + 2 * (step - start) / 3)), -each[0]))
     change = held_out_change(run, middle[0], step)

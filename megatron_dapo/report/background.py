@@ -1,7 +1,7 @@
-"""The report of a run under way, written by a process of its own: training neither waits for it nor ends with it.
+"""The report of a live run, written by a separate process: training neither waits for it nor fails with it.
 
 rank 0: Files.run(start_writing, ...) -> file process: starts `python -m megatron_dapo.report` and answers at once
-This module needs the standard library alone.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_writing(run_directory: Path) -> None:
-    """Begin to write the report of a run under way; what becomes of it is not waited for.
+    """Start writing the report of a live run, without waiting for it.
 
-    Written in one step, so that two that overlap leave one of them. Raises OSError where no process can be started.
+    The file is replaced atomically, so overlapping writers leave one whole report. Raises OSError if no process starts.
     """
     _start(run_directory, "--live")
 
@@ -26,7 +26,7 @@ def start_writing(run_directory: Path) -> None:
 def write_last(run_directory: Path, seconds: float) -> str:
     """Write the report of a run that has ended; return what went wrong in one line, or "".
 
-    One that takes longer than `seconds` is left to finish by itself.
+    A writer that takes longer than `seconds` is left to finish by itself.
     """
     process = _start(run_directory)
     try:
@@ -44,7 +44,7 @@ def _start(run_directory: Path, *options: str) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # Of a process that is not waited for no reader is left, and a full pipe would hold it.
+        # Nobody reads the output of a process that is not waited for, and a full pipe would block it.
         stderr=subprocess.DEVNULL if options else subprocess.PIPE,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""Curves of a run for the page: which are drawn together, and their points, few enough for the page's size."""
+"""Curves of a run for the page: which ones share a chart, and their points, few enough for the page's size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from megatron_dapo.telemetry.alarms import RUN_ALARMS
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
 
 EVALUATED = "eval/"
-BY_PART, BY_SOURCE = "Reward by part", "Accuracy by source"  # charts that also have metrics of a run's own
+BY_PART, BY_SOURCE = "Reward by part", "Accuracy by source"  # charts that include run-specific metrics
 _GENERATED = "/accuracy_generated"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics drawn together. `is_wide`: over the whole page; `is_log`: a logarithmic axis where all values are positive."""
+    """Metrics drawn together. `is_wide`: over the whole page; `is_log`: a logarithmic axis if all values are
+    positive."""
 
     title: str
     metrics: Mapping[str, str]  # metric -> its label
@@ -149,7 +150,7 @@ def drawn_metrics(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _own(name: str) -> tuple[str, str] | None:
-    """Return chart and label of a metric that a run's own reward or sources have; None for any other."""
+    """Return chart and label of a metric of a run's reward parts or sources; None for any other."""
     if name.startswith(REWARD_PART):
         return BY_PART, name.removeprefix(REWARD_PART)
     if name.startswith(SOURCE) and name.endswith(_GENERATED):
@@ -166,7 +167,8 @@ def _is_there(run: RunFiles, name: str) -> bool:
 
 
 def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the page's charts, of those metrics that are drawn. `config`: of the first run, which has the alarms' limits."""
+    """Return the page's charts, limited to the given metrics. `config`: of the first run, which has the alarms'
+    limits."""
     limits = {alarm.metric: alarm.limit_in(config) for alarm in RUN_ALARMS}
     own = {name: place for name in metrics if (place := _own(name)) is not None}
     found = []
@@ -198,7 +200,7 @@ def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, 
 def curves(run: RunFiles, metrics: Sequence[str], max_points: int) -> dict[str, Any]:
     """Return the points of a run's metrics: means over equal spans of train steps, with the range within each span.
 
-    A metric is [values] where every step is a point, else [means, lowest, highest]. None: no finite value.
+    A metric is [values] if every step is a point, otherwise [means, lowest, highest]. None: no finite value.
     """
     steps = [row["train_step"] for row in run.steps]
     size = math.ceil(len(steps) / max_points) if steps else 1
@@ -246,11 +248,11 @@ def reference_curves(run: RunFiles, reference: Record, max_points: int) -> dict[
 
 
 def phase_shares(run: RunFiles) -> list[tuple[str, float]]:
-    """Return the seconds of each phase over the whole run, the longest first."""
+    """Return the seconds of each phase over the whole run, longest first."""
     seconds = [(name.partition("/")[2], sum(filter(math.isfinite, run.column(name)))) for name in TIMES]
     return sorted((each for each in seconds if each[1] > 0), key=lambda each: -each[1])
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number in the five digits that a curve shows; None where there is none."""
+    """Return a number in the five digits that a curve shows; None if there is none."""
     return float(f"{value:.5g}") if isinstance(value, (int, float)) and math.isfinite(value) else None

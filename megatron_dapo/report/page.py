@@ -1,7 +1,7 @@
 """The report as one HTML file: data, script and style inside it, below MAX_BYTES whatever the runs hold.
 
-The page asks the network for nothing, and its policy forbids it to. What runs wrote is data in it: text that a model made
-is never markup.
+The page makes no network requests, and its policy forbids them. Run output is embedded as data: text from a model is
+never markup.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_dapo.untrusted import printable
 
 MAX_BYTES = 2_000_000
 MAX_RUNS = 12
-RELOAD_S = 30  # of the page of a run under way
+RELOAD_S = 30  # of a live run's page
 _MARGIN = 20_000  # bytes
-_POINTS = 2400  # of a metric, over all runs
+_POINTS = 2400  # per metric, over all runs
 _SAMPLE_SHARES = (1.0, 0.6, 0.3, 0.1, 0.0)  # of the bytes left for samples: escapes are counted only in the page itself
 _MAX_ANOMALIES = 200
 
@@ -55,8 +55,8 @@ _PAGE = """<!DOCTYPE html>
 def write_report(runs: Sequence[Path], references: Sequence[Path], output: Path, is_live: bool = False) -> int:
     """Write the report of runs to `output` in one step, and return its size in bytes.
 
-    `references`: curves to compare with, beside those of each run's own telemetry.references. ValueError in one line for
-    what cannot be read.
+    `references`: curves to compare with, in addition to each run's telemetry.references. Raises a one-line ValueError
+    for anything unreadable.
     """
     page = build_page(runs, references, is_live).encode()
     partial = output.with_name(f".{output.name}.tmp")
@@ -130,7 +130,7 @@ def _own_references(run: RunFiles, references: Sequence[Record]) -> list[Record]
         try:
             record = read_record(Path(path))
         except (ValueError, OSError):
-            continue  # on another machine they need not be there
+            continue  # they may be missing on another machine
         if record.name not in [each.name for each in found]:
             found.append(record)
     return found
@@ -208,7 +208,7 @@ def _rendered(document: Mapping[str, Any]) -> str:
         (assets / name).read_text(encoding="utf-8")
         for name in ("uPlot.iife.min.js", "report.js", "uPlot.min.css", "report.css")
     )
-    # No "<" of the data can begin or end a tag, and line separators are none in a script.
+    # No "<" in the data can begin or end a tag, and no line separator can break the script.
     data = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = printable(data).replace("<", "\\u003c")
     names = ", ".join(run["name"] for run in document["runs"])

@@ -1,4 +1,4 @@
-"""A run's directory, as the report reads it: whole where it is small, in evenly spaced pieces where it is not."""
+"""A run's directory, as the report reads it: small files whole, large ones in evenly spaced pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_dapo.telemetry.provenance import PROVENANCE
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.watch.attempts import ATTEMPTS
 
-_WHOLE_BYTES = 1 << 25  # of a file of samples that is read whole
+_WHOLE_BYTES = 1 << 25  # limit for reading a file of samples whole
 _PIECE_BYTES = 1 << 19
 _NUM_PIECES = 48  # of a larger one
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Records of a run. Whatever is missing or torn is empty: a report of a run that died early is still a report."""
+    """Records of a run. Missing or truncated files are empty, so that a run that died early still gets a report."""
 
     path: Path
     config: Mapping[str, Any]  # key -> value, e.g. "run.name"
@@ -36,7 +36,7 @@ class RunFiles:
     failure: Mapping[str, Any] = field(default_factory=dict)  # failure.json
     summary: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, Any] = field(default_factory=dict)  # plan.json: planned and measured of an early step
+    plan: Mapping[str, Any] = field(default_factory=dict)  # plan.json: planned and measured values of an early step
 
     @property
     def name(self) -> str:
@@ -44,12 +44,12 @@ class RunFiles:
         return str(self.config.get("run.name") or self.path.name)
 
     def column(self, metric: str) -> list[float]:
-        """Return a metric of every train step; NaN where a row has none, or one that was not finite."""
+        """Return a metric of every train step; NaN if a row lacks it or the value was not finite."""
         return [_number(row.get(metric)) for row in self.steps]
 
 
 def read_run(path: Path) -> RunFiles:
-    """Read a run's directory. ValueError in one line for a directory that holds no run."""
+    """Read a run's directory. Raises a one-line ValueError for a directory without a run."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: no config.json, so no run's directory; name the run.output_dir of a run")
     document = _document(path / "config.json")
@@ -113,7 +113,7 @@ def _some_lines(path: Path) -> Iterator[Row]:
 def _row(line: str) -> Row | None:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # torn by a kill, or being written
+    except (ValueError, RecursionError):  # cut short by a kill, or being written
         return None
     return row if isinstance(row, dict) else None
 

@@ -1,7 +1,7 @@
 """Samples of runs for the page: a bounded choice of every kind from all over the run, small enough to carry.
 
-A token takes two or three characters beside its text: how many characters it covers, its log-prob, and its advantage where
-tokens differ in it, each as a digit of base 64.
+A token takes two or three characters besides its text: how many characters it covers, its log-prob, and its advantage
+if tokens differ in it, each as a digit of base 64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_dapo.report.run_files import Row, RunFiles
 KINDS = ("right", "wrong", "truncated", "filtered", "other")
 MAX_SAMPLES = 600
 _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-_MAX_LOGPROB = 12.0  # of the scale; below it every token is as surprising
+_MAX_LOGPROB = 12.0  # end of the scale; all tokens below it count as equally surprising
 _HEAD, _TAIL = 2000, 1000  # tokens of a long response that are kept
 _CHARACTERS_A_TOKEN = 4
 _MAX_MISSED = 50  # samples in a row that are too large for what is left: the page is full

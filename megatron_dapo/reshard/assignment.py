@@ -1,6 +1,6 @@
-"""Assignment of pieces to the ranks that could each do the work: who writes what replicas hold, who reads what all need.
+"""Assigns each piece of work to one capable rank: who writes what replicas hold, who reads what all need.
 
-Pure and deterministic: every rank computes the same answer from the same arguments.
+Pure and deterministic: every rank computes the same result from the same arguments.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 class Candidate(NamedTuple):
     """A piece of work and the ranks that could do it."""
 
-    size: int  # elements or bytes, the same unit for all
+    size: int  # elements or bytes, in one unit for all
     holders: Sequence[int]
 
 
 def worst_fit(candidates: Sequence[Candidate], loads: Mapping[int, int] | None = None) -> list[int]:
-    """Return the rank that each candidate goes to: the largest first, each to its least loaded holder.
+    """Return the rank for each candidate: in order of falling size, each goes to its least loaded holder.
 
-    `loads`: what ranks have to do already, in the same unit. Of equal sizes the first comes first, of equal loads the
-    lowest rank is taken. The rule is ByteCheckpoint's (arXiv 2407.20143). ValueError where a candidate has no holder.
+    `loads`: work that ranks already have, in the same unit. Ties in size keep the order, ties in load go to the lowest
+    rank. This is ByteCheckpoint's rule (arXiv 2407.20143). Raise ValueError if a candidate has no holder.
     """
     total = dict(loads or {})
     chosen = [0] * len(candidates)
@@ -35,6 +35,6 @@ def worst_fit(candidates: Sequence[Candidate], loads: Mapping[int, int] | None =
 
 
 def balance(loads: Iterable[int]) -> float:
-    """Return the largest load over the mean; 1 where nothing is to be done."""
+    """Return the largest load over the mean; 1 if there is no work."""
     found = list(loads)
     return max(found) * len(found) / sum(found) if sum(found) else 1.0

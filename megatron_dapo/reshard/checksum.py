@@ -1,11 +1,11 @@
-"""A checksum of a tensor at the speed of memory, which holders of its parts compute alone and add up.
+"""A tensor checksum at memory speed, which holders of its parts compute separately and add up.
 
 The rows of a tensor (its last dimension) are read as 64-bit words, the tail filled with zeros. The checksum is
 
     sum over rows r and words w of  row(r) * column(w) * word[r, w]   modulo 2^64
 
 with pseudo-random odd factors of the row and word number in the WHOLE tensor. An odd factor is invertible, so a change
-of any one element changes the sum. Rows, columns or elements in the wrong place and shifted data change it unless their
+of any one element changes the sum. Misplaced rows, columns or elements and shifted data change it unless their
 difference times a pseudo-random factor vanishes modulo 2^64. The inner sum is one integer matrix-vector product.
 """
 
@@ -25,7 +25,7 @@ _CHUNK_WORDS = 1 << 22
 
 
 def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> int:
-    """Signed 64-bit sum of the part `bounds` (values: shape of the slice) of a tensor of shape `shape`."""
+    """Return the signed 64-bit sum of slice `bounds` of a tensor of shape `shape`; `values` have the slice's shape."""
     if not bounds.volume:
         return 0
     if not shape:  # a scalar is a row of one element
@@ -42,18 +42,18 @@ def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> i
 
 
 def tensor_checksum(values: torch.Tensor) -> int:
-    """`slice_checksum` of a whole tensor."""
+    """Return `slice_checksum` of a whole tensor."""
     shape = tuple(values.shape)
     return slice_checksum(values.detach(), whole(shape), shape)
 
 
 def signed(value: int) -> int:
-    """An integer modulo 2^64 as the signed 64-bit number that int64 sums give."""
+    """Return an integer modulo 2^64 as the signed 64-bit number that int64 sums give."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _words(values: torch.Tensor, elements: int) -> torch.Tensor:
-    """The values as [rows, words]; without a copy where memory allows it."""
+    """Return the values as [rows, words], without a copy if the memory layout allows it."""
     rows = values.reshape(-1, values.shape[-1])
     aligned = (
         rows.stride(1) == 1
@@ -65,7 +65,7 @@ def _words(values: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def _word_dots(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Sum over the words of each row, times their factors."""
+    """Sum each row's words times their factors."""
     if words.device.type == "cpu":
         return torch.mv(words, columns)
     # There is no integer matrix product on accelerators.
@@ -74,7 +74,7 @@ def _word_dots(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def _element_dots(values: torch.Tensor, start: int, elements: int) -> torch.Tensor:
-    """`_word_dots` of rows that begin or end inside a word: element by element."""
+    """Compute `_word_dots` element by element, for rows that begin or end inside a word."""
     dtype, mask = _UNSIGNED_BITS[values.dtype.itemsize]
     numbers = torch.arange(start, start + values.shape[-1], device=values.device)
     # A word is little-endian: its first element is in the lowest bits.
@@ -82,11 +82,11 @@ def _element_dots(values: torch.Tensor, start: int, elements: int) -> torch.Tens
     factors = _odd(numbers.div(elements, rounding_mode="floor"), _COLUMN_SEED) << shifts
     bits = values.reshape(-1, values.shape[-1]).contiguous().view(dtype)
     rows = max(1, _CHUNK_WORDS // bits.shape[1])
-    # The mask undoes the sign extension, which would reach into the bits of the word's other elements.
+    # The mask undoes the sign extension, which would spill into the bits of the word's other elements.
     return torch.cat([((b.to(torch.int64) & mask) * factors).sum(1) for b in bits.split(rows)])
 
 
-# A model's layers have the same few shapes. On a GPU their factors take some thirty small kernels to make, and five to use.
+# A model's layers share a few shapes. On a GPU their factors take about thirty small kernels to make and five to use.
 @lru_cache(maxsize=64)
 def _row_factors(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
     return _odd(_row_numbers(bounds, shape, device), _ROW_SEED)
@@ -98,7 +98,7 @@ def _column_factors(start: int, end: int, device: torch.device) -> torch.Tensor:
 
 
 def _row_numbers(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
-    """Number in the whole tensor of each row of the slice, in the slice's order."""
+    """Return each slice row's number in the whole tensor, in the slice's order."""
     numbers = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, size) in enumerate(zip(bounds.offset[:-1], bounds.shape[:-1])):
         index = torch.arange(start, start + size, device=device) * prod(shape[dim + 1 : -1])
@@ -107,7 +107,7 @@ def _row_numbers(bounds: Slice, shape: Coordinates, device: torch.device) -> tor
 
 
 def _odd(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """Pseudo-random odd 64-bit factors of integers; a mixer of multiplications and shifts, wrapping."""
+    """Return pseudo-random odd 64-bit factors for integers, mixed by wrapping multiplications and shifts."""
     # SplitMix64's finalizer, with arithmetic shifts: torch has no unsigned ones for int64.
     mixed = (numbers + seed) * signed(0x9E3779B97F4A7C15)
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):

@@ -1,7 +1,7 @@
-"""Carry a plan out: in one process, by torch.distributed point-to-point, or from files.
+"""Carry out a plan: in one process, by torch.distributed point-to-point, or from files.
 
-Buffers are `local name -> tensor` of one rank. Values are cast to the destination buffer's element type on the way;
-what crosses between processes is the narrower of the two types.
+`Buffers` maps the local names of one rank to tensors. Values are cast to the destination buffer's element type; between
+processes they travel in the narrower of the two types.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Buffers = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str], torch.dtype]
 
 DEFAULT_BUCKET_BYTES = 64 << 20
-_ALONE_BYTES = 1 << 20  # a transfer of this size is a bucket of its own, and is sent from and into its place
-# Offsets in a bucket are multiples of this, so that a part of it can be viewed as any element type.
+_ALONE_BYTES = 1 << 20  # a transfer of this size is a separate bucket, sent from and received into its place
+# Offsets in a bucket are multiples of this, so that any part can be viewed as any element type.
 _ALIGNMENT = 16
 
 
@@ -32,11 +32,11 @@ class ShardReader(Protocol):
     """Reads part of a source rank's stored buffer straight into a tensor."""
 
     def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
-        """Fills `out` (shape of `bounds`) with global slice `bounds`, which lies in `shard` of the source rank."""
+        """Fill `out` (shape of `bounds`) with global slice `bounds`, which lies in `shard` of the source rank."""
 
 
 def execute_from_reader(transfers: Iterable[Transfer], reader: ShardReader, destination: Buffers) -> dict[str, int]:
-    """Fills one rank's buffers from storage; returns the number of elements written into each buffer."""
+    """Fill one rank's buffers from storage; return the number of elements written into each buffer."""
     written = dict.fromkeys(destination, 0)
     for transfer in transfers:
         shard = transfer.destination_shard
@@ -55,12 +55,11 @@ def execute_distributed(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     tensors: Collection[str] | None = None,
 ) -> Traffic:
-    """This rank's part of the plan, by point-to-point in `group` (None: one process, everything is local).
+    """Carry out this rank's part of the plan, by point-to-point in `group` (None: one process, everything is local).
 
     Every rank of the group calls it with the same plan and the same `tensors` (None: all). At step s rank r sends to r
-    + s and receives from r - s, one bucket each way at a time: at most two buckets (or two transfers, where one is
-    larger than a bucket) are alive, and no order of waiting can form a cycle. Returns the bytes that crossed or were
-    copied.
+    + s and receives from r - s, one bucket each way at a time. At most two buckets (or two transfers larger than a
+    bucket) are in memory, and waits cannot form a cycle. Return the bytes that crossed or were copied.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     if plan.num_ranks > size:
@@ -86,9 +85,9 @@ def execute_transfers(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Traffic:
-    """Carry out what this rank receives and sends, those to itself included in both; see `execute_distributed`.
+    """Carry out this rank's receives and sends, both including those to itself; see `execute_distributed`.
 
-    What one rank sends to another is in one order on both. `dtype_of`: a tensor's element type on the way.
+    Transfers between two ranks are in the same order on both. `dtype_of`: a tensor's element type in transit.
     """
     rank = 0 if group is None else dist.get_rank(group)
     incoming = _by_peer((t, t.source) for t in receives)
@@ -114,7 +113,7 @@ def execute_transfers(
 
 
 def wire_dtype(plan: ReshardPlan, tensor: str) -> torch.dtype:
-    """Element type in which a tensor crosses: the destination's, unless the source's is narrower."""
+    """Return the element type in which a tensor travels: the destination's, unless the source's is narrower."""
     source, destination = plan.source.tensors[tensor].dtype, plan.destination.tensors[tensor].dtype
     return source if source.itemsize < destination.itemsize else destination
 
@@ -140,14 +139,14 @@ def _num_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
 
 
 def _wire_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
-    """Bytes of a transfer within a bucket, its alignment included."""
+    """Return the bytes of a transfer within a bucket, alignment included."""
     return round_up(_num_bytes(dtype_of, transfer), _ALIGNMENT)
 
 
 def _buckets(dtype_of: DtypeOf, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
-    """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
+    """Yield runs of transfers of at most bucket_bytes (a larger one by itself); both ends cut the list identically."""
     sizes = [_wire_bytes(dtype_of, transfer) for transfer in transfers]
-    # Nothing fits beside a full bucket.
+    # Nothing fits next to a full bucket.
     for piece in pieces([max(size, bucket_bytes) if size >= _ALONE_BYTES else size for size in sizes], bucket_bytes):
         yield list(transfers[piece])
 
@@ -162,20 +161,20 @@ def _exchange(
     destinations: Buffers,
     group: dist.ProcessGroup,
 ) -> tuple[int, int]:
-    """One bucket out and one in, at the same time; bytes of both."""
+    """Send one bucket and receive one at the same time; return the bytes of both."""
     operations = []
     inbound = place = _in_place(dtype_of, receive, [t.destination_shard for t in receive], destinations)
     if receive:
         if inbound is None:
             device = destinations[receive[0].destination_shard.local].device
             inbound = torch.empty(sum(_wire_bytes(dtype_of, t) for t in receive), dtype=torch.uint8, device=device)
-        # P2POp takes ranks of the world, whatever the group.
+        # P2POp takes world ranks, whatever the group.
         operations.append(dist.P2POp(dist.irecv, inbound, dist.get_global_rank(group, source), group))
     if send:
         outbound = _in_place(dtype_of, send, [t.source_shard for t in send], sources)
         outbound = _pack(dtype_of, send, sources) if outbound is None else outbound
         operations.append(dist.P2POp(dist.isend, outbound, dist.get_global_rank(group, to), group))
-    # In one batch: under NCCL two ranks that both send first would wait for each other's receive.
+    # Use one batch: under NCCL two ranks that both send first would wait for each other's receive.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     if inbound is not None and place is None:
@@ -188,7 +187,7 @@ def _exchange(
 def _in_place(
     dtype_of: DtypeOf, transfers: list[Transfer], shards: list[Shard], buffers: Buffers
 ) -> torch.Tensor | None:
-    """Return a bucket of one transfer as bytes of the buffer itself; None where other bytes travel."""
+    """Return a bucket of one transfer as bytes of the buffer itself; None if other bytes travel."""
     if len(transfers) != 1:
         return None
     [transfer], [shard] = transfers, shards
@@ -208,7 +207,7 @@ def _pack(dtype_of: DtypeOf, transfers: list[Transfer], sources: Buffers) -> tor
 def _parts(
     dtype_of: DtypeOf, transfers: list[Transfer], bucket: torch.Tensor
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
-    """Each transfer with its part of the bucket, viewed in its element type and shape."""
+    """Yield each transfer with its part of the bucket, viewed in its element type and shape."""
     position = 0
     for transfer in transfers:
         dtype = dtype_of(transfer.tensor)

@@ -1,8 +1,8 @@
 """Layouts: which slice of which global tensor lives where on which rank.
 
-Everything that moves tensors (weight sync, converters, checkpoints, critic initialization) is a pair of layouts, the
-plan between them (planner) and a transport (executors). A layout is arithmetic: rank 731 of 1024 is computed on a
-laptop.
+Everything that moves tensors (weight sync, converters, checkpoints, critic initialization) combines a pair of
+layouts, the plan between them (planner) and a transport (executors). A layout is arithmetic: a laptop can compute rank
+731 of 1024.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class TensorSpec(NamedTuple):
 class Shard(NamedTuple):
     """Slice [global_offset, +shape) of global tensor `tensor` is held in the local buffer `local`.
 
-    Where `local_offset` has as many numbers as the slice has dimensions, the shard is the slice [local_offset, +shape) of
-    the buffer. Where it has more, the first are indices into a buffer of more dimensions (one expert of a stack of
-    them). Where it has one number and the slice has more dimensions, the shard lies contiguous in row-major order from
-    that element of the flat buffer on (ZeRO ranges).
+    If `local_offset` has as many numbers as the slice has dimensions, the shard is the slice [local_offset, +shape) of
+    the buffer. If it has more, the first ones index a buffer with more dimensions (one expert of a stack). If it has
+    one number and the slice has more dimensions, the shard is contiguous in row-major order, starting at that element
+    of the flat buffer (ZeRO ranges).
     """
 
     tensor: str
@@ -53,21 +53,21 @@ class Shard(NamedTuple):
 
 
 class Layout(Protocol):
-    """Location of every element of some global tensors. Ranks that hold the same should share one tuple of shards."""
+    """Location of every element of some global tensors. Ranks with equal contents should share one tuple of shards."""
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, those that hold nothing included."""
+        """Number of ranks, including those that hold nothing."""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The global tensors by name."""
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank holds."""
+        """Return the shards that a rank holds."""
 
     def buffer_names(self, rank: int) -> frozenset[str]:
-        """Local buffers of a rank, those that are padding only included."""
+        """Return the local buffers of a rank, including those with only padding."""
 
 
 class ReplicatedLayout:
@@ -105,7 +105,7 @@ class SingleHolderLayout:
 
 
 class ShiftedLayout:
-    """Rank r of `layout` is rank r + `offset` of this one, lower ranks hold nothing: engines beside the trainer."""
+    """Rank r of `layout` is rank r + `offset` of this one, lower ranks hold nothing: engines next to the trainer."""
 
     def __init__(self, layout: Layout, offset: int) -> None:
         assert offset >= 0, f"offset {offset} is negative"
@@ -125,7 +125,7 @@ class ShiftedLayout:
 
 
 class PartialLayout:
-    """`layout` of which only some ranks are filled: the others hold nothing here, and get it in another way."""
+    """`layout` with only some ranks filled: the others hold nothing here and are filled in another way."""
 
     def __init__(self, layout: Layout, ranks: Collection[int]) -> None:
         self.layout = layout
@@ -148,7 +148,7 @@ def _whole_shards(tensors: Mapping[str, TensorSpec]) -> tuple[Shard, ...]:
 
 
 def check_layout(layout: Layout) -> None:
-    """ValueError unless every shard is inside its tensor and every element of every tensor lives on some rank."""
+    """Raise ValueError unless every shard is inside its tensor and every element of every tensor is on some rank."""
     slices: dict[str, dict[Slice, None]] = {name: {} for name in layout.tensors}
     for rank in range(layout.num_ranks):
         for shard in layout.shards(rank):
@@ -177,7 +177,8 @@ def _is_flat(shard: Shard) -> bool:
 
 
 def local_slice(shard: Shard, bounds: Slice | None = None) -> Slice:
-    """Slice of the local buffer that holds `shard`, or only its global slice `bounds`. Not for flat shards."""
+    """Return the slice of the local buffer with `shard`, or only with its global slice `bounds`. Not for flat
+    shards."""
     assert not _is_flat(shard), f"{shard} is a flat range, not a slice of its buffer"
     inner = shard.bounds if bounds is None else bounds
     lead = len(shard.local_offset) - len(shard.shape)
@@ -187,7 +188,7 @@ def local_slice(shard: Shard, bounds: Slice | None = None) -> Slice:
 
 
 def shard_view(buffer: torch.Tensor, shard: Shard, bounds: Slice | None = None) -> torch.Tensor:
-    """View of the part of local `buffer` that holds `shard`, or only of the shard's global slice `bounds`."""
+    """Return a view of the part of local `buffer` that holds `shard`, or only of the shard's global slice `bounds`."""
     view = _flat_view(buffer, shard) if _is_flat(shard) else _slice_of_buffer(buffer, shard)
     if bounds is None:
         return view
@@ -205,7 +206,7 @@ def slice_view(tensor: torch.Tensor, bounds: Slice) -> torch.Tensor:
 def _flat_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
     start, size = shard.local_offset[0], prod(shard.shape)
     assert start + size <= buffer.numel(), f"{shard} ends at {start + size}, its buffer has {buffer.numel()} elements"
-    # Detached: a copy into a view of a parameter is no operation for autograd.
+    # Detached, so that autograd does not record a copy into a view of a parameter.
     return buffer.detach().view(-1).narrow(0, start, size).view(shard.shape)
 
 
@@ -218,16 +219,17 @@ def _slice_of_buffer(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def local_holes(shards: Sequence[Shard], shapes: Mapping[str, Coordinates]) -> dict[str, tuple[Slice, ...]]:
-    """Slices of every local buffer that no shard fills (padding). Raises ValueError where two shards fill one element.
+    """Return the slices of every local buffer that no shard fills (padding).
 
-    Only for shards that are slices of their buffer, not for flat ranges.
+    Raise ValueError if two shards fill the same element. Only for shards that are slices of their buffer, not flat
+    ranges.
     """
     slices: dict[str, list[Slice]] = {name: [] for name in shapes}
     for shard in shards:
         slices[shard.local].append(local_slice(shard))
     holes = {name: uncovered(whole(shape), slices[name]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        # Counted twice where two shards overlap, so that the sums disagree.
+        # Overlapping shards are counted twice, so that the sums disagree.
         filled = sum(bounds.volume for bounds in slices[name])
         padding = sum(hole.volume for hole in holes[name])
         if filled + padding != prod(shape):

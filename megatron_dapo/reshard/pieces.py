@@ -1,4 +1,4 @@
-"""Pieces of bounded size of a list: buckets, batches of tensors, samples that travel together."""
+"""Cuts a list into pieces of bounded size: buckets, batches of tensors, samples that travel together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 
 def pieces(sizes: Sequence[int], limit: int) -> Iterator[slice]:
-    """Yield slices of a list, in order and without gaps, whose sizes add up to at most `limit`; an item larger than that
-    has one of its own."""
+    """Yield slices of a list, in order and without gaps, whose sizes add up to at most `limit`; a larger item
+    gets its own slice."""
     start = total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > limit:

@@ -1,10 +1,10 @@
 """The plan between two layouts: which rank sends which slice to which. Pure, deterministic, without communication.
 
-The source is first cut into regions: disjoint slices, each with the set of ranks that hold it. A destination shard meets
-the regions it overlaps; each such overlap comes from exactly one holder: the destination itself if it holds it, else a
-rank of the same node, else any. What all destinations want from one set of interchangeable holders is laid end to end
-and cut evenly among them (`LoadBalancer`), which bounds what a rank sends. Ranks that hold the
-same are planned once, so a plan for 16,384 ranks costs little more than one for a replica.
+The source is first cut into regions: disjoint slices, each with the set of ranks that hold it. Each overlap of a
+destination shard with a region comes from exactly one holder: preferably the destination itself, then a rank of the
+same node, then any. Everything that destinations want from one set of interchangeable holders is laid end to end and
+split evenly among them (`LoadBalancer`), which bounds what a rank sends. Ranks with equal contents are planned once, so
+a plan for 16,384 ranks costs little more than one for a replica.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_dapo.reshard.layout import Layout, Shard, check_layout
 from megatron_dapo.reshard.regions import ReplicaGroups, regions_of
 from megatron_dapo.reshard.slices import Slice, intersect, whole
 
-PLANNER_VERSION = 2  # part of the digest: two processes with different planners must not exchange tensors
+PLANNER_VERSION = 2  # part of the digest, so that processes with different planners never exchange tensors
 
 
-ANYWHERE = -1  # in place of a node's number
+ANYWHERE = -1  # used instead of a node's number
 
 
 class Transfer(NamedTuple):
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one rank in one execution, counted in the narrower of both element types, which crosses."""
+    """Bytes of one rank in one execution, counted in the narrower element type, which is the one sent."""
 
     sent: int
     received: int
@@ -52,7 +52,7 @@ class Overlap(NamedTuple):
     bounds: Slice
     holders: Mapping[int, Shard]  # replica group -> the group's shard that contains the slice
     groups: frozenset[int]  # the keys of `holders`
-    shard: Shard  # of the destination
+    shard: Shard  # the destination's
     num_bytes: int
 
 
@@ -72,18 +72,18 @@ Requests = Mapping[frozenset[int], SliceRequest]  # by the replica groups that c
 
 
 class ReceiverClass(NamedTuple):
-    """Destination ranks that plan alike: equal requests, equal own shards, equal shards on their node."""
+    """Destination ranks with the same plan: equal requests, equal own shards, equal shards on their node."""
 
-    group: int  # of the destination
-    own: int  # replica group of the source that the rank is in, -1 outside of the source
+    group: int  # replica group of the destination
+    own: int  # the rank's replica group in the source, -1 if it is not in the source
     near: frozenset[int]  # replica groups of the source on its node
 
 
 class LoadBalancer:
     """One set of interchangeable holders, and the bytes that destinations want from it, in order of their ranks.
 
-    The bytes are cut evenly: holder k of n serves the overlaps whose middle lies in [k, k + 1) / n of them. So it sends at
-    most its even share and half of the largest overlap at either end, and few holders serve each destination.
+    The bytes are split evenly: holder k of n serves the overlaps whose middle lies in [k, k + 1) / n of them. So it
+    sends at most its even share plus half of the largest overlap at either end, and few holders serve each destination.
     """
 
     def __init__(self, members: Sequence[int], requested: Iterable[tuple[int, int]]) -> None:
@@ -98,17 +98,17 @@ class LoadBalancer:
         return self.starts[-1]
 
     def start(self, rank: int) -> int:
-        """First byte of what destination `rank` wants."""
+        """Return the first byte of what destination `rank` wants."""
         return self.starts[bisect_left(self.ranks, rank)]
 
     def senders(self, rank: int, middles: Sequence[int]) -> list[int]:
-        """The holder that serves each overlap, given twice the byte of its middle within what `rank` wants."""
+        """Return the holder that serves each overlap, given twice the byte of its middle within what `rank` wants."""
         count, start, total = len(self.members), 2 * self.start(rank), 2 * self.num_bytes
         return [self.members[(start + middle) * count // total] for middle in middles]
 
     def served_by(self, member: int) -> list[int]:
-        """Destinations whose bytes reach into the share of one holder."""
-        # Rounded outward: a destination too many receives nothing, one too few would lose its overlaps.
+        """Return the destinations whose bytes reach into one holder's share."""
+        # Round outward: an extra destination receives nothing, but a missing one would lose its overlaps.
         index, count, total = bisect_left(self.members, member), len(self.members), self.num_bytes
         first = bisect_right(self.starts, index * total // count) - 1
         last = bisect_left(self.starts, -(-(index + 1) * total // count))
@@ -131,7 +131,7 @@ class ReshardPlan:
         self.prefer_own = prefer_own
         self._sources = ReplicaGroups(source)
         self._destinations = ReplicaGroups(destination)
-        # Bytes of an element on the way: of the narrower of both types, see `execution.wire_dtype`.
+        # Bytes of an element in transit, in the narrower of both types; see `execution.wire_dtype`.
         self._itemsize = {
             name: min(source.tensors[name].dtype.itemsize, spec.dtype.itemsize)
             for name, spec in destination.tensors.items()
@@ -151,7 +151,8 @@ class ReshardPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, equal exactly where both layouts and the planner are: ranks compare them before they exchange."""
+        """Return 32 bytes, equal if and only if both layouts and the planner are; ranks compare them before an
+        exchange."""
         rules = f"node {self.ranks_per_node} own {self.prefer_own}"
         canonical = hashlib.sha256(f"reshard plan {PLANNER_VERSION} {rules}".encode())
         canonical.update(_layout_digest(self.source, self._sources))
@@ -159,20 +160,21 @@ class ReshardPlan:
         return canonical.digest()
 
     def receives(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
-        """Transfers into `rank`, from itself included, in the order of its shards; only of `tensors` where given."""
+        """Return transfers into `rank`, including from itself, in the order of its shards; only of `tensors` if
+        given."""
         if rank not in self._received:
             self._received[rank] = tuple(self._into(rank)) if rank < self.destination.num_ranks else ()
         return _only(self._received[rank], tensors)
 
     def sends(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
-        """Transfers out of `rank`, those to itself included, by destination rank, then in the order of its shards."""
+        """Return transfers out of `rank`, including to itself, by destination rank, then in the order of its shards."""
         if rank not in self._sent:
             destinations = sorted(self._served_by(rank)) if rank < self.source.num_ranks else ()
             self._sent[rank] = tuple(t for destination in destinations for t in self._into(destination, rank))
         return _only(self._sent[rank], tensors)
 
     def traffic(self, rank: int) -> Traffic:
-        """Bytes that `rank` sends, receives, and copies within itself."""
+        """Return the bytes that `rank` sends, receives, and copies within itself."""
         sends, receives = self.sends(rank), self.receives(rank)
         return Traffic(
             sent=sum(self.num_bytes(t) for t in sends if t.destination != rank),
@@ -184,16 +186,16 @@ class ReshardPlan:
         return transfer.bounds.volume * self._itemsize[transfer.tensor]
 
     def overlaps(self, group: int) -> tuple[Overlap, ...]:
-        """The shards of a replica group of the destination, cut at the borders of the source's regions."""
+        """Return the shards of a destination's replica group, cut at the borders of the source's regions."""
         if group not in self._overlaps:
             self._overlaps[group] = tuple(self._cut(group))
         return self._overlaps[group]
 
     def requested(self, group: int) -> Requests:
-        """All overlaps of a replica group of the destination, by the replica groups of the source that have them."""
+        """Return all overlaps of a destination's replica group, by the source's replica groups that have them."""
         if group not in self._requested:
             found: dict[frozenset[int], list[tuple[int, int]]] = {}
-            # Overlaps cut here are not kept: a table of all ranks' traffic needs their sizes alone.
+            # Overlaps cut here are not kept: a table of all ranks' traffic only needs their sizes.
             for index, overlap in enumerate(self._overlaps.get(group) or self._cut(group)):
                 found.setdefault(overlap.groups, []).append((index, overlap.num_bytes))
             self._requested[group] = {groups: _request(overlaps) for groups, overlaps in found.items()}
@@ -215,12 +217,13 @@ class ReshardPlan:
         return found
 
     def node_content(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Replica groups of a node's ranks in the source and in the destination: nodes of equal content plan alike."""
+        """Replica groups of a node's ranks in the source and the destination; nodes with equal content have the same
+        plan."""
         ranks = slice(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         return tuple(self._sources.group_of[ranks]), tuple(self._destinations.group_of[ranks])
 
     def requests(self, receiver: ReceiverClass) -> tuple[Requests, Requests]:
-        """Return the requests of a receiver class to holders of its own node, and to holders anywhere."""
+        """Return the requests of a receiver class to holders on its node, and to holders anywhere."""
         if receiver not in self._requests:
             near: dict[frozenset[int], SliceRequest] = {}
             far: dict[frozenset[int], SliceRequest] = {}
@@ -229,7 +232,7 @@ class ReshardPlan:
                     continue  # the rank holds them itself
                 neighbors = groups & receiver.near
                 if neighbors:
-                    # Several sets can have the same neighbors: their requests are one for the balancer.
+                    # Several sets can have the same neighbors; the balancer treats their requests as one.
                     near[neighbors] = _joined(near[neighbors], request) if neighbors in near else request
                 else:
                     far[groups] = request
@@ -286,28 +289,28 @@ class ReshardPlan:
         return range(start, min(start + self.ranks_per_node, layout.num_ranks))
 
     def _keys_of(self, rank: int) -> list[Key]:
-        """Sets of holders with requests that `rank` is in."""
+        """Return the sets of holders with requests that include `rank`."""
         group, node = self._sources.group_of[rank], rank // self.ranks_per_node
         neighbors = self._node(node, self.destination)
         near = {key: None for other in neighbors for key, _ in self.requests_of(other) if key[0] == node}
         return [*(key for key in near if group in key[1]), *self._far_keys_of_group.get(group, ())]
 
     def _served_by(self, rank: int) -> set[int]:
-        """Destinations that `rank` may have to send something to."""
+        """Return the destinations that `rank` may have to send to."""
         found = {destination for key in self._keys_of(rank) for destination in self.balancer(key).served_by(rank)}
         return found | ({rank} if rank < self.destination.num_ranks else set())
 
     def _into(self, destination: int, only: int | None = None) -> Iterator[Transfer]:
-        """Transfers into a destination (those from rank `only` where given), in the order of its shards."""
+        """Yield transfers into a destination (from rank `only` if given), in the order of its shards."""
         overlaps = self.overlaps(self._destinations.group_of[destination])
-        # By index: sender and receiver cut their equal lists into equal buckets.
+        # Sort by index, so that sender and receiver cut equal lists into equal buckets.
         for index, source in sorted(self._senders(destination, only)):
             overlap = overlaps[index]
             held = overlap.holders[self._sources.group_of[source]]
             yield Transfer(overlap.shard.tensor, overlap.bounds, source, destination, held, overlap.shard)
 
     def _senders(self, destination: int, only: int | None) -> Iterator[tuple[int, int]]:
-        """(index of an overlap, the rank that serves it): the destination itself, else one of its node, else any."""
+        """Yield (overlap index, serving rank): the destination itself, or one on its node, or any."""
         receiver = self.receiver(destination)
         if only is None or only == destination:
             kept = (
@@ -328,7 +331,7 @@ class ReshardPlan:
         return self.balancer(key).senders(destination, request.middles)
 
     def _only_member(self, key: Key) -> int | None:
-        """The rank, where there is no choice: what others want need not be known then."""
+        """Return the rank if there is no choice, in which case other destinations' requests do not matter."""
         if key[0] != ANYWHERE or len(key[1]) > 1:
             return None
         (group,) = key[1]
@@ -365,11 +368,11 @@ def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> t
 
 
 def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8, prefer_own: bool = True) -> ReshardPlan:
-    """The plan that fills every shard of `destination` from `source`, each element exactly once.
+    """Return the plan that fills every shard of `destination` from `source`, each element exactly once.
 
-    `prefer_own`: a rank serves itself where it can; False where another rank of its node serves it as well as itself does,
-    so that all of them share the work. `destination` may hold fewer tensors than `source`. Raises ValueError where it holds one that the source lacks or
-    has in another shape, or where the source does not hold every element of it.
+    `prefer_own`: a rank serves itself if it can; use False if another rank of its node serves it equally well, so that
+    all of them share the work. `destination` may hold fewer tensors than `source`. Raise ValueError if it holds a
+    tensor that the source lacks, has in another shape, or does not hold completely.
     """
     for name, spec in destination.tensors.items():
         if name not in source.tensors:
@@ -394,7 +397,7 @@ def _layout_digest(layout: Layout, groups: ReplicaGroups) -> bytes:
     canonical = hashlib.sha256()
     for name, spec in sorted(layout.tensors.items()):
         canonical.update(repr((name, tuple(spec.shape), str(spec.dtype))).encode())
-    # Hashed once a group: thousands of ranks have few different tuples of shards.
+    # Hash once per group: thousands of ranks have few distinct tuples of shards.
     of_group = [hashlib.sha256(repr([tuple(shard) for shard in shards]).encode()).digest() for shards in groups.shards]
     for group in groups.group_of:
         canonical.update(of_group[group])

@@ -1,4 +1,4 @@
-"""Reads of stored pieces by many ranks: each piece is read once, by one rank, and travels to all that need it.
+"""Reads of stored pieces by many ranks: each piece is read once, by one rank, and sent to all ranks that need it.
 
 Pure and deterministic: every rank computes the same readers and rounds from the same pieces.
 """
@@ -27,12 +27,12 @@ class StoredPiece(NamedTuple):
 class ReadPlan:
     """The reader of every piece, and rounds of pieces that are in memory together.
 
-    A piece is read by one of the ranks that need part of it, by worst fit, so that little crosses between ranks. Raises
-    ValueError where no rank needs a piece.
+    A piece is read by one of the ranks that need part of it, by worst fit, so that little is sent between ranks. Raise
+    ValueError if no rank needs a piece.
     """
 
     def __init__(self, pieces: Sequence[StoredPiece], needs: Needs, num_ranks: int, round_elements: int) -> None:
-        """`round_elements`: of all pieces that one rank has in memory at a time, except where one piece is larger."""
+        """`round_elements`: most elements that one rank has in memory at a time, unless a single piece is larger."""
         self.pieces = pieces
         candidates = [Candidate(piece.bounds.volume, _needing(piece, needs)) for piece in pieces]
         self.readers = worst_fit(candidates)
@@ -44,7 +44,7 @@ class ReadPlan:
         return Shard(piece.tensor, piece.bounds.offset, piece.bounds.shape, str(index), (0,))
 
     def read_by(self, rank: int, pieces: Iterable[int]) -> list[int]:
-        """Return those of the pieces that a rank reads."""
+        """Return the pieces that a rank reads."""
         return [index for index in pieces if self.readers[index] == rank]
 
     def receives(self, rank: int, pieces: Iterable[int], mine: Mapping[str, Sequence[Shard]]) -> list[Transfer]:

@@ -13,7 +13,7 @@ Coordinates = tuple[int, ...]
 
 
 class Slice(NamedTuple):
-    """The elements [offset, offset + shape) of a tensor, one pair of numbers a dimension."""
+    """The elements [offset, offset + shape) of a tensor, one pair of numbers per dimension."""
 
     offset: Coordinates
     shape: Coordinates
@@ -27,12 +27,12 @@ class Slice(NamedTuple):
 
 
 def whole(shape: Coordinates) -> Slice:
-    """The slice of a full tensor of this shape."""
+    """Return the slice of a full tensor of this shape."""
     return Slice((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Slice, b: Slice) -> Slice | None:
-    """The common part of two slices of the same number of dimensions, None where they share no element."""
+    """Return the intersection of two slices with equally many dimensions; None if they share no element."""
     offset, shape = [], []
     for a_start, a_size, b_start, b_size in zip(a.offset, a.shape, b.offset, b.shape):
         start = a_start if a_start > b_start else b_start
@@ -45,7 +45,7 @@ def intersect(a: Slice, b: Slice) -> Slice | None:
 
 
 def subtract(a: Slice, b: Slice) -> tuple[Slice, ...]:
-    """Disjoint slices that cover a without b: at most two a dimension."""
+    """Return disjoint slices that cover a without b, at most two per dimension."""
     common = intersect(a, b)
     if common is None:
         return (a,) if a.volume else ()
@@ -57,13 +57,13 @@ def subtract(a: Slice, b: Slice) -> tuple[Slice, ...]:
                 part_offset, part_shape = list(offset), list(shape)
                 part_offset[dim], part_shape[dim] = part_start, part_end - part_start
                 parts.append(Slice(tuple(part_offset), tuple(part_shape)))
-        # What is left to cut agrees with the common part in this dimension.
+        # The remainder agrees with the common part in this dimension.
         offset[dim], shape[dim] = start, size
     return tuple(parts)
 
 
 def uncovered(target: Slice, slices: Iterable[Slice]) -> tuple[Slice, ...]:
-    """Disjoint slices of `target` that no slice of `slices` reaches; empty where they cover it. Overlaps are allowed."""
+    """Return disjoint slices of `target` outside all `slices`, which may overlap; empty if they cover it."""
     holes: tuple[Slice, ...] = (target,) if target.volume else ()
     for bounds in slices:
         if not holes:
@@ -77,7 +77,7 @@ def flat_range_slices(shape: Coordinates, start: int, stop: int) -> tuple[Slice,
 
     Each slice is contiguous in row-major memory, so slice after slice is the range itself: this is what turns a ZeRO shard of
     a flat buffer into regular shards without an all-gather (ByteCheckpoint, arXiv 2407.20143, irregular tensor
-    sharding). Raises ValueError where the range is not inside the tensor.
+    sharding). Raise ValueError if the range is not inside the tensor.
     """
     size = prod(shape)
     if not 0 <= start <= stop <= size:

@@ -1,7 +1,7 @@
 """Traffic of a plan over all ranks at once: bytes and messages, without listing any transfer.
 
 A plan for 16,384 ranks has tens of millions of transfers. Ranks that hold and want the same are counted together, so
-that the whole table is made in seconds.
+that the whole table takes seconds to compute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXACT = 1 << 62  # products below it fit an int64
 class TrafficTable:
     """Pairs of ranks with traffic, in order of the destination and then the source; all int64 [num_pairs].
 
-    Copies within a rank are in `local` [num_ranks], bytes, alone.
+    Copies within a rank are only in `local` [num_ranks], in bytes.
     """
 
     num_ranks: int
@@ -50,7 +50,7 @@ class TrafficTable:
         return self.source // self.ranks_per_node != self.destination // self.ranks_per_node
 
     def num_messages(self, bucket_bytes: int) -> int:
-        """Messages where each pair fills buckets one after the other."""
+        """Return the number of messages if each pair fills buckets one after another."""
         return int(((self.num_bytes + bucket_bytes - 1) // bucket_bytes).sum())
 
     def _by_rank(self, ranks: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -67,14 +67,14 @@ class _Pairs(NamedTuple):
 
 
 def traffic_table(plan: ReshardPlan) -> TrafficTable:
-    """The table of a plan; a rank's row sums are `plan.traffic(rank)`."""
-    # Many small tensors kept between large ones that are freed would break the memory up; plain arrays do not.
+    """Return the table of a plan; a rank's row sums are `plan.traffic(rank)`."""
+    # Many small tensors kept between large freed ones would fragment memory; plain arrays do not.
     columns = [array("q") for _ in _Pairs._fields]
     for run in chain(_across_nodes(plan), _within_nodes(plan)):
         for column, values in zip(columns, run):
             column.extend(values.tolist())
     source, destination, num_bytes, num_overlaps = (torch.tensor(column, dtype=torch.int64) for column in columns)
-    # One number a pair, whose order is the destination's and then the source's.
+    # One number per pair, ordered by destination and then source.
     pairs, index = torch.unique(destination * plan.num_ranks + source, return_inverse=True)
     return TrafficTable(
         num_ranks=plan.num_ranks,

@@ -1,4 +1,4 @@
-"""Responses as reward functions get them, and what they return, in plain data: no torch, so that a worker starts in milliseconds."""
+"""What reward functions receive and return, as plain data without torch, so that a worker starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ VERIFIER_OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "error")
 
 @dataclass(frozen=True)
 class RewardSample:
-    """A response as a reward function of one parameter gets it."""
+    """A response, as passed to a reward function with one parameter."""
 
     messages: tuple[Mapping[str, str], ...]  # chat turns of the prompt: {"role": ..., "content": ...}
     response: str  # without special tokens
-    answer: str  # gold answer; "" where data.columns names no column of it
+    answer: str  # gold answer; "" if data.columns names no column for it
     data_source: str
     extra_info: Mapping[str, Any]  # every other column of the row
     finish_reason: str  # "stop", or "length" for a response that was cut off
@@ -24,7 +24,7 @@ class RewardSample:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens of the response, the stop token included. ValueError where reward.token_ids does not request them."""
+        """Tokens of the response, including the stop token. ValueError if reward.token_ids does not request them."""
         if self.requested_token_ids is None:
             raise ValueError("sample.token_ids is not sent to reward functions by default: set reward.token_ids = true")
         return self.requested_token_ids

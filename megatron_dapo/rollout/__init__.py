@@ -1,3 +1,3 @@
-"""Collecting rollout batches: engines generate, verifiers score, groups are filtered, topped up and carried over. No
-torch.distributed.
+"""Collects rollout batches: engines generate, verifiers score, and groups are filtered, topped up and carried over.
+Does not use torch.distributed.
 """

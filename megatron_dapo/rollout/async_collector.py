@@ -1,12 +1,12 @@
-"""Generation beside training: a thread of rank 0 collects the next rollout batches while the current one is trained.
+"""Generation during training: a thread of rank 0 collects the next rollout batches while the current one is trained.
 
     main thread   next_batch (t) | train batch t          | before_update, weights, after_update (t + 1) | next_batch
     thread                       | collects batch t + 1 by weights t | paused      | continues by weights t + 1 ...
 
-Batches train one policy version each, in order, so the version a batch will train is known when its collection begins.
-It may begin while the version served is at most `max_ahead`, the staleness bound, behind that; so at most that many
-batches are ahead, and the collector keeps every token within the bound. With max_ahead = 0 there is no thread: a batch
-is collected when `next_batch` is called, exactly as by the collector alone.
+Each batch trains one policy version, in order, so the version a batch will train is known when its collection begins.
+A collection may begin when the served version is at most `max_ahead`, the staleness bound, behind that version. So at
+most that many batches are ahead, and the collector keeps every token within the bound. With max_ahead = 0 there is no
+thread: `next_batch` itself collects a batch, exactly as the collector does without this class.
 
 The state says where the thread is. The main thread requests a pause, and the thread answers between two polls:
 
@@ -46,7 +46,7 @@ _RECOVERY_INTERVAL_S = 1.0
 
 
 class State(enum.Enum):
-    """State of the collecting thread, see the module's drawing."""
+    """State of the collecting thread; see the diagram above."""
 
     WAITING = enum.auto()  # no collection runs; one begins when the staleness bound allows it
     COLLECTING = enum.auto()  # the thread is inside the collector
@@ -56,8 +56,8 @@ class State(enum.Enum):
     EXHAUSTED = enum.auto()  # rounds or prompts have run out
     CLOSING = enum.auto()  # the thread ends at its next safe point
     CLOSED = enum.auto()
-    FAILED = enum.auto()  # the thread ended by an error that no call has raised yet
-    RAISED = enum.auto()  # the thread ended by an error that a call has raised
+    FAILED = enum.auto()  # an error ended the thread, and no call has raised it yet
+    RAISED = enum.auto()  # an error ended the thread, and a call has raised it
 
 
 _STANDING_STILL = (State.PAUSED, State.UPDATING)
@@ -70,7 +70,7 @@ class _Closed(Exception):
 
 @dataclass(frozen=True)
 class _Collected:
-    """A batch, and facts of the moment when it was full."""
+    """A batch, and the counters at the moment it was full."""
 
     batch: RolloutBatch
     generation_step: int
@@ -78,23 +78,23 @@ class _Collected:
 
 
 class AsyncCollector:
-    """Rollout batches in order, collected ahead. All methods are for the main thread.
+    """Collects rollout batches ahead and returns them in order. Call all methods from the main thread.
 
     Args:
-        collector: from now on used through this object alone, and so is its engine while a collection may be running
-            (see `paused`). With max_ahead > 0 rollout.partial_rollout should be on: otherwise every weight update
-            throws the unfinished responses away.
+        collector: must be used only through this object from now on, and so must its engine while a collection may be
+            running (see `paused`). With max_ahead > 0, rollout.partial_rollout should be on; otherwise every weight
+            update throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
-        timeout_s: the longest any call waits for a pause, for the thread to end, and for a batch without progress.
-        recover_engines: called in the main thread about once a second while it waits for a batch, with the thread
-            paused: it may change the engine in ways that no other thread may see half done. It returns True if a
-            response has finished since the last call.
-        check_stop: called between polls; it raises once the run is asked to stop, and no more is generated then.
-        keep_stopped: the state of a collection that was stopped has what was generated. False: it is the state at its
-            begin, from which an engine that repeats its responses makes the same batch.
+        timeout_s: the longest any call waits for a pause, for the thread to end, or for a batch without progress.
+        recover_engines: called in the main thread about once a second while it waits for a batch. The thread is
+            paused meanwhile, so the call may change the engine without another thread seeing it half done. Returns
+            True if a response has finished since the last call.
+        check_stop: called between polls; raises once the run is asked to stop, and nothing more is generated.
+        keep_stopped: if True, the state of a stopped collection includes what was generated. If False, it is the state
+            before the collection, from which an engine that repeats its responses makes the same batch.
 
-    An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
-    every later one. The collector has lost nothing then, and `state_dict` still returns its state.
+    If the thread fails, the next call of `next_batch`, `before_update` or `paused` raises its error unchanged, and so
+    does every later one. The collector has lost nothing, and `state_dict` still returns its state.
     """
 
     def __init__(
@@ -114,33 +114,33 @@ class AsyncCollector:
         self._recover_engines = recover_engines
         self._check_stop = check_stop
         self._keep_stopped = keep_stopped
-        self._begin: dict[str, Any] | None = None  # state before a collection that was stopped and is not kept
+        self._begin: dict[str, Any] | None = None  # state before a stopped collection that is not kept
         self._thread: threading.Thread | None = None
-        self._condition = threading.Condition()  # guards all that follows
+        self._condition = threading.Condition()  # guards everything below
         self._state = State.WAITING
-        self._resumed_state = State.WAITING  # where a pause came from
+        self._resumed_state = State.WAITING  # the state to return to after a pause
         self._ready: deque[_Collected] = deque()
         self._num_groups = 0  # of a batch
-        self._version = -1  # of the policy published last
-        self._next_version = -1  # that the next batch to be collected will train
+        self._version = -1  # policy version published last
+        self._next_version = -1  # version that the next collected batch will train
         self._error: BaseException | None = None
         self._handed_out: _Collected | None = None
 
     @property
     def generation_step(self) -> int:
-        """The collector's, when the batch handed out last was full."""
+        """The collector's generation step when the last returned batch was full."""
         return self._handed_out.generation_step if self._handed_out else self._collector.generation_step
 
     @property
     def generation_seconds(self) -> float:
-        """Seconds that collecting the batch handed out last took, pauses included."""
+        """Seconds spent collecting the last returned batch, including pauses."""
         return self._handed_out.seconds if self._handed_out else 0.0
 
     def next_batch(self, num_groups: int) -> RolloutBatch:
         """Return the batch for the policy version published last, waiting for it if necessary.
 
-        Raises the error of the collection or of check_stop, TimeoutError, or ValueError if batches of another size are
-        collected ahead.
+        Raises the error of the collection or of check_stop, TimeoutError, or ValueError if batches collected ahead
+        have another size.
         """
         collected = self._take(num_groups) if self._max_ahead else self._collect_here(num_groups)
         self._handed_out = collected
@@ -165,7 +165,7 @@ class AsyncCollector:
             self._raise_error()
             self._start(num_groups)
             if not self._ready and self._state is State.EXHAUSTED:
-                self._set(State.WAITING)  # requeued prompts may have come since
+                self._set(State.WAITING)  # prompts may have been requeued since
         self._wait_for_batch()
         with self._condition:
             collected = self._ready.popleft()
@@ -179,7 +179,7 @@ class AsyncCollector:
     def _wait_for_batch(self) -> None:
         """Wait until a batch is ready; the deadline counts from the last finished response.
 
-        The engines are recovered meanwhile, which may need the main thread.
+        Meanwhile this thread recovers the engines, which may need the main thread.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -207,7 +207,7 @@ class AsyncCollector:
         self._collector.hold()
 
     def after_update(self, version: int) -> None:
-        """Resume collecting: the engine serves policy `version`, one more than before or the same again."""
+        """Resume collecting with an engine that serves policy `version`: the same as before or the next one."""
         assert self._state is State.UPDATING, "after_update without before_update"
         if self._max_ahead and self._version >= 0 and version - self._version not in (0, 1):
             raise ValueError(
@@ -222,16 +222,16 @@ class AsyncCollector:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the engine empty and free for other use, such as an evaluation; unfinished responses continue later."""
+        """Keep the engine empty for another use, such as an evaluation; unfinished responses continue later."""
         with self._pause():
             self._collector.hold()
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the collector's state, one consistent cut, also while a collection runs or after one failed.
+        """Return a consistent snapshot of the collector's state, even while a collection runs or after one failed.
 
-        Batches not yet handed out are saved as if given back. Responses in flight are saved with the tokens of their
-        last stop; call `close` first to have all of them. The state of a collection that was stopped: see `keep_stopped`.
+        Batches not yet returned are saved as if given back. Responses in flight are saved with the tokens up to their
+        last stop; call `close` first to save all tokens. For a stopped collection see `keep_stopped`.
         """
         if self._begin is not None:
             return self._begin
@@ -239,14 +239,14 @@ class AsyncCollector:
             return self._collector.state_dict(untrained=[collected.batch for collected in self._ready])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the collector's state, before the first batch."""
+        """Restore the collector's state. Call before the first batch."""
         assert self._thread is None, "a collection runs already; load the state before requesting a batch"
         self._collector.load_state_dict(state)
 
     def close(self) -> None:
-        """End the thread at its next safe point and hold the unfinished responses; may be called again.
+        """End the thread at its next safe point and hold the unfinished responses. May be called repeatedly.
 
-        Raises TimeoutError if the thread does not end. An error of the thread that no call has raised is logged.
+        Raises TimeoutError if the thread does not end. Logs an error of the thread that no call has raised.
         """
         with self._condition:
             if self._state not in _ENDED:
@@ -278,7 +278,7 @@ class AsyncCollector:
                 self._resume()
 
     def _stand_still(self, state: State, raise_error: bool = True) -> bool:
-        """Return once the thread stands still in `state`; False if it did before, or has ended."""
+        """Wait until the thread is paused in `state`; return False if it already was, or has ended."""
         with self._condition:
             if raise_error:
                 self._raise_error()
@@ -353,7 +353,7 @@ class AsyncCollector:
     def _next_to_collect(self) -> int | None:
         """Wait until a batch may be collected; return the version it will train, or None at the end."""
         with self._condition:
-            # Without a timeout: only the main thread ends this wait, and it never waits for this thread meanwhile.
+            # No timeout: only the main thread ends this wait, and it never waits for this thread meanwhile.
             self._condition.wait_for(
                 lambda: (
                     self._state is State.CLOSING
@@ -381,11 +381,11 @@ class AsyncCollector:
                 self._set(State.PAUSED)
 
     def _between_polls(self) -> None:
-        """Stand still here as long as the main thread needs it; every response is accounted for."""
+        """Pause here as long as the main thread requires; every response is accounted for."""
         is_stopped = False
         while True:
             with self._condition:
-                # A loop: the main thread may resume and pause again before this thread has run.
+                # Loop because the main thread may resume and pause again before this thread runs.
                 while self._state is State.PAUSING:
                     self._resumed_state = State.COLLECTING
                     self._set(State.PAUSED)
@@ -397,7 +397,7 @@ class AsyncCollector:
                     continue
             if not self._must_stop():
                 return
-            # For the rest of the run: responses in flight come back with their tokens.
+            # Hold for the rest of the run: responses in flight come back with their tokens.
             self._collector.hold()
             is_stopped = True
 

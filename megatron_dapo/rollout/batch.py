@@ -40,10 +40,10 @@ class CollectProgress:
 class CollectionExhausted(RuntimeError):
     """The batch could not be filled and rollout.on_exhausted is "error".
 
-    Nothing is lost: the next call or a checkpoint has every group there is.
+    Nothing is lost: the next call or a checkpoint still has every group.
     """
 
-    is_final = True  # another attempt has no more prompts
+    is_final = True  # another attempt would have no more prompts
 
 
 def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:

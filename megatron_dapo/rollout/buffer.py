@@ -1,4 +1,4 @@
-"""Complete groups between the collector and the trainer: in the order of their start, none split, none too stale."""
+"""Replay buffer between collector and trainer: holds complete groups in start order, never split, never too stale."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STATE_VERSION = 1
 
 
 def _spread(group: Group) -> float:
-    """Return the standard deviation of the group's rewards: its mean |advantage| before any scaling grows with it."""
+    """Return the standard deviation of the group's rewards, with which its mean unscaled |advantage| grows."""
     return statistics.pstdev(sample.reward for sample in group.samples)
 
 
-# Order in which groups are taken. Ties go by the order of their start.
+# Orders in which groups can be taken. Ties are broken by start order.
 ORDERS = {
     "oldest": lambda group: group.group_id,
     "newest": lambda group: -int(group.group_id),
@@ -30,7 +30,7 @@ class ReplayBuffer:
     """Groups waiting to be trained.
 
     Every `policy_version` argument is the version that the batch being collected will train. A group is fresh while it
-    is at most `max_staleness` versions behind that; 0 allows only groups of that version.
+    is at most `max_staleness` versions behind it; 0 allows only groups of that version.
     """
 
     def __init__(self, max_staleness: int = 0, order: str = "oldest") -> None:
@@ -39,7 +39,7 @@ class ReplayBuffer:
         self.max_staleness = max_staleness
         self._order = ORDERS[order]
         self._groups: list[Group] = []
-        # Since the run began; saved, so that a resumed run's state equals that of an uninterrupted one.
+        # Counts since the run began; saved so that a resumed run has the same state as an uninterrupted one.
         self._num_put = self._num_taken = self._num_evicted = 0
 
     def __iter__(self) -> Iterator[Group]:
@@ -57,7 +57,7 @@ class ReplayBuffer:
         self._num_put += 1
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Undo a `take` whose groups were not trained: they go to the head of the queue."""
+        """Undo a `take` of groups that were not trained; they go to the head of the queue."""
         self._groups[:0] = groups
         self._num_taken -= len(groups)
 
@@ -66,7 +66,7 @@ class ReplayBuffer:
         return len(self._available(policy_version, before))
 
     def take(self, num_groups: int, policy_version: int, before: str | None = None) -> list[Group]:
-        """Remove and return at most `num_groups` fresh groups started before group `before`, the first ones of its order."""
+        """Remove and return the first `num_groups` fresh groups, or fewer, that started before group `before`."""
         taken = sorted(self._available(policy_version, before), key=self._order)[:num_groups]
         self._remove(taken)
         self._num_taken += len(taken)

@@ -1,4 +1,4 @@
-"""The base of every collector: its inputs, its counters, and the accounting of everything it draws."""
+"""The base class of collectors, with their inputs, counters, and accounting of everything they draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_dapo.types import Prompt
 
 @dataclass(frozen=True)
 class PromptAccounting:
-    """Every prompt drawn since the run began, by where it is now (a prompt drawn twice counts twice)."""
+    """Counts every prompt drawn since the run began by its current place (a prompt drawn twice counts twice)."""
 
     drawn: int
     trained: int
@@ -29,33 +29,33 @@ class PromptAccounting:
 
     @property
     def is_balanced(self) -> bool:
-        """Every prompt is in exactly one place."""
+        """Return True if every prompt is in exactly one place."""
         waiting = self.buffered + self.unfinished + self.in_flight
         return self.drawn == self.trained + self.filtered + self.queued_again + waiting
 
 
 @dataclass(frozen=True)
 class ResponseAccounting:
-    """Every response of the prompts drawn since the run began, by where it is now."""
+    """Counts every response of the prompts drawn since the run began by its current place."""
 
     drawn: int  # a group drawn counts with all its responses
-    trained: int  # handed out finished
+    trained: int  # finished and handed out
     not_chosen: int  # finished in a window that was not trained
     given_back: int  # finished, in batches that were given back
     in_flight: int  # of the current collection
-    unfinished: int  # wait for their next window
-    not_started: int  # wait for their first
+    unfinished: int  # waiting for their next window
+    not_started: int  # waiting for their first window
 
     @property
     def is_balanced(self) -> bool:
-        """Every response is in exactly one place."""
+        """Return True if every response is in exactly one place."""
         waiting = self.given_back + self.in_flight + self.unfinished + self.not_started
         return self.drawn == self.trained + self.not_chosen + waiting
 
 
 @dataclass
 class GroupCounters:
-    """Counters of a collector of whole groups, saved in checkpoints."""
+    """Counters of a group collector, saved in checkpoints."""
 
     num_started: int = 0  # groups ever started; the next group's number
     num_trained: int = 0
@@ -63,16 +63,16 @@ class GroupCounters:
     num_queued_again: int = 0
     generation_step: int = 0  # rounds of generation begun
     train_step: int = 0  # batches handed out
-    num_recent_decided: float = 0.0  # groups that the filter has decided on, older collections with less weight
+    num_recent_decided: float = 0.0  # groups the filter decided on; older collections weigh less
     num_recent_kept: float = 0.0
 
 
 @dataclass
 class WindowCounters:
-    """Counters of a collector of windows, saved in checkpoints."""
+    """Counters of a window collector, saved in checkpoints."""
 
     num_groups: int = 0  # ever begun; the next group's number
-    num_drawn: int = 0  # responses of those
+    num_drawn: int = 0  # their responses
     num_trained: int = 0
     num_not_chosen: int = 0
     generation_step: int = 0  # collections begun
@@ -83,8 +83,8 @@ class WindowCounters:
 class CollectorInputs:
     """Everything a collector works with.
 
-    `stream` yields prompt ids and takes back those not trained; its state is saved with the collector's. `prompts` maps
-    the ids to prompts. `on_progress` is called after every poll of the engine.
+    `stream` yields prompt ids and takes back those that were not trained; its state is saved with the collector's.
+    `prompts` maps the ids to prompts. `on_progress` is called after every poll of the engine.
     """
 
     stream: PromptStream
@@ -95,10 +95,10 @@ class CollectorInputs:
 
 
 class Collector(ABC):
-    """Fills one rollout batch after the other, on the rank that drives the rollout.
+    """Fills one rollout batch after another, on the rank that drives the rollout.
 
-    Everything drawn from the stream is in exactly one place at any moment: `accounting` shows it, and `state_dict`
-    saves a consistent cut.
+    Everything drawn from the stream is in exactly one place at any moment: `accounting` shows where, and `state_dict`
+    saves a consistent snapshot.
     """
 
     def __init__(self, inputs: CollectorInputs, counters: GroupCounters | WindowCounters) -> None:
@@ -114,7 +114,7 @@ class Collector(ABC):
     def generation_step(self) -> int:
         """Rounds of generation, or collections of windows, begun since the run began.
 
-        Schedules go by `train_step`, never by this.
+        Schedules follow `train_step`, never this.
         """
         return self._counters.generation_step
 
@@ -130,11 +130,11 @@ class Collector(ABC):
 
         Args:
             num_groups: size of the batch.
-            training_version: the policy version that the batch will train; None: the one that the engine serves.
+            training_version: the policy version that the batch will train; None means the one that the engine serves.
             between_polls: called after every poll, when everything is accounted for. It may call `hold` and wait; an
                 error that it raises ends the collection.
 
-        Raises ValueError for a version that the engine cannot sample for, CollectionExhausted if
+        Raises ValueError for a version that the engine cannot sample for, and CollectionExhausted if
         rollout.on_exhausted is "error". No error loses anything: the next call, or a collector that loads the state,
         continues with what was in flight.
         """
@@ -145,24 +145,24 @@ class Collector(ABC):
 
     @abstractmethod
     def hold(self) -> None:
-        """Stop the engine and keep what is unfinished, so that its weights can be replaced.
+        """Stop the engine and keep unfinished responses, so that its weights can be replaced.
 
-        Called between polls or between collections; a running collection continues by itself.
+        Call it between polls or between collections; a running collection continues by itself.
         """
 
     @abstractmethod
     def give_back(self, batch: RolloutBatch) -> None:
-        """Undo the last `collect`, for a checkpoint before its batch was trained."""
+        """Undo the last `collect`, for a checkpoint taken before its batch was trained."""
 
     @abstractmethod
     def accounting(self) -> PromptAccounting | ResponseAccounting:
-        """Count everything drawn, by where it is. It balances at every moment, not just between steps."""
+        """Count everything drawn by its current place. The counts balance at all times, not just between steps."""
 
     @abstractmethod
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """Return the state, the stream's included, for `serialization.split_state`: one consistent cut.
+        """Return a consistent snapshot of the state, including the stream's, for `serialization.split_state`.
 
-        Batches handed out count as trained, except those in `untrained`: they are saved as if given back.
+        Batches handed out count as trained, except those in `untrained`, which are saved as if given back.
         """
 
     @abstractmethod
@@ -171,12 +171,12 @@ class Collector(ABC):
 
     @abstractmethod
     def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        """Return the next batch, see `collect`."""
+        """Return the next batch; see `collect`."""
 
     @staticmethod
     @abstractmethod
     def _num_trained_by(batch: RolloutBatch) -> int:
-        """Return the addend of a batch to the `trained` count."""
+        """Return how much a batch adds to the `trained` count."""
 
     def _after_poll(self, progress: CollectProgress) -> None:
         if self._on_progress is not None:

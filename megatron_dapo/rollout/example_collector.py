@@ -1,4 +1,4 @@
-"""Collector of given responses: the order is the prompt stream's, and no engine, verifier or filter is asked."""
+"""Collector of given responses: follows the prompt stream's order and needs no engine, verifier or filter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GIVEN = Score(accuracy=1.0, reward=1.0, outcome="correct")
 
 
 class ExampleCollector(Collector):
-    """Hands out examples as groups of one response with reward 1, as if the policy that is trained had sampled it.
+    """Hands out examples as groups of one response with reward 1, as if the policy being trained had sampled it.
 
-    Their log-probs are 0: no engine computed any. `inputs.prompts` are those of the examples, by the same ids.
+    Their log-probs are 0, because no engine computed any. `inputs.prompts` are the examples' prompts, by the same ids.
     """
 
     _counters: GroupCounters
@@ -30,7 +30,7 @@ class ExampleCollector(Collector):
         self._examples = examples
 
     def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        # Before anything is drawn: a run that is asked to stop ends here.
+        # Report before drawing anything: a run that is asked to stop ends here.
         self._after_poll(CollectProgress(0, num_groups, 0, 0, 0, 0))
         version = self._counters.train_step if training_version is None else training_version
         self._counters.generation_step += 1

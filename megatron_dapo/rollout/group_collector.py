@@ -1,22 +1,22 @@
-"""Collector of whole groups: fills a rollout batch with groups worth training on (dynamic sampling).
+"""Group collector: fills a rollout batch with groups worth training on (dynamic sampling).
 
     prompt stream -> in flight (engine) -> scored -> filter -> replay buffer -> batch for the trainer
           ^    ^          | stopped                    | all right, all wrong: dropped   | too stale
           |    +- held <--+ (partial_rollout)                                            |
           +---------------+--------------------------------------------------------------+
 
-A group's place in the order of starts decides when it is trained, never how fast it finished: a batch is complete once
-every group started before its last one is decided. So responses that are trained are as long as those that are sampled.
-With oversample = 1 the batch is a function of the prompt stream, the seeds and the weights alone: the first groups, in
-order of their start, that pass the filter. Each group is started when one is missing and none in flight may still
-supply it: a rejected group costs one replacement, not a round. With data.injection the next collection starts with
-rewrites of prompts that this one rejected.
+Groups are trained in the order in which they started, not in which they finished: a batch is complete once every group
+started before its last one is decided. So trained responses are as long as sampled ones. With oversample = 1 the batch
+depends only on the prompt stream, the seeds and the weights: it has the first groups, in start order, that pass the
+filter. A group is started only if one is missing and none in flight may still supply it, so a rejected group costs one
+replacement, not a round. With data.injection, the next collection starts with rewrites of prompts that this one
+rejected.
 
-With oversample > 1 later groups are generated while the batch waits for its longest response. They belong to the next
-batches: no more are started than these can train within max_staleness, by the share of groups that passed the filter
-lately. With partial_rollout, those that are unfinished when the batch is complete are held and continue in the next
-collection; without it, the collection ends when they have ended. With max_staleness = 0 nothing can be carried over,
-and the few groups that were started too many are dropped, finished or not, and their prompts queued again.
+With oversample > 1, later groups are generated while the batch waits for its longest response. They belong to the next
+batches; no more are started than those batches can train within max_staleness, given the recent share of groups that
+passed the filter. With partial_rollout, groups unfinished when the batch is complete are held and continue in the next
+collection; without it, the collection ends once they have ended. With max_staleness = 0 nothing can be carried over:
+the few surplus groups are dropped, finished or not, and their prompts are queued again.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ MAX_FRUITLESS_ROUNDS = 100
 # Weight of a collection's filter decisions in the estimate of the next one's.
 _RECENT = 0.5
 
-_MAX_SHOWN = 2  # groups that a collection leaves out and that are kept for the records
+_MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
 
 
 def round_size_of(num_groups: int, config: RolloutConfig) -> int:
-    """Return the prompts of one generation round of a batch of `num_groups` groups."""
+    """Return the number of prompts in one generation round for a batch of `num_groups` groups."""
     return math.ceil(num_groups * config.oversample)
 
 
@@ -71,7 +71,7 @@ class GroupCollector(Collector):
         inputs: see `CollectorInputs`.
         config: the [rollout] section.
         sampling: its sampling parameters with the model's stop tokens.
-        seed: of the run; with the group id and the index it makes the seed of a response.
+        seed: the run's seed, from which, with group id and index, each response's seed is made.
     """
 
     _counters: GroupCounters
@@ -86,18 +86,18 @@ class GroupCollector(Collector):
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
-        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
+        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # of the batch being collected
         self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()
-        # Group, prompt and decision of the groups of this collection; the stream is told at its end.
+        # Group id, prompt id and decision of this collection's groups, reported to the stream at its end.
         self._judged: list[tuple[str, str, FilterDecision]] = []
         self._shown: list[Group] = []  # the first groups that this collection left out
 
     # Collecting
 
     def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        """Return exactly `num_groups` whole groups, or fewer when rounds or prompts run out."""
+        """Return exactly `num_groups` whole groups, or fewer if rounds or prompts run out."""
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
         self._shown.clear()
@@ -115,7 +115,7 @@ class GroupCollector(Collector):
         return self._batch(num_groups, "", first_number)
 
     def hold(self) -> None:
-        """See `Collector`: every unfinished response that may continue is kept."""
+        """See `Collector`. Keeps every unfinished response that may continue."""
         self._keep_for(self._training_version)
 
     def _checked_version(self, training_version: int | None) -> int:
@@ -130,7 +130,7 @@ class GroupCollector(Collector):
         return training_version
 
     def give_back(self, batch: RolloutBatch) -> None:
-        """See `Collector`: the next call returns the batch's groups."""
+        """See `Collector`. The next call returns the batch's groups."""
         self._buffer.put_back(batch.groups)
         self._take_back(batch)
 
@@ -139,7 +139,7 @@ class GroupCollector(Collector):
         return len(batch.groups)
 
     def _fill(self, num_groups: int) -> Exhaustion:
-        """Generate until the groups decided in order of their start hold `num_groups`; return the reason if they cannot."""
+        """Generate until the groups decided in start order supply `num_groups`; return the reason if they cannot."""
         exhausted: Exhaustion = ""
         while not self._is_complete(num_groups):
             exhausted = self._start_groups(num_groups)
@@ -151,13 +151,13 @@ class GroupCollector(Collector):
     def _is_complete(self, num_groups: int) -> bool:
         if self._rollout.dynamic_sampling == "hard":
             return self._num_available(self._first_open()) >= num_groups
-        # No refill: all that were started are decided. With none decided, the groups are those of a batch given back.
+        # Without a refill, all started groups must be decided. If none is, the groups come from a batch given back.
         num_decided = sum(self._builder.filter_decisions.values())
         has_ended = not self._in_flight and not self._unfinished and (not num_decided or num_decided >= num_groups)
         return has_ended and self._num_available() > 0
 
     def _num_supplied(self, num_groups: int) -> int:
-        """Return the groups that count towards the batch: those kept, or without a refill those decided."""
+        """Return the number of groups that count towards the batch: those kept or, without a refill, those decided."""
         if self._rollout.dynamic_sampling == "hard":
             return self._num_available()
         return sum(self._builder.filter_decisions.values()) % num_groups
@@ -172,18 +172,18 @@ class GroupCollector(Collector):
         self._after_poll(self._progress(num_groups))
 
     def _first_open(self) -> str | None:
-        """Return the first group, in order of their start, that is not decided; None if all are."""
+        """Return the first undecided group in start order; None if all are decided."""
         return min((*self._in_flight, *self._unfinished), default=None)
 
     def _num_available(self, before: str | None = None) -> int:
         return self._buffer.num_available(self._training_version, before)
 
     def _start_groups(self, num_groups: int) -> Exhaustion:
-        """Continue all unfinished groups, then start as many as are worth it; return the limit met."""
+        """Continue all unfinished groups, then start as many as the batches need; return the limit that was met."""
         requests = [request for group_id in list(self._unfinished) for request in self._continue(group_id)]
         exhausted: Exhaustion = ""
         round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
-        # Batches that may train a group started now.
+        # The number of batches that may train a group started now.
         num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
         while num_kept + len(self._in_flight) < round_size:
             if num_kept + self._keep_rate * len(self._in_flight) >= num_batches * num_groups:
@@ -202,7 +202,7 @@ class GroupCollector(Collector):
 
     @property
     def _keep_rate(self) -> float:
-        """Share of the groups decided lately that passed the filter, from above: 1 at the beginning."""
+        """Upper estimate of the share of recently decided groups that passed the filter; 1 at the beginning."""
         return (self._counters.num_recent_kept + 1) / (self._counters.num_recent_decided + 1)
 
     def _rounds_are_exhausted(self, round_size: int) -> bool:
@@ -215,7 +215,7 @@ class GroupCollector(Collector):
         """Put a new group in flight and return its requests."""
         if self._builder.num_started % round_size == 0:
             self._counters.generation_step += 1
-        # Fixed width: group ids sort in order of their start.
+        # Fixed width, so that group ids sort in start order.
         group_id = f"{self._counters.num_started:012d}"
         prompt = self._prompts[prompt_id]
         self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step, size=size)
@@ -230,7 +230,7 @@ class GroupCollector(Collector):
         return self._missing(group)
 
     def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
-        """Return requests for the responses of a group that have not ended."""
+        """Return requests for a group's unfinished responses."""
         return [self._request(group, index) for index in group.missing(group.size)]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
@@ -240,9 +240,9 @@ class GroupCollector(Collector):
         return request
 
     def _receive(self, completions: Sequence[Completion]) -> None:
-        """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
+        """Sort completions into their groups and decide on complete groups in start order."""
         self._assign(completions)
-        # An engine may abort by itself (a restart): a group never trains on responses cut off that way.
+        # An engine may abort by itself (on a restart). A group never trains on responses cut off that way.
         if self._rollout.partial_rollout:
             self._continue_aborted(completions)
         else:
@@ -261,7 +261,7 @@ class GroupCollector(Collector):
         return self._in_flight[group_id], int(index)
 
     def _restart_aborted(self) -> None:
-        """Restart groups with aborted responses from their prompts once the engine works on none of them."""
+        """Restart groups with aborted responses from their prompts, once the engine works on none of them."""
         for group in list(self._in_flight.values()):
             if group.has_returned(group.size) and not group.is_complete(group.size):
                 del self._in_flight[group.group_id]
@@ -300,7 +300,7 @@ class GroupCollector(Collector):
         return KEPT if self._filter is None else self._filter.decide(accuracies)
 
     def _tell_stream(self) -> None:
-        """Report the filter's decisions in order of the groups' start, so that rewrites do not depend on who was fast."""
+        """Report the filter's decisions in start order, so that rewrites do not depend on which group was faster."""
         held = (*self._unfinished.values(), *self._buffer)
         num_rewrites = sum(TEMPLATE in group.prompt.extra for group in held)
         for _, prompt_id, decision in sorted(self._judged):
@@ -310,9 +310,9 @@ class GroupCollector(Collector):
     # Holding and queueing again
 
     def _keep_for(self, training_version: int) -> None:
-        """Stop what is in flight; keep every response and every buffered group that may train `training_version`.
+        """Stop generation; keep every response and every buffered group that may train `training_version`.
 
-        The prompts of the other groups are queued again, ahead of fresh ones and in order of their start.
+        The other groups' prompts are queued again, ahead of fresh ones and in start order.
         """
         given_up = self._hold(training_version)
         stale = self._buffer.evict(training_version)
@@ -326,7 +326,7 @@ class GroupCollector(Collector):
             self._counters.num_queued_again += 1
 
     def _hold(self, training_version: int) -> list[OpenGroup]:
-        """Hold every response in flight that may still train `training_version`; return the groups without one."""
+        """Hold every response in flight that may still train `training_version`; return the groups with none."""
         if self._in_flight:
             self._assign(self._engine.abort())
         oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
@@ -355,10 +355,10 @@ class GroupCollector(Collector):
     # The batch
 
     def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        """Hand out at most `num_groups` groups of those decided; `first_number` is the first group started by this collection."""
+        """Hand out at most `num_groups` of the decided groups; `first_number` is this collection's first new group."""
         taken = self._buffer.take(num_groups, self._training_version, self._first_open())
         groups = sorted(taken, key=lambda group: group.group_id)
-        # What is left can be trained by the next batch at the earliest.
+        # The next batch is the earliest that can train what is left.
         self._keep_for(self._training_version + 1)
         self._tell_stream()
         num_begun_earlier = sum(int(group.group_id) < first_number for group in groups)
@@ -382,7 +382,7 @@ class GroupCollector(Collector):
         logger.warning("%s", shortage)
         if self._rollout.on_exhausted == "error":
             raise CollectionExhausted(shortage)
-        if self._rollout.on_exhausted == "stop":  # the groups that were kept stay in the buffer for a later run
+        if self._rollout.on_exhausted == "stop":  # kept groups stay in the buffer for a later run
             return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version, tuple(self._shown))
         return self._batch(num_groups, exhausted, first_number)
 
@@ -430,10 +430,10 @@ class GroupCollector(Collector):
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """See `Collector`. Unfinished groups are saved with every token.
+        """See `Collector`. Unfinished groups are saved with all their tokens.
 
         A state taken in the middle of a collection (on a signal) also has the groups in flight, with the tokens that
-        the engine has returned of them.
+        the engine has returned so far.
         """
         groups = [group for batch in untrained for group in batch.groups]
         opened = {**self._unfinished, **self._in_flight}
@@ -465,7 +465,7 @@ class GroupCollector(Collector):
             self._restore(open_group_from_json(value, self._prompts))
 
     def _restore(self, group: OpenGroup) -> None:
-        """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
+        """Hold a saved group, or queue its prompt again if this run has different sizes or no partial rollout."""
         is_size = group.size == self._rollout.group_size or self._rollout.budget.enabled
         fits = is_size and all(
             index < group.size and held.num_tokens <= self._sampling.max_new_tokens

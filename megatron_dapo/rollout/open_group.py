@@ -1,14 +1,14 @@
-"""Partial rollout: groups whose responses were stopped, and the requests that continue them.
+"""Partial rollout: groups with stopped responses, and the requests that continue them.
 
 A response is stopped before its end when a batch is full, when the weights change or when its engine dies. It comes
-back as a completion with finish_reason "abort": its tokens, log-probs and versions so far. Nothing of it is generated
-twice: the next request carries it as `prefix`, and the engine returns the whole response with the versions joined. Keys
-and values are computed anew by the weights that continue it.
+back as a completion with finish_reason "abort" that has its tokens, log-probs and versions so far. No token is
+generated twice: the next request carries them as `prefix`, and the engine returns the whole response with the versions
+joined. The weights that continue a response compute its keys and values anew.
 
-The age of a token is a statement about training: a token of version v may train policy version t if t - v is at most
-max_staleness. So everything here takes the oldest version allowed, t - max_staleness, where t is the version that the
-batch will train. A response older than that starts again from its prompt with its own seed: a long response stays long,
-where a fresh draw would favor short ones.
+The age of a token is relative to training: a token of version v may train policy version t if t - v is at most
+max_staleness. So the functions here take the oldest allowed version, t - max_staleness, where t is the version that the
+batch will train. A response older than that restarts from its prompt with its own seed, so that a long response stays
+long; a fresh draw would favor short ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 from megatron_dapo.engines.base import completion_from_json, completion_to_json, finish_reason_of
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
-# Times in a row that an engine may return the same response unfinished and without a new token. Requests in the queue
-# of an engine that dies come back like that, but no working engine does it forever.
+# How often in a row an engine may return the same response unfinished and without a new token. Requests queued in an
+# engine that dies come back like that, but a working engine does not keep doing it.
 MAX_FRUITLESS = 16
 
 
@@ -35,9 +35,9 @@ class OpenGroup:
     group_id: str
     prompt: Prompt
     generation_step: int
-    completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort": to be continued
+    completions: dict[int, Completion] = field(default_factory=dict)  # by index; one with "abort" is to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
-    size: int = 0  # responses it will have; 0 where its pool knows
+    size: int = 0  # responses it will have; 0 if its pool knows
 
     def is_complete(self, group_size: int) -> bool:
         """Return True if every response has ended."""
@@ -49,11 +49,11 @@ class OpenGroup:
         return [index for index in range(group_size) if index not in held or is_partial(held[index])]
 
     def has_returned(self, group_size: int) -> bool:
-        """Return True if the engine works on none of its responses any more."""
+        """Return True if the engine no longer works on any of its responses."""
         return len(self.completions) == group_size
 
     def add(self, index: int, completion: Completion) -> int:
-        """Take the completion of response `index` from an engine and return its number of new tokens.
+        """Add an engine's completion of response `index` and return its number of new tokens.
 
         Raises RuntimeError if the engine keeps returning it without a new token, ValueError if the completion does not
         continue the tokens held.
@@ -85,7 +85,7 @@ def is_partial(completion: Completion) -> bool:
 
 
 def settled(completion: Completion, sampling: SamplingParams) -> Completion:
-    """Return `completion`, as finished if it was stopped exactly at its end."""
+    """Return `completion`, marked as finished if it was stopped exactly at its end."""
     if not is_partial(completion) or not completion.num_tokens:
         return completion
     return replace(completion, finish_reason=finish_reason_of(sampling, completion.token_ids))
@@ -94,7 +94,7 @@ def settled(completion: Completion, sampling: SamplingParams) -> Completion:
 def fresh_completions(
     completions: Mapping[int, Completion], oldest_allowed: int, serving: int
 ) -> dict[int, Completion]:
-    """Return the finished and partial responses, by index, of which no token is older than `oldest_allowed`.
+    """Return the finished and partial responses, by index, that have no token older than `oldest_allowed`.
 
     A response without tokens is as old as `serving`, the version that would sample its first.
     """
@@ -108,7 +108,7 @@ def fresh_completions(
 def next_request(
     group: OpenGroup, index: int, sampling: SamplingParams, seed: int, with_routing: bool = False
 ) -> GenerationRequest:
-    """Return the request that brings response `index` to its end: behind the tokens held, or from the prompt."""
+    """Return the request that completes response `index`, continuing the tokens held or starting from the prompt."""
     held = group.completions.get(index)
     return GenerationRequest(
         request_id=f"{group.group_id}/{index}",
@@ -121,7 +121,7 @@ def next_request(
 
 
 def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
-    """Return values for `serialization.split_state`, with every token, log-prob and version; the prompt by its id."""
+    """Return values for `serialization.split_state`, with every token, log-prob and version, and the prompt's id."""
     return {
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,

@@ -1,10 +1,10 @@
-"""Choice of the next prompt and of the size of its group: order, budget by difficulty, and the filter of hopeless prompts.
+"""Chooses the next prompt and its group size: order, budget by difficulty, and the filter for hopeless prompts.
 
     prompt stream --> order (shuffled, priority) --> filter (none, bounds, model) --> budget --> (prompt, responses)
                               ^                            ^                            ^
                               +------- history of each prompt: what its groups scored --+
 
-Everything is decided from earlier visits, before the first response of this one: see `algorithms.sampling_budget`.
+All decisions use only earlier visits and come before the first response of this one; see `algorithms.sampling_budget`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.statistics import KEPT
 from megatron_dapo.types import Group
 
-CONFIDENCE = 0.95  # that a prompt is hopeless or trivial, where prompt_filter.name = "bounds"
+CONFIDENCE = 0.95  # that a prompt is hopeless or trivial, for prompt_filter.name = "bounds"
 FEATURES = (
     "constant",
     "contrast",
@@ -34,7 +34,7 @@ FEATURES = (
     "surprise",
     "age",
 )  # of the filter's model
-FIRST_COOL_DOWN = 10  # policy versions that a prompt is left out for the first time; doubles with each time
+FIRST_COOL_DOWN = 10  # policy versions for which a prompt is first left out; doubles each time
 
 
 @dataclass
@@ -46,10 +46,10 @@ class PromptRecord:
     version: int = 0  # of the policy trained at its last visit
     num_visits: int = 0
     num_scores: int = 0
-    scores: list[float] = field(default_factory=list)  # the newest, in [-1, 1], where order = "priority"
+    scores: list[float] = field(default_factory=list)  # the newest, in [-1, 1], if order = "priority"
     mean_tokens: float = 0.0  # of its last group, like the two below
     truncated_share: float = 0.0
-    surprise: float = 0.0  # mean -log-prob of the sampled tokens: the policy's own
+    surprise: float = 0.0  # mean -log-prob of the sampled tokens under the policy
     num_skipped: int = 0  # times in a row
     waits_until: int = 0  # policy version
 
@@ -62,10 +62,10 @@ class PromptSource:
     """Hands out prompts with the sizes of their groups.
 
     Args:
-        stream: yields prompt ids and takes back those not trained.
+        stream: yields prompt ids and takes back those that were not trained.
         config: the [rollout] section.
-        num_prompts: of the data set.
-        seed: of the audits.
+        num_prompts: size of the data set.
+        seed: seed of the audits.
     """
 
     def __init__(self, stream: PromptStream, config: RolloutConfig, num_prompts: int, seed: int) -> None:
@@ -76,7 +76,7 @@ class PromptSource:
         self._records: dict[str, PromptRecord] = {}
         self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
         self._ranked: deque[str] = deque()  # by priority, of this collection
-        self._predicted: dict[str, tuple[float, bool]] = {}  # P(useful) of prompts out, and if the filter would skip it
+        self._predicted: dict[str, tuple[float, bool]] = {}  # by prompt handed out: P(useful), would be skipped
         self._model = UsefulnessModel(FEATURES)
         self._version = 0
         self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # of this collection
@@ -87,7 +87,7 @@ class PromptSource:
         return rollout.prompt_order == "priority" or rollout.budget.enabled or rollout.prompt_filter.name != "none"
 
     def begin(self, version: int) -> None:
-        """Start a collection for policy `version`: priorities and the filter's model are made anew."""
+        """Start a collection for policy `version`: recompute priorities and refit the filter's model."""
         self._version = version
         self._counts = dict.fromkeys(self._counts, 0)
         self._ranked.clear()
@@ -157,7 +157,7 @@ class PromptSource:
             return self._stream.next()
         if not self._ranked:
             step = max(1, self._version + 1)
-            # Ties in the order of the names: the same in every process.
+            # Break ties by name, so that every process has the same order.
             order = sorted(
                 (-ucb_priority(record.scores, record.num_scores, step), prompt_id)
                 for prompt_id, record in self._records.items()
@@ -167,7 +167,7 @@ class PromptSource:
         return self._ranked.popleft() if self._ranked else None
 
     def _is_skipped(self, prompt_id: str) -> bool:
-        """Return True if the filter leaves the prompt out this time; a share of those is tried all the same."""
+        """Return True if the filter leaves the prompt out this time; a share of such prompts is tried anyway."""
         settings, record = self._rollout.prompt_filter, self._records.get(prompt_id)
         if settings.name == "none" or record is None or not record.num_visits:
             return False
@@ -183,7 +183,7 @@ class PromptSource:
         if flagged and self._version < record.waits_until:
             return self._skip(record)
         if flagged:
-            # A coin that a resumed run tosses alike.
+            # A resumed run draws the same number.
             if random.Random(f"{self._seed}/{prompt_id}/{self._version}").random() >= settings.audit_share:
                 record.waits_until = self._version + FIRST_COOL_DOWN * 2 ** min(record.num_skipped, 6)
                 record.num_skipped += 1
@@ -209,7 +209,7 @@ class PromptSource:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serializable state; empty where nothing is kept."""
+        """Return the JSON-serializable state; empty if nothing is kept."""
         if not self._keeps_history:
             return {}
         return {
@@ -220,9 +220,9 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert `state_dict`. What this run does not use is left out; planned prompts are queued again then.
+        """Invert `state_dict`. State that this run does not use is ignored, and planned prompts are then queued again.
 
-        ValueError where the filter's model is of other features.
+        ValueError if the filter's model has other features.
         """
         plan = deque((prompt_id, size) for prompt_id, size in state.get("plan", ()))
         if not self._rollout.budget.enabled:

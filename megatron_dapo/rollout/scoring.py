@@ -1,4 +1,4 @@
-"""Scoring of completions: decoded text, the verifier's score, and the parts that the reward is the sum of."""
+"""Scoring of completions: decoded text, the verifier's score, and the parts that add up to the reward."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class UnscoredSample:
 
 @dataclass(frozen=True)
 class SampleScorer:
-    """Decodes responses, has them verified, and adds what the reward has beside the verifier's word.
+    """Decodes responses, has them verified, and adds the other reward terms to the verifier's.
 
     Args:
         scorer: the verifier, usually a pool of processes.
         decode: response token ids -> text (special tokens left out).
-        addends: name of a part of the reward -> its value for a finished response, its text and its score. They never change
-            the accuracy, which is what groups are filtered by.
-        meter: the pool whose processes measure repetition, beside generation, where that delays no train step. None: this
-            process.
+        addends: name of a reward term -> function of a finished response, its text and its score. They never change the
+            accuracy, by which groups are filtered.
+        meter: the pool whose processes measure repetition during generation, where that delays no train step. None:
+            this process measures it.
     """
 
     scorer: Scorer
-    decode: Callable[[Any], str]  # of token ids [T]
+    decode: Callable[[Any], str]  # takes token ids [T]
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     meter: VerifierPool | ShadowedPool | None = None
 
@@ -91,7 +91,7 @@ class SampleScorer:
 def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: int) -> Iterator[Group]:
     """Score complete groups in one call of the verifier and yield them in the given order.
 
-    `serving` is the policy version of a group without a single token.
+    `serving` is the policy version for a group without any token.
     """
     scored = scorer.score(
         [

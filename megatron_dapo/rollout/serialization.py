@@ -1,10 +1,10 @@
-"""Groups and responses as values, and a collector's state as a JSON document plus tensors; both exact.
+"""Exact conversion of groups and responses to values, and of a collector's state to a JSON document plus tensors.
 
 In a state, a response is a mapping with `token_ids` and `logprobs`, arrays of N numbers each, and `routing` if it is
-replayed; everything else is JSON. `split_state` moves the arrays into tensors and
-leaves `token_span` = [start, start + N) in the document, the response's place in the first two, and `routing_span`, with the
-routing's shape. At 8,192 responses of 12K tokens the tensors are 0.8 GB,
-where JSON text is 4.3 GB (measured at an eighth of it).
+replayed; everything else is JSON. `split_state` moves the arrays into tensors. In their place the document has
+`token_span` = [start, start + N), the response's place in the first two tensors, and `routing_span`, which includes the
+routing's shape. For 8,192 responses of 12K tokens the tensors take 0.8 GB; JSON text would take 4.3 GB (measured at an
+eighth of that size).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = ("token_ids", "logprobs", "routing")
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """Return `group` as JSON values, except that tokens and log-probs stay arrays: there may be millions."""
+    """Return `group` as JSON values; tokens and log-probs stay arrays, because there may be millions."""
     return {
         "group_id": group.group_id,
         "prompt": asdict(group.prompt),
@@ -104,7 +104,7 @@ def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
 
 
 class _Joined:
-    """Arrays of one type, one behind the other; without a type given, of the first one's."""
+    """Concatenates arrays of one type; if no type is given, of the first array's type."""
 
     def __init__(self, dtype: type[np.generic] | None = None) -> None:
         self._parts = [] if dtype is None else [np.zeros(0, dtype)]
@@ -119,7 +119,7 @@ class _Joined:
 
     def tensor(self) -> torch.Tensor:
         joined = torch.from_numpy(np.concatenate(self._parts))
-        # numpy's empty arrays have a stride of 0, which a file of tensors refuses.
+        # numpy's empty arrays have a stride of 0, which a tensor file rejects.
         return joined if self.size else torch.zeros(0, dtype=joined.dtype)
 
 
@@ -139,7 +139,7 @@ def _response(span: list[int], tokens: np.ndarray, logprobs: np.ndarray) -> dict
             f"collector state: a response has tokens [{start}, {end}), the tensors hold {len(tokens)} tokens and "
             f"{len(logprobs)} log-probs: document and tensors are not of one checkpoint"
         )
-    # Copies: a view would keep all responses in memory as long as the last of them.
+    # Copy, because a view would keep all responses in memory until the last one is freed.
     return {"token_ids": tokens[start:end].copy(), "logprobs": logprobs[start:end].copy()}
 
 
@@ -155,5 +155,5 @@ def _routing(span: Mapping[str, Any], routing: np.ndarray) -> np.ndarray:
 
 
 def _has_mappings(value: Any) -> bool:
-    # A list of numbers is one value: looking into each would cost as much as copying it.
+    # Treat a list of numbers as one value: checking each number would cost as much as copying the list.
     return isinstance(value, (list, tuple)) and any(isinstance(part, (Mapping, list, tuple)) for part in value)

@@ -1,4 +1,4 @@
-"""Statistics of one collection: responses generated, groups kept, and the rest by its reason."""
+"""Statistics of one collection: responses generated, groups kept, and the others by reason."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class WindowSummary:
 class CollectStatistics:
     """Statistics of one call of `Collector.collect`. Rates are over everything generated, before the filter.
 
-    With windows, counts of responses, lengths, outcomes and scores cover those that finished in the collection, which
-    in the first steps of a run are the short ones.
+    With windows, counts of responses, lengths, outcomes and scores cover only responses that finished in the
+    collection; in a run's first steps those are the short ones.
     """
 
     num_started: int  # groups sent to the engine
@@ -61,7 +61,7 @@ class CollectStatistics:
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
     num_unfinished: int  # groups that the next collection continues
-    num_continued: int  # responses continued behind tokens they already had
+    num_continued: int  # responses continued after tokens they already had
     num_begun_earlier: int  # groups of the batch that were begun in an earlier collection
     num_carried_over: int  # kept groups that stay in the buffer
     num_tokens: int  # response tokens generated in this collection
@@ -76,7 +76,7 @@ class CollectStatistics:
     kept_lengths: LengthSummary
     dropped_lengths: LengthSummary  # of filtered groups
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
-    windows: WindowSummary | None = None  # None: responses are generated in one piece
+    windows: WindowSummary | None = None  # None without windows
     prompts: Mapping[str, float] = field(default_factory=dict)  # what the choice of prompts did, see `PromptSource`
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
 
 @dataclass
 class StatisticsBuilder:
-    """Accumulates while a collection runs."""
+    """Accumulates statistics while a collection runs."""
 
     num_started: int = 0
     num_aborted: int = 0
@@ -156,7 +156,7 @@ class StatisticsBuilder:
         # Counts that both classes have under one name.
         names = {entry.name for entry in fields(CollectStatistics)}
         counts: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
-        # dataclasses.asdict would count the pairs of a Counter: mappings are plain dictionaries.
+        # Convert to plain dictionaries, because dataclasses.asdict would count the pairs of a Counter.
         counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(self.outcomes)}
         counts["sources"] = {name: dict(found) for name, found in self.sources.items()}
         counts |= {f"{group}_lengths": LengthSummary.of(lengths) for group, lengths in self.lengths.items()}

@@ -1,24 +1,24 @@
-"""Successive batching of T-PPO (arXiv 2506.15050): every collection works on the same number of responses and gives
+"""Successive batching from T-PPO (arXiv 2506.15050): every collection works on the same number of responses and gives
 each at most one window of new tokens. A step never waits for the longest response.
 
     prompt stream -> not started -> window of this collection -> scored or unfinished -> batch for the trainer
                          ^                   ^                          |
                          +-------- pool -----+--------------------------+  (unfinished: to the head of the queue)
 
-A collection of `num_groups` works on num_groups x group_size responses: the unfinished ones first, in order of their
-start, then responses of fresh prompts in the slots that finished ones have freed. Each response is an item of its own:
-a group may be begun in one collection and completed in later ones, and nothing waits for it to be complete. With G the
-group size, the pool never holds more than num_groups x G + G - 1 responses (unfinished, or not yet started of the group
-begun last), because a prompt is drawn only while fewer than num_groups x G wait.
+A collection of `num_groups` works on num_groups x group_size responses: first the unfinished ones in start order, then
+responses to fresh prompts in the slots that finished ones have freed. Each response is a separate item: a group may
+begin in one collection and complete in a later one, and nothing waits for it to be complete. With group size G, the
+pool never holds more than num_groups x G + G - 1 responses (unfinished, or of the last group and not yet started),
+because a prompt is drawn only while fewer than num_groups x G responses wait.
 
-The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
-context), the critic on finished responses, from their first token. With `window.windows_per_step` the batch holds the
+The batch holds all windows of the collection. The policy trains on the tokens of the window (earlier ones are
+context), the critic on finished responses from their first token. With `window.windows_per_step`, the batch holds the
 windows of the groups that `contrast_first` ranks highest. The filter decision on the others is "not_chosen": their
 unfinished responses continue as usual, but the window is never trained, and the critic never sees a response that
 finished in it. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
-are always or never solved: its values there lag behind.
+are always or never solved, and its values for those lag behind.
 
-A response draws its random numbers from (run seed, group, index) and the position alone: with unchanged weights its
+A response's random numbers depend only on (run seed, group, index) and the position, so with unchanged weights its
 windows hold the tokens that it would have without windows.
 """
 
@@ -48,7 +48,7 @@ from megatron_dapo.types import Group, SamplingParams, ScoredSample
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = "windows-2"  # not a number: a collector of whole groups refuses it
+STATE_VERSION = "windows-2"  # not a number, so that a group collector refuses it
 NOT_CHOSEN = "not_chosen"
 
 
@@ -59,7 +59,7 @@ class WindowCollector(Collector):
         inputs: see `CollectorInputs`.
         config, window: the [rollout] and [window] sections.
         sampling: the sampling parameters of the whole response, with the model's stop tokens.
-        seed: of the run; with the group id and the index it makes the seed of a response.
+        seed: the run's seed, from which, with group id and index, each response's seed is made.
     """
 
     _counters: WindowCounters
@@ -79,11 +79,11 @@ class WindowCollector(Collector):
     # Collecting
 
     def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        """Return one window of each of num_groups x group_size responses, or of fewer when prompts run out.
+        """Return one window for each of num_groups x group_size responses, or for fewer if prompts run out.
 
-        The batch's groups hold the responses worked on, so a group may lack some and come again. A collection that an
-        error or a restart interrupted is completed first, as large as it was begun. `training_version` is the version
-        that the engine serves, or None.
+        The batch's groups hold the responses worked on, so a group may lack some and appear again later. A collection
+        interrupted by an error or a restart is completed first, at its original size. `training_version` is the
+        version that the engine serves, or None.
         """
         version = self._checked_version(training_version)
         if self._given_back:
@@ -97,12 +97,12 @@ class WindowCollector(Collector):
         return self._hand_out(self._close(version))
 
     def hold(self) -> None:
-        """See `Collector`: the tokens of every window so far are kept."""
+        """See `Collector`. Keeps the tokens of every window so far."""
         if self._collection is not None:
             self._collection.hold()
 
     def give_back(self, batch: RolloutBatch) -> None:
-        """See `Collector`: the next call returns the batch."""
+        """See `Collector`. The next call returns the batch."""
         if batch.groups:
             self._given_back.insert(0, batch)
             self._take_back(batch)
@@ -154,12 +154,12 @@ class WindowCollector(Collector):
         )
 
     def _draw(self, num_items: int) -> Exhaustion:
-        """Begin groups of fresh prompts until `num_items` responses wait; return the reason if they do not."""
+        """Begin groups from fresh prompts until `num_items` responses wait; return the reason if too few do."""
         while self._pool.num_waiting < num_items:
             prompt_id = self._stream.next()
             if prompt_id is None:
                 return "prompts"
-            # Fixed width: group ids sort in order of their start.
+            # Fixed width, so that group ids sort in start order.
             group_id = f"{self._counters.num_groups:012d}"
             step = self._counters.generation_step + 1
             self._pool.begin(group_id, self._prompts[prompt_id], step, self._config.group_size)
@@ -173,7 +173,7 @@ class WindowCollector(Collector):
         logger.warning("%s", shortage)
         if self._config.on_exhausted == "error":
             raise CollectionExhausted(shortage)
-        # Under "stop", the responses that wait stay in the pool for a later run.
+        # With "stop", waiting responses stay in the pool for a later run.
         return self._config.on_exhausted == "train_partial" and self._pool.num_waiting > 0
 
     def _describe_shortage(self, num_items: int) -> str:
@@ -223,7 +223,7 @@ class WindowCollector(Collector):
         return RolloutBatch(trained, statistics, collection.exhausted, training_version=version)
 
     def _groups(self, samples: Mapping[ResponseKey, ScoredSample], version: int) -> list[Group]:
-        """Return the collection's groups, in order of their start."""
+        """Return the collection's groups in start order."""
         by_group: dict[str, list[ScoredSample]] = {}
         for (group_id, _), sample in samples.items():
             by_group.setdefault(group_id, []).append(sample)
@@ -231,7 +231,7 @@ class WindowCollector(Collector):
         for group_id, members in by_group.items():
             prompt = self._pool[group_id].responses.prompt
             runs = [run for each in members for run in each.completion.versions if run.end > each.window.start]
-            oldest = min((run.version for run in runs), default=version)  # of the tokens of the window
+            oldest = min((run.version for run in runs), default=version)  # of the window's tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
         return groups
 
@@ -252,7 +252,7 @@ class WindowCollector(Collector):
         )
 
     def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
-        """Count the windows `samples`. The counts depend on the collection alone, so a restart in its middle keeps them."""
+        """Count the windows `samples`. The counts depend only on the collection, so a restart during it keeps them."""
         step = self._counters.generation_step
         num_tokens = sum(sample.completion.num_tokens - sample.window.start for sample in samples)
         finished = [sample.completion.num_tokens for sample in samples if sample.window.is_finished]
@@ -289,10 +289,10 @@ class WindowCollector(Collector):
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """See `Collector`. Unfinished responses are saved with every token.
+        """See `Collector`. Unfinished responses are saved with all their tokens.
 
-        A state taken in the middle of a collection (on a signal) has the tokens that the engine has returned of its
-        windows; call `hold` first to have them all.
+        A state taken in the middle of a collection (on a signal) has those tokens of its windows that the engine has
+        returned; call `hold` first to save them all.
         """
         untrained = [batch for batch in untrained if batch.groups]
         collection = self._collection

@@ -1,7 +1,7 @@
-"""Windows of T-PPO (arXiv 2506.15050): the pool of begun responses, one collection of windows, and its choice of groups.
+"""T-PPO windows (arXiv 2506.15050): the pool of begun responses, a collection of windows, and the choice of groups.
 
-Every response is an item of its own. It waits in one of two queues, unfinished ones ahead of those not yet started,
-each in order of their start:
+Every response is a separate item. It waits in one of two queues, both in start order, with unfinished responses ahead
+of those not yet started:
 
     fresh prompt -> not started -> window -> unfinished -> window -> ... -> finished: leaves the pool
 """
@@ -35,11 +35,11 @@ ResponseKey = tuple[str, int]
 class BegunGroup:
     """A group with at least one response that has not ended."""
 
-    responses: OpenGroup  # the responses begun and not finished, as far as they got
-    size: int  # responses it has in all
+    responses: OpenGroup  # begun, unfinished responses with their tokens so far
+    size: int  # number of responses in the group
     num_begun: int = 0  # indices below are begun
-    starts: dict[int, int] = field(default_factory=dict)  # of those begun and not finished: tokens before the window
-    num_finished: int = 0  # of all steps
+    starts: dict[int, int] = field(default_factory=dict)  # of begun, unfinished ones: tokens before the window
+    num_finished: int = 0  # over all steps
     accuracy_sum: float = 0.0  # of those
 
     @property
@@ -68,7 +68,7 @@ class BegunGroup:
 
 
 class WindowPool:
-    """Begun groups in order of their start."""
+    """Begun groups in start order."""
 
     def __init__(self) -> None:
         self._groups: dict[str, BegunGroup] = {}
@@ -78,7 +78,7 @@ class WindowPool:
 
     @property
     def groups(self) -> Sequence[BegunGroup]:
-        """All groups, in order of their start."""
+        """All groups, in start order."""
         return tuple(self._groups.values())
 
     @property
@@ -88,18 +88,18 @@ class WindowPool:
 
     @property
     def num_waiting(self) -> int:
-        """Responses that have not ended, those not yet started included."""
+        """Responses that have not ended, including those not yet started."""
         return sum(group.num_waiting for group in self._groups.values())
 
     def begin(self, group_id: str, prompt: Prompt, generation_step: int, size: int) -> None:
-        """Add a group, none of its responses started."""
+        """Add a group with no response started."""
         assert group_id not in self._groups, f"group {group_id} is already in the pool"
         self._groups[group_id] = BegunGroup(OpenGroup(group_id, prompt, generation_step), size)
 
     def take(self, num_items: int) -> list[ResponseKey]:
         """Return the next responses to work on, at most `num_items`: unfinished ones, then the first not yet started.
 
-        The latter count as begun from here on.
+        The latter then count as begun.
         """
         unfinished = ((group_id, index) for group_id, group in self._groups.items() for index in sorted(group.starts))
         keys = list(islice(unfinished, num_items))
@@ -136,7 +136,7 @@ def behind_window(completion: Completion, limit: int, sampling: SamplingParams) 
 
 
 def _group_to_json(group: BegunGroup) -> dict[str, Any]:
-    # By index, not as the engine returned them: equal pools have equal states.
+    # Sort by index, not by the engine's order, so that equal pools have equal states.
     completions = dict(sorted(group.responses.completions.items()))
     return {
         "responses": open_group_to_json(replace(group.responses, completions=completions)),
@@ -160,10 +160,10 @@ def _group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) ->
 
 
 class WindowCollection:
-    """One collection: a window of each response in `keys`, in this order.
+    """One collection: one window for each response in `keys`, in this order.
 
-    The tokens stand in the pool as the engine returns them, so a collection can be rebuilt from its keys; finished
-    responses are then scored again.
+    The pool has the tokens as the engine returns them, so a collection can be rebuilt from its keys; finished responses
+    are then scored again.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class WindowCollection:
         return len(self._in_flight)
 
     def generate(self) -> Iterator[None]:
-        """Bring every response to the end of its window, or to its own; yields after every poll.
+        """Generate every response to the end of its window or its own end; yields after every poll.
 
         The caller may call `hold` while the generator is suspended.
         """
@@ -216,7 +216,7 @@ class WindowCollection:
         """Stop the engine and keep the tokens of every window so far."""
         if self._in_flight:
             self._take(self._engine.abort())
-            # Responses that an engine has forgotten continue from the tokens held.
+            # Responses that the engine lost continue from the tokens held.
             self._returned += sorted(self._in_flight)
             self._in_flight.clear()
             self._forget_fruitless()
@@ -226,7 +226,7 @@ class WindowCollection:
         return {key: self._sample(key) for key in sorted(self.keys)}
 
     def _forget_fruitless(self) -> None:
-        # A stop requested by this side is no failure of the engine.
+        # A stop that this side requested is not an engine failure.
         for group in self._pool.groups:
             group.responses.num_fruitless.clear()
 
@@ -291,7 +291,7 @@ class WindowCollection:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """Progress of a group that has windows in a collection. Counts are over all steps, this one included."""
+    """Progress of a group that has windows in a collection. Counts cover all steps, including this one."""
 
     num_windows: int  # in this collection
     num_finished: int
@@ -300,7 +300,7 @@ class GroupProgress:
 
     @property
     def has_contrast(self) -> bool:
-        """Its finished responses are neither all wrong nor all right."""
+        """Return True if the finished responses are neither all wrong nor all right."""
         return 0 < self.accuracy_sum < self.num_finished
 
 
@@ -321,7 +321,7 @@ def contrast_first(groups: Sequence[GroupProgress]) -> list[int]:
 def choose_groups(groups: Sequence[GroupProgress], num_windows: int) -> set[int]:
     """Return the indices of the groups to train: by `contrast_first`, at most `num_windows` windows together.
 
-    A group is taken with all its windows or not at all; one that does not fit any more is passed over.
+    A group is taken with all its windows or not at all; one that no longer fits is skipped.
     """
     chosen: set[int] = set()
     for index in contrast_first(groups):

@@ -1,4 +1,4 @@
-"""Configurations that are made from a configuration. Each is validated like one that was loaded."""
+"""Derives configurations from a configuration. Each is validated like a loaded one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def _merged(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-SUBDIRECTORY = "value_pretraining"  # of the run's directory, and of its checkpoints' where those have one of their own
+SUBDIRECTORY = "value_pretraining"  # below the run's directory, and below its checkpoint directory if that is separate
 
 
 def pretraining_config(config: Config, directory: Path | None = None) -> Config:
-    """Every group is learned from, whole, none is evaluated, and the policy makes no step. `directory`: where it writes.
+    """Return a configuration that learns from every whole group, evaluates none and never updates the policy.
+
+    `directory`: where it writes.
 
     It never writes where the run itself will: a run that found these checkpoints would continue from them. A critic.path that
     names what pretraining is to write is where the run starts from; pretraining itself then starts from the policy.
@@ -59,7 +61,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
             if config.value_pretraining.train_paths
             else {}
         ),
-        # Returns are those of whole responses, and there are no advantages.
+        # Returns are computed on whole responses, and there are no advantages.
         "algorithm": {
             "name": "vapo",
             "kl_loss_coefficient": 0.0,
@@ -83,7 +85,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return the configuration without what only training needs: it may be cut for other machines, or not be there any more."""
+    """Return the configuration without what only training needs, which may suit other machines or no longer exist."""
     changes: dict[str, dict[str, Any]] = {"telemetry": {"references": ()}, "critic": CriticConfig().model_dump()}
     if config.data.eval_paths:
         changes["data"] = {"train_paths": config.data.eval_paths, "sources": ()}

@@ -1,4 +1,4 @@
-"""Evaluation of a Hugging Face directory without training, by the recipe's protocol.
+"""Evaluates a Hugging Face directory without training, with the recipe's protocol.
 
 rollout.engine = "embedded"    transformers inside this process
 rollout.engine = "sglang"      SGLang servers of any tensor-parallel size, started here or given by sglang.urls
@@ -41,7 +41,7 @@ def evaluate_model(config: Config, name: str = "") -> EvaluationResult:
     """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section.
 
     name: the model as the result records it; default: its directory.
-    ValueError for a configuration or data that cannot be used, RuntimeError where servers fail.
+    ValueError for a configuration or data that cannot be used, RuntimeError if servers fail.
     """
     with watched_alone("evaluate"):
         return _evaluate(config, config.model.path, name or str(config.model.path))
@@ -50,7 +50,7 @@ def evaluate_model(config: Config, name: str = "") -> EvaluationResult:
 def _evaluate(config: Config, model_dir: Path, name: str) -> EvaluationResult:
     inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
     with open_verifier_pool(config.reward) as pool:
-        # Before servers start: a file that cannot be read is an error at once.
+        # Read before servers start, so that an unreadable file fails at once.
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, name, dataset, inputs.stop_tokens, pool.version)
         with opened_engine(config, model_dir) as (engine, max_in_flight, version):
@@ -84,7 +84,7 @@ class ProgressLog:
 
 @contextmanager
 def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
-    """Return the engine, the requests that keep it full, and its version where that is known only now."""
+    """Return the engine, the number of requests that keep it full, and its version if that is known only now."""
     if config.rollout.engine == "embedded":
         yield loaded_engine(config, model_dir), 4 * config.rollout.slots_per_rank, ""
         return
@@ -124,7 +124,7 @@ def _servers(config: Config) -> Iterator[list[SglangServer] | list[AttachedServe
 def num_servers(config: Config) -> int:
     """Return the servers to start here: as many as fit this machine's GPUs, sglang.servers_per_node on CPUs.
 
-    ValueError where one server needs more GPUs than there are.
+    ValueError if one server needs more GPUs than there are.
     """
     sglang = config.sglang
     if not torch.cuda.is_available():

@@ -30,7 +30,7 @@ class Machines:
     gpu_gib: float = GPU_GIB
     host_gib: float = HOST_GIB
     num_tasks: int | None = None  # processes that a launcher will start
-    gpus_here: int = 0  # of the machine of a dry run, where nothing else is said; 0: none, or not known
+    gpus_here: int = 0  # of a dry run's machine, if nothing else is given; 0: none or unknown
 
 
 # What is read of the inputs: nothing, what needs no heavy import, or everything.
@@ -106,7 +106,7 @@ def make_plan(
 
 
 def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:
-    """Return the processes of the run: those that the configuration names, else those that fill the machines that are given."""
+    """Return the number of processes: the configured one, otherwise as many as fill the given machines."""
     if config.parallel.num_processes or machines.num_nodes is None:
         return config.num_processes
     if machines.num_tasks:
@@ -143,7 +143,7 @@ def machines_of(
         raise ValueError(
             f"{' and '.join(given)}: only with --dry-run; a run on several nodes is started by examples/launch/slurm.sh"
         )
-    # torch is imported only where there is a driver: it takes seconds.
+    # torch takes seconds to import, so it is imported only if there is a driver.
     if not DRIVER_DEVICE.exists():
         return ONE_NODE_OF_CPUS
     import torch

@@ -21,7 +21,7 @@ class RunEnd:
     """The end of the processes of a run."""
 
     exit_code: int  # 0: finished
-    reason: str = ""  # one line; "" where it finished
+    reason: str = ""  # one line; "" if it finished
     is_printed: bool = False  # the reason is the last line that the processes have printed
 
 
@@ -38,7 +38,7 @@ def run_workers(
     arguments: Sequence[str] = (),
     restarts: int = 0,
 ) -> RunEnd:
-    """Start the workers of a recipe, wait, and return their end. RuntimeError where another run works in the same directory.
+    """Start the workers of a recipe, wait, and return their end. RuntimeError if another run uses the same directory.
 
     `overrides`: "a.b=value" each. `arguments`: further ones of the worker. After a failure all are started again, `restarts`
     times at most.
@@ -49,7 +49,7 @@ def run_workers(
     start = time.time()
     code = launch_workers(WORKER, [str(recipe), *given, *arguments], num_processes, directory, restarts)
     if (failure := read_failure(directory)) is not None:
-        # The watcher prints the line when it decides. Other ranks may print behind it what followed for them.
+        # The watcher prints the line when it decides. Other ranks may print the consequences after it.
         return RunEnd(failure.exit_code, first_line(failure), is_printed=num_processes == 1)
     if code == 0:
         return RunEnd(0)

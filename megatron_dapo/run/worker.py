@@ -161,7 +161,7 @@ def _settled(loaded: LoadedConfig) -> int | None:
     if is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir):
         logging.getLogger(__name__).info("the run in %s is finished: nothing to do", config.run.output_dir)
         return 0
-    # torchrun starts again whatever failed: what would repeat, and what a signal stopped, ends here.
+    # torchrun restarts after any failure, so repeatable failures and signals end the run here.
     last = judge(loaded) if is_restarted() else None
     if last is not None and (last.exit_code != EXIT_CODE or last.was_stopped):
         logging.getLogger(__name__).warning("not started again: %s", last.reason)
@@ -253,7 +253,8 @@ def watch_limits(run: RunConfig) -> WatchLimits:
 
 
 def _use_own_device(process: ProcessEnvironment) -> bool:
-    """Give every process of a node its own GPU; False if there is none. A launcher may show a process only its own, as GPU 0."""
+    """Give every process of a node a separate GPU; False if there is none. A launcher may show each process only one,
+    as GPU 0."""
     import torch
 
     if not torch.cuda.is_available():
@@ -266,7 +267,7 @@ def _use_own_device(process: ProcessEnvironment) -> bool:
 
 
 def pci_address(properties: object) -> str:
-    """Return a GPU's address as sysfs names it, such as "0000:1b:00.0"; "" if torch does not tell."""
+    """Return a GPU's address in sysfs notation, such as "0000:1b:00.0"; "" if torch does not report it."""
     domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     return "" if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 

@@ -1,4 +1,4 @@
-"""The data card: what was sampled, what was kept and why not more, in Markdown with pictures (SVG) beside it."""
+"""The data card: what was sampled, what was kept and why not more, in Markdown with separate pictures (SVG)."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _lengths(one: Chosen) -> list[tuple[int, bool]]:
 
 
 def _distances(one: Chosen, seed: int) -> tuple[float, float]:
-    """Return the mean distance of the kept responses to a prompt, and of as many correct ones drawn at random.
+    """Return the mean distance between the kept responses to a prompt, and between equally many random correct ones.
 
-    By word n-grams, whatever the selection's own embedding is: it would favor itself.
+    Uses word n-grams whatever embedding the selection uses, because that embedding would favor its own selection.
     """
     candidates = one.candidates
     drawn = choose_at_random(candidates, len(one.kept), f"{seed}/card/{one.prompt.prompt_id}")
@@ -89,7 +89,7 @@ def _counted(values: Sequence[int]) -> dict[str, int]:
 
 
 def _interval(values: Sequence[float], seed: int) -> dict[str, float]:
-    """Return the mean and its interval; empty for no value."""
+    """Return the mean and its interval; empty if there are no values."""
     return asdict(bootstrap_mean(values, seed=seed)) if values else {}
 
 
@@ -152,7 +152,7 @@ def _quantile_row(name: str, quantiles: Mapping[str, float]) -> str:
 
 
 def _diversity(figures: Mapping[str, Any]) -> list[str]:
-    """Say how unlike the responses to a prompt are, and whether a random selection of equal size is less so."""
+    """Describe how different the responses to a prompt are, and whether a random selection of equal size is less so."""
     if not figures["prompts_compared"]:
         return ["No prompt has two examples, so that their diversity means nothing."]
     difference = figures["distance_difference"]

@@ -1,4 +1,4 @@
-"""The responses of a data set that are kept, and the records of all of them."""
+"""Selects the responses that a data set keeps, and writes records of all responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chosen:
     prompt: Prompt
     samples: Sequence[ScoredSample]
     diverse: Selection  # by length, likeness and clusters
-    kept: tuple[int, ...]  # of the section's own selection
+    kept: tuple[int, ...]  # by the configured selection
     is_random: bool = False
 
     @property
@@ -31,7 +31,7 @@ class Chosen:
 
     @property
     def fates(self) -> list[str]:
-        """Return the fate of each response: "kept", or the reason that it is not."""
+        """Return the fate of each response: "kept", or the reason why it was not."""
         if not self.is_random:
             return self.diverse.fates
         correct = self.candidates.is_correct
@@ -56,9 +56,9 @@ def choose_all(
     embed: Embed,
     seed: int,
 ) -> list[Chosen]:
-    """Return what is kept of every prompt's responses. `max_tokens`: where the section has no longest length of its own.
+    """Select the responses to keep for every prompt. `max_tokens`: the longest length if the section sets none.
 
-    All embeddings are made in one call, so that they can be centered. `seed` matters to a random selection alone.
+    All embeddings are computed in one call, so that they can be centered. `seed` only affects a random selection.
     """
     found = [(prompt, samples, candidates_of(samples)) for prompt, samples in responses]
     lists = [shortlist(candidates, section, max_tokens) for _, _, candidates in found]
@@ -76,7 +76,7 @@ def choose_all(
 
 
 def examples_of(chosen: Sequence[Chosen]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the data set, as `sft` reads them: prompt and response, and facts about them."""
+    """Yield the rows of the data set in `sft`'s format: prompt and response, and facts about them."""
     for one in chosen:
         for index in one.kept:
             sample = one.samples[index]

@@ -1,7 +1,7 @@
 """Embeddings of responses, one row each, centered over the data set.
 
-Hidden states of language models share a direction that is larger than what tells texts apart, so that all cosines are
-near 1; without their mean they compare (Mu and Viswanath, arXiv 1702.01417).
+Hidden states of language models share a direction that is larger than the differences between texts, so all cosines are
+near 1; subtracting the mean makes them comparable (Mu and Viswanath, arXiv 1702.01417).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Embed = Callable[[Sequence[tuple[Prompt, ScoredSample]]], np.ndarray]
 
 
 def by_ngrams(pairs: Sequence[tuple[Prompt, ScoredSample]]) -> np.ndarray:
-    """Return counts of hashed word n-grams; not centered, as texts without a common word are unlike anyway."""
+    """Return counts of hashed word n-grams; not centered, because texts without common words are dissimilar anyway."""
     return np.stack([ngram_embedding(sample.text) for _, sample in pairs]) if pairs else np.zeros((0, 1), np.float32)
 
 
 def hidden_states(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Embed:
-    """Return the embedding by the last hidden states of the policy in `directory`: their mean over the response's tokens."""
+    """Return the embedding from the policy in `directory`: the mean of its last hidden states over the response's
+    tokens."""
     model = _load(directory, dtype, trust_remote_code)
 
     def embed(pairs: Sequence[tuple[Prompt, ScoredSample]]) -> np.ndarray:
@@ -41,7 +42,8 @@ def hidden_states(directory: Path, dtype: torch.dtype, trust_remote_code: bool =
 
 
 def sentence_encoder(directory: Path, trust_remote_code: bool = False) -> Embed:
-    """Return the embedding by the sentence encoder in `directory`: the mean of its last hidden states over the response's text."""
+    """Return the embedding from the sentence encoder in `directory`: the mean of its last hidden states over the
+    response."""
     from transformers import AutoTokenizer
 
     model = _load(directory, torch.float32, trust_remote_code)
@@ -57,7 +59,7 @@ def sentence_encoder(directory: Path, trust_remote_code: bool = False) -> Embed:
 
 
 def centered(embeddings: np.ndarray) -> np.ndarray:
-    """Subtract the mean row; a single row, which would be left with nothing, stays."""
+    """Subtract the mean row; a single row, which would become zero, is left unchanged."""
     return embeddings - embeddings.mean(axis=0) if len(embeddings) > 1 else embeddings
 
 

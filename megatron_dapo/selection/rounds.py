@@ -1,9 +1,9 @@
-"""Rounds of sampling and fine-tuning, then reinforcement learning: the stages of one recipe, each an existing command.
+"""Rounds of sampling and fine-tuning, then reinforcement learning: stages of one recipe, each an existing command.
 
     [sft on sft.train_paths]  ->  rounds.num_rounds x (rejection-sample -> sft on its examples)  ->  [train]
 
-Each stage starts from the model that the one before wrote. A stage that is finished has nothing to do when its command is
-run again, and an unfinished one continues, so the whole sequence resumes by being run again.
+Each stage starts from the model that the previous one wrote. When a command is run again, a finished stage does nothing
+and an unfinished one continues, so the whole sequence resumes by being run again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Stage:
 
     @property
     def model(self) -> Path:
-        """Return the Hugging Face directory that the stage writes; of a sampling there is none."""
+        """Return the Hugging Face directory that the stage writes; a sampling stage writes none."""
         return self.directory / "huggingface"
 
 
 def stages(config: Config, directory: Path) -> list[Stage]:
-    """Return the stages of a recipe, in order, with what each sets beside the recipe."""
+    """Return the stages of a recipe, in order, with the values that each overrides."""
     section = config.rounds
     found: list[Stage] = []
 
     def add(name: str, command: str, model: Path, *overrides: str) -> Stage:
         start = f"model.path={json.dumps(str(model.absolute()))}"
-        # Stages whose checkpoints are not below their directories need one of their own for these, too.
+        # If checkpoints are not below the stages' directories, each stage needs a separate checkpoint directory.
         apart = config.checkpoint.output_dir and [f"checkpoint.output_dir={config.checkpoint.output_dir}/{name}"]
         found.append(Stage(name, command, directory / name, (start, *overrides, *apart)))
         return found[-1]
@@ -61,9 +61,9 @@ def stages(config: Config, directory: Path) -> list[Stage]:
 
 
 def begin(config: Config, directory: Path) -> None:
-    """Record what the sequence in `directory` is made of. ValueError where it was begun with other settings or data.
+    """Record the settings and data of the sequence in `directory`. ValueError if it was begun with different ones.
 
-    Else later stages would be taken for finished although an earlier one had changed.
+    Otherwise later stages would count as finished although an earlier one had changed.
     """
     path = directory / RECORD
     current = {**_values(config.model_dump(mode="json")), **_digests(config)}

@@ -34,8 +34,8 @@ EXAMPLES, RESPONSES, CARD, REPORT = "examples.jsonl", "responses.jsonl", "README
 def rejection_sample(config: Config, directory: Path) -> dict[str, Any]:
     """Write examples.jsonl, responses.jsonl, README.md with its pictures and report.json to `directory`; return the report.
 
-    A directory that is there is replaced once the new one is complete. One that was made of the same settings, model and data
-    stays as it is. ValueError where nothing can be sampled, or no response is kept.
+    An existing directory is replaced once the new one is complete. One made from the same settings, model and data is
+    left unchanged. ValueError if nothing can be sampled, or no response is kept.
     """
     with watched_alone("rejection-sample"):
         settings = sampling_settings(config)
@@ -48,7 +48,7 @@ def rejection_sample(config: Config, directory: Path) -> dict[str, Any]:
 
 
 def sampling_settings(config: Config) -> dict[str, Any]:
-    """Return everything that the examples depend on, JSON-serializable."""
+    """Return everything that determines the examples, JSON-serializable."""
     rollout = config.rollout
     return {
         "model": str(config.model.path),
@@ -90,7 +90,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
             prompts = without(prompts, load_eval_dataset(config, inputs, pool).prompts)
         if not prompts:
             raise ValueError("every prompt of data.train_paths is in data.eval_paths: name other files")
-        # The protocol of an evaluation, with the sampling of a rollout.
+        # The evaluation's protocol with the rollout's sampling.
         sampling = {
             "num_samples": section.num_samples,
             "temperature": rollout.temperature,
@@ -126,7 +126,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
 
 
 def without(prompts: tuple[Prompt, ...], others: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """Return the prompts whose messages are not those of one of `others`: no problem of an evaluation is learned."""
+    """Return the prompts whose messages differ from all of `others`, so that no evaluation problem is learned."""
     held_out = {prompt_id_of(prompt.messages, "") for prompt in others}
     return tuple(prompt for prompt in prompts if prompt_id_of(prompt.messages, "") not in held_out)
 

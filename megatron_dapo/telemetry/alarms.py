@@ -1,6 +1,6 @@
-"""Alarms on a step's metrics: thresholds of the configuration, and those that hold for every run.
+"""Alarms on a step's metrics: thresholds from the configuration, and fixed ones for every run.
 
-The loop warns by the first while it trains; the report of a run has both. Standard library alone.
+The training loop warns about the configured ones; a run's report shows both. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Alarm:
-    """A bound of a metric. It is passed where the metric is beyond the bound for `patience` steps in a row."""
+    """A bound on a metric, which is passed once the metric exceeds it for `patience` steps in a row."""
 
     metric: str
     side: Literal["above", "below"]
-    limit: float | str  # a number, or the key of the configuration that has it
+    limit: float | str  # a number, or the configuration key that holds it
     title: str
     advice: str
     patience: int = 1
 
     def is_passed(self, value: float, limit: float) -> bool:
-        """Return True for a value beyond the limit; NaN is beyond none."""
+        """Return True for a value beyond the limit; NaN is beyond no limit."""
         return value > limit if self.side == "above" else value < limit
 
     def limit_in(self, config: Mapping[str, object]) -> float | None:
-        """Return the limit by a configuration with dotted keys; None where it does not have the key."""
+        """Return the limit, given a configuration with dotted keys; None if it lacks the key."""
         found = config.get(self.limit) if isinstance(self.limit, str) else self.limit
         return float(found) if isinstance(found, (int, float)) else None
 

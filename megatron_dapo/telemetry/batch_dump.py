@@ -1,4 +1,4 @@
-"""One rollout batch on disk, as the trainer saw it, for replay through the trainer alone: bit for bit the same samples."""
+"""One rollout batch on disk, as the trainer saw it, to replay only the trainer on bitwise identical samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DumpedBatch:
 
 def dump_batch(directory: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any], files: Files) -> Path:
     """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new `directory`."""
-    # Renamed when complete: a killed run leaves no half dump under the final name.
+    # Renamed when complete: a killed run leaves no partial dump under the final name.
     partial = directory.with_name(directory.name + ".tmp")
     files.run(remove_tree, partial)
     files.make_directory(partial)

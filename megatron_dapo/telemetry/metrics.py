@@ -1,6 +1,6 @@
 """The metric schema: every name, its unit and its meaning. A step emits exactly these names, whatever is switched on.
 
-A term that is off still has its metric (entropy without an entropy bonus, KL without a KL loss), so that runs compare.
+A disabled term still has its metric (entropy without an entropy bonus, KL without a KL loss), so runs stay comparable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# Parts of a train step, in order. Times of all of them and of "unaccounted" sum to the step's.
+# Parts of a train step, in order. Their times and "unaccounted" sum to the step time.
 PHASES: Mapping[str, str] = MappingProxyType(
     {
         "generate": "sampling responses and scoring what is not hidden behind it",
@@ -312,8 +312,8 @@ STEP_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for m
 EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _EVALUATION})
 
 
-REWARD_PART = "reward/part/"  # begins the names of the means of a user's own parts of the reward
-SOURCE = "rollout/source/"  # begins the names of what is known of one source of prompts: SOURCE + NAME/METRIC
+REWARD_PART = "reward/part/"  # prefix of the means of a user-defined reward's parts
+SOURCE = "rollout/source/"  # prefix of the metrics of one source of prompts: SOURCE + NAME/METRIC
 SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
     {
         "accuracy_generated": "accuracy of the source's responses, before the filter",
@@ -324,7 +324,7 @@ SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
 
 
 def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
-    """Return `values` as floats in the schema's order, then those of a user's own parts of the reward and of sources.
+    """Return `values` as floats in the schema's order, followed by those of user-defined reward parts and of sources.
 
     Raises ValueError naming every unknown and missing metric.
     """
@@ -343,7 +343,7 @@ def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[s
 
 
 def _is_of_source(name: str, schema: Mapping[str, Metric]) -> bool:
-    """Return True for a metric of the evaluation under a source's name: eval/NAME/avg_at_k."""
+    """Return True for a source's evaluation metric: eval/NAME/avg_at_k."""
     section, _, metric = name.rpartition("/")
     head, _, source = section.partition("/")
     return head == "eval" and bool(source) and f"eval/{metric}" in schema

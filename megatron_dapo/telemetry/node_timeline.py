@@ -1,6 +1,6 @@
-"""Picture of a run's nodes over time: one row a node, how far it is from the others in a metric, and the alerts.
+"""Picture of a run's nodes over time: one row per node with its distance from the others in a metric, and the alerts.
 
-As SVG, with the metric of the alert or the one in which the nodes differ most, and as lines for a terminal.
+Drawn as SVG or as lines for a terminal. The metric is that of the alert, or the one in which the nodes differ most.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_dapo.telemetry.svg import BLUE, GRAY, document, text
 
 RED = "#cf222e"
 _LEFT, _TOP, _ROW, _WIDTH, _FOOT = 130, 44, 26, 720, 34  # pixels
-_LEVELS = " .:-=+*#"  # of a terminal, by distance
-_MAX_ROWS = 48  # of nodes; a picture of more shows those farthest from the others
-_MAX_POINTS = 600  # of a curve
+_LEVELS = " .:-=+*#"  # terminal characters, by distance
+_MAX_ROWS = 48  # nodes; a larger run shows those farthest from the others
+_MAX_POINTS = 600  # per curve
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class NodeTimeline:
 def timeline(
     samples: NodeSamples, alerts: Sequence[NodeAlert] = (), metric: str | None = None, num_points: int = _MAX_POINTS
 ) -> NodeTimeline:
-    """Return the timeline of `metric`; None: of the newest alert, else of the metric in which a node differs most.
+    """Return the timeline of `metric`; None: that of the newest alert, or the one in which a node differs most.
 
-    Raises ValueError for a metric without samples, naming those that have some.
+    Raises ValueError for a metric without samples, and lists the metrics that have some.
     """
     names = [each.name for place, each in enumerate(samples.metrics) if _has_samples(samples, place)]
     if not names:
@@ -82,7 +82,7 @@ def timeline(
 
 
 def to_svg(found: NodeTimeline) -> str:
-    """Return the timeline as an SVG document: a curve a node, red where an alert names it."""
+    """Return the timeline as an SVG document: one curve per node, red during its alerts."""
     height = _TOP + _ROW * len(found.nodes) + _FOOT
     title = f"{found.metric} ({found.unit}) of {len(found.nodes)} of {found.num_all_nodes} nodes"
     parts = [text(10, 18, title, anchor="start")]
@@ -109,7 +109,8 @@ def to_svg(found: NodeTimeline) -> str:
 
 
 def to_lines(found: NodeTimeline) -> list[str]:
-    """Return the timeline for a terminal: a character a point, denser the farther a node is from the others; `!` in an alert."""
+    """Return the timeline for a terminal: one character per point, denser the farther the node is from others; `!` in
+    an alert."""
     width = max(len(_short(node)) for node in found.nodes)
     lines = [f"{found.metric} ({found.unit}), {found.seconds} s, a character is {found.seconds_per_point} s"]
     for row, node in enumerate(found.nodes):
@@ -136,7 +137,8 @@ def _has_samples(samples: NodeSamples, place: int) -> bool:
 
 
 def _spread(samples: NodeSamples, place: int) -> float:
-    """Return the largest mean distance of a node to its role's median, in resolutions of the metric; 0 for one without."""
+    """Return the largest mean distance of a node to its role's median, in units of the metric's resolution; 0 for a
+    metric without one."""
     resolution = samples.metrics[place].resolution
     distances = _distances(samples.values[:, :, place], samples.roles)
     return float(np.nan_to_num(distances).mean(1).max()) / resolution if resolution else 0.0
@@ -176,7 +178,7 @@ def _x(found: NodeTimeline, time: float) -> float:
 
 
 def _pieces(found: NodeTimeline, row: int, top: float, low: float, high: float) -> list[list[tuple[float, float]]]:
-    """Return the points of a node's curve, cut where it has no samples."""
+    """Return the points of a node's curve, split where it has no samples."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for point, value in enumerate(found.values[row]):
         if math.isnan(value):

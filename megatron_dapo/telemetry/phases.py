@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Adds up wall time by phase. A phase entered within another one takes its time from the outer one.
+    """Adds up wall time by phase. The time of a nested phase is not counted in the outer one.
 
     `clock` returns seconds; tests pass their own.
     """

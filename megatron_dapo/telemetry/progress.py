@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 
 logger = logging.getLogger(__name__)
 
-_LOG_S = 60.0  # between log lines within a step, so that a step of an hour is not silent
+_LOG_S = 60.0  # between log lines within a step, so that an hour-long step is not silent
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class StepReport:
     """The numbers shown after a train step."""
 
     finished: int  # train steps
-    accuracy: float  # of all generated responses
+    accuracy: float  # over all generated responses
     tokens_per_s: float
     filtered_share: float
     mismatch: float  # mean |old_logprobs - rollout_logprobs|, nats
 
 
 class Eta:
-    """Estimate of the seconds left, from the steps of this process alone: a resumed run is not faster for its past."""
+    """Estimate of the seconds left, from the steps of this process only; steps before a resume do not count."""
 
     def __init__(self, total: int, finished: int = 0) -> None:
         self._total, self._first, self._start = total, finished, time.monotonic()
@@ -59,18 +59,19 @@ def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
 
 
 class WithinStep:
-    """Share of the current step that is done: by the phases' seconds in the step before, and by counts where a phase has some.
+    """Share of the current step that is done: from the seconds of each phase in the previous step, and from counts if a
+    phase has some.
 
-    In the first step, which has none before it, every phase counts alike and those without counts as half done.
+    In the first step, all phases count equally, and those without counts as half done.
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}  # phase -> seconds in the step before
+        self._before: dict[str, float] = {}  # phase -> seconds in the previous step
         self._seconds: dict[str, float] = {}  # in this step so far
         self._phase, self._since, self._counted = "", time.monotonic(), 0.0
 
     def enter(self, phase: str, done: float, total: float) -> None:
-        """Note the phase, and how much of what it counts is done; `total` 0: it counts nothing."""
+        """Note the phase and how much of its count is done; `total` 0: it counts nothing."""
         now = time.monotonic()
         if phase != self._phase:
             self._turn(now)
@@ -88,12 +89,12 @@ class WithinStep:
         self._since, self._counted = now, 0.0
 
     def share(self) -> float:
-        """Return the share in [0, 1]. A phase that takes longer than in the step before stands at 95 % of itself."""
+        """Return the share in [0, 1]. A phase that takes longer than in the previous step stays at 95 %."""
         if not self._phase:
             return 0.0
         usual = self._before or dict.fromkeys([*self._seconds, self._phase, "next"], 1.0)
         total = sum(usual.values()) or 1.0
-        # Of phases that this step has left, what they usually take counts, however long they took now.
+        # Finished phases count with their usual time, however long they took now.
         past = sum(seconds for name, seconds in usual.items() if name in self._seconds and name != self._phase)
         current = usual.get(self._phase, 0.0)
         spent = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
@@ -102,7 +103,7 @@ class WithinStep:
 
 
 class _StepBar(ProgressColumn):
-    """A short bar of the current step, drawn anew at each refresh: it moves while nothing is reported."""
+    """A short bar of the current step, redrawn at each refresh, so it moves even while nothing is reported."""
 
     def __init__(self, within: WithinStep) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class LiveProgress:
         )
 
     def track(self, verdict: str) -> None:
-        """Show how the run does against its reference, in the few words before the figures."""
+        """Show how the run compares to its reference: the words of the verdict before the figures."""
         self._progress.update(self._task, track=verdict.partition(":")[0])
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ class LogProgress:
         )
 
     def track(self, verdict: str) -> None:
-        """Do nothing: the whole verdict is a log line of its own."""
+        """Do nothing: the whole verdict has a separate log line."""
 
     def close(self) -> None:
         """Do nothing: log lines stay."""

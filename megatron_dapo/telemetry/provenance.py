@@ -1,6 +1,6 @@
 """Versions, machine and data of a run, in provenance.json: what a result was made with.
 
-This module needs the standard library alone: the file process of rank 0 reads the data's bytes.
+This module imports only the standard library, as rank 0's file process reads the data.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PACKAGES = (
     "math-verify",
 )
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_MAX_HASHED_BYTES = 1 << 32  # larger files have a size alone: a start does not wait for minutes of reading
+_MAX_HASHED_BYTES = 1 << 32  # larger files are recorded by size only, so that a start does not wait minutes for reading
 _GIT_S = 5.0
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on, those that are installed."""
+    """Return the versions of Python and of the installed packages that results depend on."""
     found = {"megatron_dapo": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -48,9 +48,9 @@ def installed_versions() -> dict[str, str]:
 def write_provenance(
     run_directory: Path, data: Mapping[str, Sequence[str]], model: Path, versions: Mapping[str, str], machine: str
 ) -> None:
-    """Write provenance.json. `data`: paths by the key that names them; `machine`: layout and devices in words.
+    """Write provenance.json. `data`: paths by configuration key; `machine`: description of layout and devices.
 
-    A path that is no file, such as a name on the Hub, is noted as it is.
+    A path that is not a file, such as a name on the Hub, is recorded unchanged.
     """
     document = {
         "versions": dict(versions),
@@ -80,7 +80,7 @@ def _identity(path: Path) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout of this package, with "+" where files differ from it; "" for an installed one."""
+    """Return the commit of this package's checkout, with "+" if files differ from it; "" for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""

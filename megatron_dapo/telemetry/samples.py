@@ -1,4 +1,4 @@
-"""Responses as JSONL for people to read: capped per step, written by a thread, never in the way of training."""
+"""Responses as JSONL for people to read: capped per step, written by a thread so that training never waits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-TOKENS_PER_STEP = 1 << 16  # of a step's records that have details of each token, some 10 bytes a token
+TOKENS_PER_STEP = 1 << 16  # budget per step for records with details of each token, about 10 bytes per token
 
 
 def sample_record(
     train_step: int, group: Group, index: int, advantage: float | None, tokens: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens; None: it is not trained.
+    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens; None: not trained.
 
     `tokens`: see `token_details`.
     """
@@ -57,15 +57,16 @@ def sample_record(
 
 
 def _parts(sample: ScoredSample) -> dict[str, float]:
-    """Return the parts of a reward; one that a user's function names like a built-in one is verifier/NAME."""
+    """Return the parts of a reward; one from a user's function with a built-in name becomes verifier/NAME."""
     built_in, own = sample.reward_parts, sample.score.detail.get("parts", {})
     return {**built_in, **{f"verifier/{name}" if name in built_in else name: value for name, value in own.items()}}
 
 
 def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
-    """Return a record's lists with a number a token: characters of the text, log-prob when sampled, and the advantages.
+    """Return a record's per-token lists: characters of the text, log-probs when sampled, and advantages.
 
-    `advantages`: of each token, or None where they are equal or unknown. {} where the text cannot be cut into tokens.
+    `advantages`: one per token, or None if they are equal or unknown. Returns {} if the text does not split into
+    tokens.
     """
     counts = texts.character_counts(sample.completion.token_ids.tolist(), sample.text)
     if not counts:
@@ -126,13 +127,13 @@ class SampleWriter:
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
-            # An event in the queue marks a flush: every record before it has been written.
+            # An event in the queue marks a flush: all records before it have been written.
             if isinstance(record, threading.Event):
                 record.set()
                 continue
             try:
                 self._files.append(self._path, printable(json.dumps(record, ensure_ascii=False)) + "\n")
-            except Exception as error:  # no sample is worth a training run
+            except Exception as error:  # a lost sample must not end a training run
                 self._lose(repr(error))
 
     def _lose(self, why: str) -> None:

@@ -15,7 +15,7 @@ from megatron_dapo.telemetry.progress import duration
 if TYPE_CHECKING:
     from megatron_dapo.files.durable import Files
 
-EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
+EXPLAINED = "explained_variance"  # in `extra` if a critic was pretrained
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class RunSummary:
     optimizer_steps: int
     accuracy_before: float | None  # held-out avg@k of the initial policy; None: not evaluated
     accuracy_after: float | None
-    train_seconds: float  # of the train steps, evaluation and start-up not counted
+    train_seconds: float  # of the train steps, without evaluation and start-up
     total_seconds: float
     samples_per_s: float  # trained responses / train_seconds
     generated_tokens_per_s: float
-    # By content, e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}.
+    # Location by content, e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}.
     directories: Mapping[str, str] = field(default_factory=dict)
     # JSON-serializable: intervals, truncation rate, losses of samples.
     extra: Mapping[str, Any] = field(default_factory=dict)

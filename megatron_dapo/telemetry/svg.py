@@ -10,7 +10,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 30  # of a bar chart, 
 
 
 def document(width: int, height: int, parts: Sequence[str], font_size: int = 12) -> str:
-    """Return an SVG document of `width` x `height` pixels on a white ground."""
+    """Return an SVG document of `width` x `height` pixels on a white background."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="{font_size}">'
@@ -24,7 +24,7 @@ def text(x: float, y: float, content: str, color: str = INK, anchor: str = "midd
 
 
 def bars(title: str, labels: Sequence[str], series: Mapping[str, Sequence[int]]) -> str:
-    """Return a bar chart of one or two series by name, a count for each of `labels`, side by side."""
+    """Return a bar chart of one or two series by name, one count per label, side by side."""
     colors = (GRAY, BLUE)[-len(series) :]
     top = max((value for values in series.values() for value in values), default=0) or 1
     width, height = (_WIDTH - _LEFT - 10) / max(1, len(labels)), _HEIGHT - _BOTTOM - _TOP

@@ -18,8 +18,8 @@ class TokenTexts:
     def character_counts(self, token_ids: list[int], text: str) -> list[int]:
         """Return the number of characters of `text` that each token covers; their sum is its length.
 
-        `text` is the response decoded without special tokens, which cover nothing. Of the tokens that share a character the
-        last one covers it. [] where the tokenizer decodes tokens in context otherwise than alone.
+        `text` is the response decoded without special tokens, which cover nothing. Of the tokens that share a
+        character, the last one covers it. [] if the tokenizer decodes tokens differently in context than one at a time.
         """
         counts, place, pending = [], 0, []
         for token in token_ids:
@@ -28,7 +28,7 @@ class TokenTexts:
             if _INCOMPLETE in piece and not text.startswith(piece, place):
                 counts.append(0)
                 continue
-            # SentencePiece drops the space before a token that is decoded alone.
+            # SentencePiece drops the space before a token that is decoded by itself.
             length = next((n for n in (len(piece), len(piece) + 1) if text[place : place + n].endswith(piece)), -1)
             if length < 0 or (length > len(piece) and text[place] != " "):
                 return []

@@ -1,7 +1,7 @@
-"""Trackers beside TensorBoard: Weights & Biases and MLflow. A resumed run continues its run there.
+"""Trackers besides TensorBoard: Weights & Biases and MLflow. A resumed run continues its run there.
 
-Both write where their own variables say (WANDB_MODE=offline, WANDB_BASE_URL, MLFLOW_TRACKING_URI, ...); MLflow without one
-writes to the run's directory. The run's name there is in trackers.json of the run's directory.
+Both write where their environment variables say (WANDB_MODE=offline, WANDB_BASE_URL, MLFLOW_TRACKING_URI, ...); MLflow
+without one writes to the run's directory. trackers.json in the run's directory has the run's name there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_dapo.files.durable import Files
 
 _RUNS = "trackers.json"
-_MAX_PARAMETER = 500  # characters of a value that MLflow's file store takes
+_MAX_PARAMETER = 500  # characters of a value; the limit of MLflow's file store
 
 
 class WandbWriter:
@@ -35,10 +35,10 @@ class WandbWriter:
             resume="allow",
             dir=str(run_directory),
             config=dict(settings),
-            # The run's own log and display stay as they are.
+            # Leave the run's log and display unchanged.
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Steps of its own would refuse those that a resumed run makes again.
+        # With its default step counter it would reject steps that a resumed run repeats.
         self._run.define_metric("train_step")
         self._run.define_metric("*", step_metric="train_step")
         _remember(run_directory, known | {"wandb": self._run.id}, files)
@@ -62,7 +62,7 @@ class MlflowWriter:
 
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow 3 asks for consent to its files, which is given by not naming a server.
+            # MLflow 3 asks for consent to its file store; the user gives it by not naming a server.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run_directory / "mlruns").absolute().as_uri()
         self._client = mlflow.MlflowClient(uri)
@@ -98,7 +98,7 @@ class MlflowWriter:
 def open_trackers(
     names: tuple[str, ...], run_directory: Path, name: str, settings: Mapping[str, Any], files: Files
 ) -> list[WandbWriter | MlflowWriter]:
-    """Open trackers by name. ValueError where a package is missing, with the command that installs it."""
+    """Open trackers by name. Raises ValueError if a package is missing, with the command that installs it."""
     files.make_directory(run_directory)
     kinds: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
     opened: list[WandbWriter | MlflowWriter] = []

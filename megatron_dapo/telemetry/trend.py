@@ -1,8 +1,8 @@
 """An alarm on the trend of a metric that should stay level, such as the gap between trainer and engine.
 
-A slow growth stays below any fixed bound for long and still ends a run. Two exponential means of the metric are kept:
-the short one is its level now, the lowest value of the long one within the last steps its level before. The alarm is
-their ratio, several steps in a row; a single outlier is not a trend.
+Slow growth can ruin a run long before it reaches any fixed bound. Two exponential means of the metric are kept: the
+short one is the current level, and the minimum of the long one over the last steps is the earlier level. The alarm is
+raised when their ratio stays above a factor for several steps in a row; a single outlier is not a trend.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 class TrendSettings:
     """When growth is an alarm. Steps are observations."""
 
-    factor: float = 2.0  # the level now against the lowest one of the window
+    factor: float = 2.0  # current level relative to the lowest of the window
     floor: float = 0.0  # levels up to this are never an alarm, in the metric's unit
-    short_steps: int = 10  # of the exponential mean that says where the metric is; a mean over N has weight 2 / (N + 1)
-    long_steps: int = 40  # of the one that says where it was
-    window: int = 100  # steps that the level is compared over
+    short_steps: int = 10  # of the mean for the current level; a mean over N steps has weight 2 / (N + 1)
+    long_steps: int = 40  # of the mean for the earlier level
+    window: int = 100  # steps to look back for the earlier level
     patience: int = 3  # steps in a row
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class TrendWarning:
 
 
 class TrendAlarm:
-    """Observes one value per step. After an alarm the current level is the new baseline: the next alarm comes when that
-    has grown by the factor once more.
+    """Observes one value per step. After an alarm the current level is the new baseline: the next alarm is raised when
+    it has grown by the factor again.
     """
 
     def __init__(self, settings: TrendSettings) -> None:
@@ -77,7 +77,7 @@ class TrendAlarm:
         if self._num_high < settings.patience:
             return None
         warning = TrendWarning(before, now, len(self._levels))
-        # The raw means lack different corrections: the long one takes over the level, not the raw value.
+        # The raw means need different corrections, so the long one takes over the level, not the raw value.
         scale = self._correction(settings.long_steps) / self._correction(settings.short_steps)
         self._means["long"] = self._means["short"] * scale
         self._levels.clear()

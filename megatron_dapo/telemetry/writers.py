@@ -32,7 +32,7 @@ class MetricWriter(Protocol):
 def drop_steps_from(path: Path, first_step: int) -> None:
     """Remove the records of `train_step` >= `first_step` from a JSONL file, and the unfinished last line of a killed run.
 
-    The file's directory is made if it is not there.
+    Creates the file's directory if it does not exist.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
@@ -55,7 +55,7 @@ def _is_before(line: str, first_step: int) -> bool:
 class JsonlWriter:
     """Writes one JSON object per line: {"train_step": ..., name: value, ...}. A value that is not finite is null.
 
-    `first_step` is the step that the run starts (or resumes) with: records from there on, left by a run that got
+    `first_step` is the step that the run starts (or resumes) with: later records, from a run that got
     further, are removed.
     """
 
@@ -84,12 +84,12 @@ class TensorBoardWriter:
         self, directory: Path, first_step: int, files: Files, hyper_parameters: Mapping[str, Any] | None = None
     ) -> None:
         """`hyper_parameters`: numbers, texts and booleans by name, for the HPARAMS tab."""
-        # Imported here: runs without TensorBoard output need not have it.
+        # Imported here, as runs without TensorBoard output do not need it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._files = files
         files.make_directory(directory)
-        # TensorBoard knows event files by "tfevents" and reads them in the order of their names.
+        # TensorBoard recognizes event files by "tfevents" in the name and reads them in name order.
         now = time.time_ns()
         self._path = directory / f"events.out.tfevents.{now // 10**9:010d}.{now % 10**9:09d}.{socket.gethostname()}"
         self._constant: dict[str, list[tuple[int, float, float]]] = {}  # name -> first and newest (step, value, time)
@@ -117,7 +117,7 @@ class TensorBoardWriter:
         """Do nothing: each step is in the file already."""
 
     def _scalars(self, name: str, step: int, value: float, now: float) -> list[Any]:
-        """Return the events of one value: none as long as the scalar has not changed, then also those held back."""
+        """Return the events of one value: none until the scalar changes, then also those held back."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -161,7 +161,7 @@ class MetricRecorder:
             self._attempt(writer.write, train_step, values)
 
     def write_texts(self, train_step: int, texts: Mapping[str, str]) -> None:
-        """Write texts with every writer that takes some."""
+        """Write texts with every writer that supports them."""
         for writer in self._writers:
             if isinstance(writer, TensorBoardWriter):
                 self._attempt(writer.write_texts, train_step, texts)
@@ -174,7 +174,7 @@ class MetricRecorder:
     def _attempt(self, call: Any, *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # no metric is worth a training run
+        except Exception as error:  # a lost metric must not end a training run
             self.num_failures += 1
             if self.num_failures == 1:
                 logger.warning("metrics could not be written (further failures are only counted): %r", error)

@@ -4,8 +4,8 @@
                             -> importance weights, mismatch with the engine
                             -> for every mini-batch: forward, backward, guarded step
 
-The old log-probs of the first mini-batch are those of its own training forward: same weights, same numbers, one pass
-less.
+The old log-probs of the first mini-batch come from its own training forward: the weights and numbers are the same, and
+one pass is saved.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The aggregation whose denominator spans the mini-batches of a rollout: see `rollout_token_weight`.
+# The aggregation whose denominator spans all mini-batches of a rollout; see `rollout_token_weight`.
 OVER_ROLLOUT = "rollout_token_mean"
 
 
 class MismatchError(RuntimeError):
-    """The engine's log-probs are not those of the trainer's weights."""
+    """Raised if the engine's log-probs do not match the trainer's weights."""
 
-    is_final = True  # it comes of the configuration
+    is_final = True  # the configuration causes it
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class LearnResult:
 
 @dataclass
 class _PolicyMiniBatch(MiniBatch):
-    """Behavior terms are known per micro-batch, and on last pipeline stages only; empty until they are computed."""
+    """A mini-batch with behavior terms per micro-batch, on last pipeline stages only; empty until computed."""
 
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
-    # Over this rank's tokens; empty without a correction. Tensors: reading one would wait for the device.
+    # Sums over this rank's tokens; empty without a correction. Kept as tensors: reading one would wait for the device.
     correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -115,25 +115,25 @@ class PolicyLearner:
     def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
         """Train on a rollout batch for training.epochs passes. A mini-batch without a trained token makes no step.
 
-        With `mismatch_gate` nothing is trained unless the mean |old - rollout log-prob| is at most that many nats. Raises
-        MismatchError, TooManySkips; ValueError if a batch cannot be cut.
+        With `mismatch_gate`, nothing is trained unless the mean |old - rollout log-prob| is at most that many nats.
+        Raises MismatchError, TooManySkips, and ValueError if a batch cannot be cut.
         """
         with self._phases.phase("advantages"):
             mini_batches = self._cut(samples, train_step)
-        # The first optimizer step still sees the old policy, unless something is needed of all samples before it.
+        # The first optimizer step still sees the old policy, so it needs no pass ahead unless all samples come first.
         ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
         mismatch: list[MetricSums] = []
         if ahead:
             with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
                 for mini_batch in ahead:
                     mini_batch.behavior = self._behavior_terms(mini_batch, mismatch)
-        # Before any step: a wrong model must not be trained at all.
+        # Check before any step: a wrong model must not be trained at all.
         if mismatch_gate is not None:
             _check_mismatch(self._mismatch(mismatch), mismatch_gate)
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
         with self._phases.phase("train"), self._models.on_device(POLICY, REFERENCE, training=POLICY):
-            # The cut and the old log-probs are the same in every epoch: the ratio is against the policy that generated.
+            # All epochs share the cut and the old log-probs, because the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
                 for mini_batch in mini_batches:
                     steps.append(self._step(mini_batch, train_step, mismatch))
@@ -142,9 +142,9 @@ class PolicyLearner:
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
     def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:
-        """Return the indices of the samples that this rank packs in `learn`, and those of a pass over the whole batch.
+        """Return the indices of the samples that this rank packs in `learn`; with `whole`, also in a full-batch pass.
 
-        Lengths and groups decide that alone.
+        They depend only on lengths and groups.
         """
         parts = [*self._parts(samples, train_step), *([samples] if whole else [])]
         packed = {name for part in parts if part for name in self._updater.packed_ids(part)}
@@ -153,7 +153,7 @@ class PolicyLearner:
     def observe(
         self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
     ) -> LearnResult:
-        """Return what `learn` would report of a rollout batch before its first optimizer step, without making one."""
+        """Return what `learn` would report about a rollout batch before its first optimizer step, without any step."""
         with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
             mismatch = self.compare(samples, self._config.rollout.temperature)
         if mismatch_gate is not None:
@@ -165,7 +165,7 @@ class PolicyLearner:
         assert self.reference is not None, "KL in the reward needs a reference policy"
         mini_batch = self._updater.pack(samples)
         with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
-            # The policy first: ranks without it receive both in this order, see `RemotePolicy`.
+            # The policy comes first: ranks without it receive both in this order, see `RemotePolicy`.
             policy, reference = (
                 gather_response_tokens(
                     self._logprobs(model, mini_batch), mini_batch.micro_batches, samples, model.layout, model.rank
@@ -193,10 +193,10 @@ class PolicyLearner:
     def _parts(self, samples: Sequence[TrainSample], train_step: int) -> list[list[TrainSample]]:
         """Cut a rollout batch into the samples of its optimizer steps."""
         config, training = self._config, self._config.training
-        # Another order in every train step, and the same one after a resume. 1,000,003 is prime: runs do not overlap.
+        # The order differs in every train step and is the same after a resume. 1,000,003 is prime: runs do not overlap.
         seed = config.run.seed * 1_000_003 + train_step if training.shuffle else None
         if config.algorithm.name == "tppo":
-            # A step's windows come from many groups, a few from each: groups cannot stay whole.
+            # A step's windows come from many groups, with a few from each, so groups cannot stay whole.
             return cut(samples, training.mini_batch_prompts * config.rollout.group_size, "samples", seed)
         return cut(samples, training.mini_batch_prompts, "groups", seed)
 
@@ -205,7 +205,7 @@ class PolicyLearner:
         mini_batches = [self._pack(part, self._loss_weights(part, samples, len(parts))) for part in parts]
         trained = [mini_batch for mini_batch in mini_batches if mini_batch.num_tokens]
         if len(trained) < len(mini_batches):
-            # A step without a gradient would still move the weights, by momentum and decay.
+            # Without a gradient, a step would still move the weights through momentum and decay.
             logger.warning(
                 "train step %d: %d of %d mini-batches have no trained token and make no optimizer step",
                 train_step + 1,
@@ -240,7 +240,7 @@ class PolicyLearner:
         return [replace(one, positive_weight=weight) for one, weight in zip(samples, weights, strict=True)]
 
     def _behavior_terms(self, mini_batch: _PolicyMiniBatch, mismatch: list[MetricSums]) -> list[BehaviorTerms | None]:
-        """Compute this rank's old and reference log-probs and importance weights, before any step of this rollout batch."""
+        """Compute this rank's old and reference log-probs and importance weights before any step on the batch."""
         old = self._logprobs(self.actor, mini_batch)
         reference = self._reference_logprobs(mini_batch)
         terms: list[BehaviorTerms | None] = []
@@ -256,7 +256,7 @@ class PolicyLearner:
         return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
 
     def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, torch.Tensor]) -> list[BehaviorTerms | None]:
-        # Tensor-parallel ranks hold the same tokens: only one of them adds its sums.
+        # Tensor-parallel ranks hold the same tokens, so only one of them adds its sums.
         own = {name: sums.get(name, 0.0) if self._is_reporting else 0.0 for name in ("is_weight_sum", "num_tokens")}
         total = sum_over(own, self._group)
         weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
@@ -279,18 +279,18 @@ class PolicyLearner:
         return self._logprobs(self.reference, mini_batch)
 
     def _local(self, micro_batch: MicroBatch, output: torch.Tensor) -> MicroBatch:
-        """Return what this context rank holds of the micro-batch, on the device of its `output`."""
+        """Return this context rank's part of the micro-batch, on the device of its `output`."""
         without_routing = replace(micro_batch, routing=None, is_routed=None)
         local = slice_for_context(without_routing, self._coordinates.context, self.actor.layout.context)
         return to_device(local, output.device)
 
     def _step(self, mini_batch: _PolicyMiniBatch, train_step: int, mismatch: list[MetricSums]) -> StepResult:
-        """Make one optimizer step. Without behavior terms it is the first since the rollout: its own forward gives them."""
+        """Make one optimizer step. Without behavior terms it is the rollout's first: its own forward computes them."""
         first = not mini_batch.behavior
         if first:
             reference = self._reference_logprobs(mini_batch)
             mini_batch.behavior = [None] * len(mini_batch.micro_batches)
-        # Of one optimizer step at a time: hidden states of a whole rollout batch would not fit.
+        # One optimizer step at a time, because the hidden states of a whole rollout batch would not fit.
         gkl, temperature = self._config.algorithm.gkl, self._config.rollout.temperature
         reference_heads: list[HeadInput | None] = []
         if gkl.coefficient and self.reference is not None:
@@ -347,14 +347,17 @@ class PolicyLearner:
         }
 
     def _routing_agreement(self) -> float:
-        """Return the share of the replayed choices of experts that the policy's routers would have made; 1 without a replay."""
+        """Return the share of replayed expert choices that the policy's routers would also make; 1 without a replay."""
         if not self.actor.replays_routing:
             return 1.0
         counts = sum_over(self.actor.take_replayed(), self._group)
         return float(counts["own"]) / float(counts["replayed"]) if counts["replayed"] else 1.0
 
     def _correction_metrics(self, mini_batches: Sequence[_PolicyMiniBatch]) -> dict[str, float]:
-        """Return the mean weight of the off-policy correction and the shares of tokens it bounded and masked; 1, 0 and 0 without one."""
+        """Return the off-policy correction's mean weight and its shares of bounded and masked tokens.
+
+        Without a correction these are 1, 0 and 0.
+        """
         sums: dict[str, Any] = dict.fromkeys(("num_tokens", *_CORRECTION_MEANS.values()), 0.0)
         for mini_batch in mini_batches if self._is_reporting else ():
             for name in sums:
@@ -367,7 +370,7 @@ class PolicyLearner:
         return {name: float(sums[total]) / num_tokens for name, total in _CORRECTION_MEANS.items()}
 
     def _mismatch(self, sums: Sequence[MetricSums]) -> dict[str, float]:
-        """Add up all ranks' sums. Ranks whose tokens another rank reports add nothing, so that no token counts twice."""
+        """Add up all ranks' sums. Ranks whose tokens another rank reports add 0, so that no token counts twice."""
         total = mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))
         for part in sums if self._is_reporting else ():
             total = total.combine(part)
@@ -406,5 +409,5 @@ def _check_mismatch(metrics: Mapping[str, float], gate: float) -> None:
 
 
 def _mismatch_sums(old_logprobs: torch.Tensor, micro_batch: MicroBatch) -> MetricSums:
-    """Compare the engine's log-probs with the trainer's [P_local], by the age of the tokens."""
+    """Compare the engine's log-probs with the trainer's [P_local], grouped by token age."""
     return mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask, micro_batch.staleness)

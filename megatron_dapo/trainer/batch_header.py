@@ -1,7 +1,7 @@
-"""The header of a rollout batch: what every rank knows of all its samples, in arrays that are broadcast as bytes.
+"""The header of a rollout batch: what every rank knows about all samples, in arrays that are broadcast as bytes.
 
-Counts, advantages and packing plans are made of it. A sample's numbers (tokens, log-probs, routing) are only on the ranks
-that pack it, see `trainer.rollout`.
+Counts, advantages and packing plans come from it. Only the ranks that pack a sample have its numbers (tokens,
+log-probs, routing); see `trainer.rollout`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ARRAYS = ("group_index", "prompt_length", "reward", "is_correct", "window_start
 
 @dataclass(frozen=True, eq=False)
 class BatchHeader:
-    """The samples of a batch without their numbers, S of them in the order of their groups.
+    """A batch's S samples without their numbers, in the order of their groups.
 
-    A response is a sequence of runs: tokens that are alike in whether the loss has them and in their age.
+    A response is a sequence of runs; the tokens of a run have the same age and are either all in the loss or all not.
     """
 
     sample_ids: tuple[str, ...]  # S
@@ -32,16 +32,16 @@ class BatchHeader:
     is_correct: np.ndarray  # [S] bool
     window_start: np.ndarray  # [S] int32
     is_finished: np.ndarray  # [S] bool, of the window
-    runs: np.ndarray  # [U, 4] int32: sample, number of tokens, 1 if the loss has them else 0, age in policy versions
-    routing: np.ndarray  # [S, 4] int32: rows, layers, experts a token, bytes a number; zeros: not replayed
+    runs: np.ndarray  # [U, 4] int32: sample, number of tokens, 1 if in the loss else 0, age in policy versions
+    routing: np.ndarray  # [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
 
     @staticmethod
     def of(groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False) -> BatchHeader:
         """Return the header of complete groups.
 
-        The loss has the tokens of a response's window. With `filter_overlong` truncated responses keep their reward, for
-        their group's statistics, and lose their loss mask, so their tokens leave every denominator. `training_version`: the
-        policy version that is trained, for the age of each token.
+        The loss covers the tokens of a response's window. With `filter_overlong`, truncated responses keep their reward
+        for their group's statistics but lose their loss mask, so no denominator counts their tokens.
+        `training_version`: the policy version being trained, which gives each token's age.
         """
         pairs = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
         samples = [sample for _, _, sample in pairs]
@@ -63,7 +63,7 @@ class BatchHeader:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the arrays for `broadcast_tensors`, the ids as UTF-8."""
+        """Return the arrays for `broadcast_tensors`, with ids as UTF-8."""
         ids = np.frombuffer("\n".join(self.sample_ids).encode(), np.uint8)
         return {"sample_ids": torch.from_numpy(ids.copy())} | {
             name: torch.from_numpy(getattr(self, name)) for name in _ARRAYS
@@ -77,9 +77,9 @@ class BatchHeader:
         return BatchHeader(tuple(ids.split("\n")) if ids else (), **arrays)
 
     def samples(self) -> list[TrainSample]:
-        """Return the samples as every rank knows them: tokens, log-probs and routing have a shape and no memory.
+        """Return the samples as every rank knows them: tokens, log-probs and routing have a shape but no memory.
 
-        They lie on the meta device, so that using them is an error.
+        They are on the meta device, so using them is an error.
         """
         bounds = np.searchsorted(self.runs[:, 0], np.arange(len(self.sample_ids) + 1))
         return [self._sample(index, self.runs[start:end, 1:]) for index, (start, end) in enumerate(zip(bounds, bounds[1:]))]
@@ -133,14 +133,14 @@ def _per_token(lengths: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> list[TrainSample]:
-    """Return the samples of `groups`, in their order, with tokens and log-probs, whichever of them had theirs."""
+    """Return the samples of `groups`, in order, all with tokens and log-probs, even those that had none."""
     pairs = [(group, sample) for group in groups for sample in group.samples]
     return [replace(sample, **numbers_of(*pair)) for sample, pair in zip(samples, pairs, strict=True)]
 
 
 def numbers_of(group: Group, sample: ScoredSample) -> dict[str, Any]:
-    """Return tokens, prompt and response, the response's log-probs, and the routing if it is replayed; the latter two share
-    the completion's memory."""
+    """Return the tokens of prompt and response, the response's log-probs, and the routing if it is replayed. The latter
+    two share the completion's memory."""
     prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion
     assert completion.num_tokens == len(completion.logprobs), (
         f"sample {sample.sample_id}: {completion.num_tokens} response tokens but {len(completion.logprobs)} log-probs"

@@ -1,4 +1,4 @@
-"""Models and learners from the configuration: what trains, without anything that generates."""
+"""Builds models and learners from the configuration: the training side of a run, without generation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_actor(config: Config, topology: RunTopology) -> MegatronActor | None:
-    """Return this rank's part of the policy with the weights of model.path; None on ranks of the critic alone.
+    """Return this rank's part of the policy with the weights of model.path; None on ranks with only the critic.
 
     Collective over the world.
     """
@@ -59,12 +59,12 @@ def build_learner(
     phases: Phases,
     stop_rule: StopRule | None = None,
 ) -> Learner:
-    """Return the learner of algorithm.name, with the reference policy and the critic it needs. Collective.
+    """Return the learner of algorithm.name with the reference policy and the critic that it needs. Collective.
 
-    With `stop_rule` only the critic learns (value pretraining).
+    With `stop_rule`, only the critic learns (value pretraining).
     """
     algorithm = config.algorithm
-    # The reference is never trained, so Megatron allocates no optimizer state for it. It is the initial policy, routed by itself.
+    # The reference is the initial policy, with its own routing. It never trains, so it gets no optimizer state.
     reference = _load_policy(config, topology) if algorithm.needs_reference and actor is not None else None
     local: dict[str, TrainedModel] = {}
     if actor is not None:
@@ -74,7 +74,7 @@ def build_learner(
     critic = _build_critic(config, topology, list(local.values())) if config.has_critic else None
     if critic is not None:
         local[CRITIC] = critic
-    # Nothing is moved, timed or logged if every model stays on the device.
+    # If every model stays on the device, nothing is moved, timed or logged.
     offloads = config.model.offload != "none" or config.has_critic and config.critic.offload != "none"
     models = DeviceModels(local if offloads else {}, phases)
 
@@ -100,7 +100,7 @@ def build_learner(
 
 
 def mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
-    """Count the begin of each micro-batch as progress: a pass over many of them may enter no collective for minutes."""
+    """Count each started micro-batch as progress: a pass over many of them may go minutes without a collective."""
     for chunk in model.chunks:
         chunk.register_forward_pre_hook(lambda *_: progress.mark())
 
@@ -124,7 +124,7 @@ def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = 
         fixed_tokens=_fixed_tokens(config.megatron, config.training.micro_batch_tokens, topology.policy_layout),
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
     )
-    # Without permission the loader names the missing files, which says more than a random policy would.
+    # Without permission, the loader fails and names the missing files, which helps more than a random policy.
     is_random = config.model.allow_random_init and not any(path.glob("*.safetensors"))
     if is_random:
         logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
@@ -133,7 +133,7 @@ def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = 
 
 
 def _fixed_tokens(options: Mapping[str, Any], micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """Return the length of all of a model's micro-batches, 0 where they may differ."""
+    """Return the common length of a model's micro-batches, or 0 if they may differ."""
     return overlapped_tokens(micro_batch_tokens, layout) if options.get("tp_comm_overlap") else 0
 
 
@@ -143,13 +143,13 @@ def critic_start(config: Config) -> Path:
 
 
 def _build_critic(config: Config, topology: RunTopology, beside: Sequence[TrainedModel]) -> MegatronCritic | None:
-    """Return this rank's part of the critic, with its optimizer state if one is stored; None on ranks without it.
+    """Return this rank's part of the critic, with its optimizer state if one is stored; None on ranks without a critic.
 
-    `beside`: the other models of this process. ValueError if the directory is not of the policy's architecture and
+    `beside`: this process's other models. ValueError if the directory does not match the policy's architecture and
     tokenizer.
     """
     for model in beside:
-        model.offload()  # makes room: the critic is built on the device
+        model.offload()  # makes room for the critic, which is built on the device
     start, layout, part = critic_start(config), topology.critic_layout, topology.critic
     if not part.is_member:
         join_as_nonmember(layout, part, collective_timeout(config.run.wait_timeout_seconds))
@@ -175,7 +175,7 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
 
 
 def _model_settings(config: Config, options: Mapping[str, Any]) -> ModelSettings:
-    """Return the number formats and recomputation of every trained model of the run, with megatron-core's own fields."""
+    """Return number formats and recomputation for every trained model of the run, with megatron-core's own fields."""
     model = config.model
     return ModelSettings(
         model.dtype, model.recompute_granularity, config.precision, model.attention_implementation, options
@@ -183,10 +183,10 @@ def _model_settings(config: Config, options: Mapping[str, Any]) -> ModelSettings
 
 
 def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the all-reduce that adds up a sequence's chunks over the context ranks that hold them."""
+    """Return the all-reduce that sums a sequence's chunks over the context ranks that hold them."""
     group = actor.groups.context
     if group.size() == 1:
-        return lambda sums: sums  # no collective in the common case
+        return lambda sums: sums  # the common case needs no collective
 
     def reduce(sums: torch.Tensor) -> torch.Tensor:
         total = sums.clone()

@@ -1,4 +1,4 @@
-"""The engines of a run from the configuration: started first, connected to the actor once that is built."""
+"""Builds a run's engines from the configuration: starts them first, and connects them once the actor is built."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MEBIBYTE = 1 << 20
 
 
 class Publisher(Protocol):
-    """Brings the trainer's weights into the engines."""
+    """Publishes the trainer's weights to the engines."""
 
     def publish(self, version: int) -> None:
         """Serve the current weights as `version`, verified before its first token is generated. Collective."""
@@ -66,12 +66,13 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, as one rank sees them."""
+    """One rank's view of the run's engines."""
 
     engine: CollectiveEngine
     publisher: Publisher
-    servers: SglangEngines | None = None  # if the engines are processes of their own
-    # In it the trainer's parameters have the servers' quantized values; None: servers hold the trained values. Collective.
+    servers: SglangEngines | None = None  # if the engines are separate processes
+    # Inside it, the trainer's parameters have the servers' quantized values. None if servers hold them as trained.
+    # Collective.
     as_served: Callable[[], AbstractContextManager[None]] | None = None
 
 
@@ -86,7 +87,7 @@ class NoEngine:
         self._commands = commands
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
-        """Wait for rank 0 like the ranks with engines; its commands need nothing of this one."""
+        """Wait for rank 0 as ranks with engines do; its commands require nothing of this rank."""
         return self._commands.run_on_rank0(body)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -99,19 +100,19 @@ class NoEngine:
         raise AssertionError("rank 0 aborts")
 
     def publish(self, version: int) -> None:
-        """Do nothing: weights travel from the policy's ranks to their engines."""
+        """Do nothing: only the policy's ranks send weights, to their own engines."""
 
 
 def start_engines(config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> EngineBuilder:
-    """Begin to start this rank's engines; `stack` ends them. Collective over the world.
+    """Begin starting this rank's engines; `stack` stops them. Collective over the world.
 
-    The policy's ranks have engines, the others have none. Engines have no weights before the first `publish`.
+    Only the policy's ranks have engines. Engines have no weights before the first `publish`.
     """
     return _BUILDERS[config.rollout.engine](config, topology, commands, stack)
 
 
 def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
-    """Return an embedded engine of this process for the architecture of `model_dir`, without weights."""
+    """Return an embedded engine in this process for the architecture of `model_dir`, without weights."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
         max_length=config.longest_sequence,
@@ -122,7 +123,7 @@ def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
 
 
 class EngineBuilder:
-    """Embedded engines, inside the trainer's processes: nothing to start before the actor."""
+    """Embedded engines live in the trainer's processes, so nothing starts before the actor."""
 
     def __init__(self, config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> None:
         self._config = config
@@ -131,7 +132,7 @@ class EngineBuilder:
         self._commands = commands
 
     def connect(self, actor: MegatronActor | None) -> Engines:
-        """Return the engines, with weight sync from this rank's part of the actor; None on ranks without it. Collective."""
+        """Return the engines with weight sync from this rank's part of the actor, which may be None. Collective."""
         if actor is None:
             nothing = NoEngine(self._commands)
             return Engines(nothing, nothing)
@@ -148,10 +149,10 @@ class EngineBuilder:
 
 
 class SglangBuilder(EngineBuilder):
-    """SGLang servers: started on every node or given by URL, clients, the way to generate, and the weight sync.
+    """SGLang servers (started on every node or given by URL), their clients, generation and weight sync.
 
-    Servers come up while the actor is built. Servers on the trainer's GPUs are awaited first and sleep: SGLang sizes its
-    KV cache by the memory that is free at its start.
+    Servers start up while the actor is built. Servers on the trainer's GPUs must be up and asleep before that, because
+    SGLang sizes its KV cache by the memory that is free when it starts.
     """
 
     def __init__(self, config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> None:
@@ -162,7 +163,7 @@ class SglangBuilder(EngineBuilder):
         timeout_s, progress = collective_timeout(config.run.wait_timeout_seconds), topology.coordination.progress
         self._key_file = Path(config.sglang.api_key_file or config.run.output_dir / "engine.key")
         self._supervisor = self._join_supervisor(stack)
-        # Servers that were kept know the last key. Those of another node that was lost in between are replaced.
+        # Servers kept from the last attempt know its key. Servers of a node lost since then are replaced.
         are_kept = self._supervisor is not None and self._supervisor.num_kept > 0
         if topology.rank == 0 and not config.sglang.api_key_file and not are_kept:
             create_key(config.run.output_dir)
@@ -172,11 +173,11 @@ class SglangBuilder(EngineBuilder):
             self._coordination = ranks.coordination
             node_ranks = self._nodes.ranks_of(self._nodes.node_of(ranks.rank))
             self._node_group = coordinate(node_ranks, timeout_s, progress)
-            self._processes_here = names.count(names[ranks.rank])  # on this node, those of the critic included
+            self._processes_here = names.count(names[ranks.rank])  # on this node, including the critic's
             self._start(stack)
 
     def _join_supervisor(self, stack: ExitStack) -> SupervisorClient | None:
-        """Connect to the supervisor of this node's servers, on the rank that starts them, if there is to be one."""
+        """Connect to the supervisor of this node's servers if the run has one, on the rank that starts the servers."""
         config, ranks, supervision = self._config, self._ranks, self._topology.supervision
         leads = ranks.is_member and self._nodes.ranks_of(self._nodes.node_of(ranks.rank))[0] == ranks.rank
         if not leads or supervision is None or not config.keeps_servers:
@@ -187,7 +188,7 @@ class SglangBuilder(EngineBuilder):
 
     def _start(self, stack: ExitStack) -> None:
         self._architecture = ModelArchitecture.from_directory(self._config.model.path)
-        # ValueError before anything starts if servers cannot hold the model in these shards.
+        # Raises ValueError before anything starts if servers cannot hold the model in these shards.
         self._expected_engine().shards(0)
         self._servers = self._build_servers()
         stack.callback(self._servers.close)
@@ -217,7 +218,7 @@ class SglangBuilder(EngineBuilder):
         return self._device_type == "cuda" and self._config.sglang.placement == "colocated"
 
     def _own_address(self) -> str:
-        """Return this node's address, as the run's other nodes reach it; loopback without other nodes."""
+        """Return the address at which the run's other nodes reach this one; loopback if there are no other nodes."""
         if self._nodes.num_nodes == 1 and not self._config.sglang.urls:
             return LOOPBACK
         return Address(self._topology.rendezvous_host, 1).local_host()
@@ -241,7 +242,7 @@ class SglangBuilder(EngineBuilder):
     ) -> SglangServer | SupervisedServer:
         settings = replace(
             self._server_settings(local_index),
-            # Servers with one seed draw the same numbers for the same row and step of their batches.
+            # Servers with equal seeds would draw the same numbers for the same row and step of their batches.
             random_seed=(self._config.run.seed + index) % (1 << 31),
             num_restarts=num_restarts,
             replaced_cache_tokens=cache_tokens,
@@ -251,9 +252,9 @@ class SglangBuilder(EngineBuilder):
         return SglangServer.start(settings, index)
 
     def _server_settings(self, local_index: int) -> ServerSettings:
-        """Return the settings of the server with this index on its node."""
+        """Return the settings of the server with index `local_index` on its node."""
         sglang = self._config.sglang
-        # The trainer's processes have the first GPUs of a node; servers with GPUs of their own come behind them.
+        # The trainer's processes take a node's first GPUs; disaggregated servers take the GPUs after them.
         first = local_index * sglang.tp_size + (self._processes_here if sglang.placement == "disaggregated" else 0)
         address = listen_address(sglang.host, self._own_address())
         require_reachable(address, sglang.host, self._nodes.num_nodes)
@@ -264,7 +265,7 @@ class SglangBuilder(EngineBuilder):
             advertised_host=address.advertised,
             memory_saver=self._shares_devices,
             quantization=sglang.quantization,
-            random_weights=True,  # the first weight sync fills them, and is verified
+            random_weights=True,  # the first weight sync, which is verified, replaces them
         )
 
     def _client(self, server: ReadyServer) -> SglangClient:
@@ -278,7 +279,7 @@ class SglangBuilder(EngineBuilder):
         return client
 
     def _shared_device(self) -> SharedDevice | None:
-        """Return this rank's GPU if servers share the trainer's GPUs, else None."""
+        """Return this rank's GPU if servers share the trainer's GPUs, and None otherwise."""
         if not self._shares_devices:
             return None
         sglang = self._config.sglang
@@ -293,7 +294,7 @@ class SglangBuilder(EngineBuilder):
     # Generation, on rank 0
 
     def _engine(self, clients: Sequence[SglangClient]) -> SglangEngine:
-        """Return the engine over all servers. ValueError if one would cut the run's longest sequences."""
+        """Return the engine over all servers. ValueError if a server would truncate the run's longest sequences."""
         config, longest = self._config, min(client.max_length() for client in clients)
         if longest < config.longest_sequence:
             raise ValueError(
@@ -316,7 +317,7 @@ class SglangBuilder(EngineBuilder):
     # Weight sync
 
     def _engine_layout(self, num_engines: int) -> SglangLayout:
-        """Return the layout of engines that hold the model in its own type."""
+        """Return the layout of engines that hold the model in its native type."""
         config, sglang = self._config, self._config.sglang
         return sglang_layout(
             self._architecture,
@@ -328,13 +329,13 @@ class SglangBuilder(EngineBuilder):
         )
 
     def _expected_engine(self) -> EngineLayout:
-        """Return the layout of one engine, before it exists."""
+        """Return the layout that one engine will have, before it exists."""
         return expected_layouts(self._config.sglang.quantization, self._engine_layout(1))[1]
 
     def _weight_sync(
         self, actor: MegatronActor, weights: WeightSource, controls: dict[int, SglangClient]
     ) -> WeightSync:
-        """Return the weight sync over the configured transport, given the clients of the servers this rank leads."""
+        """Return the weight sync over the configured transport, given clients of the servers that this rank leads."""
         sglang = self._config.sglang
         described = self._describe(controls) if weights.needs_description else ()
         layouts = weights.layouts(self._engine_layout(len(self._servers.leaders)), described)
@@ -348,7 +349,7 @@ class SglangBuilder(EngineBuilder):
         return WeightSync(sync_plan, handles, transport, self._coordination, timeouts, release_cache=release_cache)
 
     def _describe(self, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:
-        """Return the parameters of the first server, which rank 0 leads. ValueError on every rank if it does not answer."""
+        """Return the parameters of the first server, which rank 0 leads. ValueError on all ranks without an answer."""
         answer: dict[str, Any] | None = None
         if self._ranks.rank == 0:
             sglang = self._config.sglang
@@ -360,7 +361,7 @@ class SglangBuilder(EngineBuilder):
                     timeout_s=sglang.weight_sync_timeout_seconds,
                 )
                 answer = {"ranks": [specs_to_json(specs) for specs in found]}
-            except (ValueError, EngineError) as error:  # the other ranks wait for the broadcast
+            except (ValueError, EngineError) as error:  # the other ranks are waiting for the broadcast
                 answer = {"problem": str(error)}
         answer = self._coordination.broadcast(answer)
         if "problem" in answer:
@@ -374,7 +375,7 @@ class SglangBuilder(EngineBuilder):
     def _shared_memory(
         self, handles: EngineHandles, source: Layout, engines: EngineLayout
     ) -> tuple[SyncPlan, Transport]:
-        # Slots on GPUs: an engine rank gets what it can from the trainer rank beside it.
+        # With slots on GPUs, an engine rank gets what it can from the trainer rank next to it.
         in_host_memory = self._config.sglang.shared_memory == "host"
         per_node = self._config.sglang.servers_per_node if in_host_memory else 1
         sync_plan = self._plan(source, engines, engines_per_node=per_node)
@@ -392,7 +393,7 @@ class SglangBuilder(EngineBuilder):
         return sync_plan, transport
 
     def _join_peers(self) -> PeerGroup:
-        """Return the group of all trainer ranks, for shards whose engine is on another node."""
+        """Return the group of all trainer ranks, which carries shards to engines on other nodes."""
         name = self._coordination.broadcast(RendezvousStore.new_name() if self._ranks.rank == 0 else None)
         return meet(
             default_store(),
@@ -404,7 +405,7 @@ class SglangBuilder(EngineBuilder):
         )
 
     def _p2p(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
-        # Trainer and engine ranks are one group: the engines' ranks come behind the trainer's.
+        # Trainer and engine ranks form one group, with the engines' ranks after the trainer's.
         sync_plan = self._plan(source, engines, rank_offset=self._ranks.num_ranks)
         settings = P2PSettings(host=self._own_address(), backend="nccl" if self._device_type == "cuda" else "gloo")
         return sync_plan, P2PTransport(sync_plan, handles, self._coordination, settings)
@@ -425,10 +426,10 @@ class SglangBuilder(EngineBuilder):
 def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: int) -> ServerSettings:
     """Return the settings of a server that listens on loopback and has the weights of model.path.
 
-    `first_gpu`: of the sglang.tp_size GPUs it gets, by its number on this node.
+    `first_gpu`: index on this node of the first of the server's sglang.tp_size GPUs.
     """
     sglang, cuda = config.sglang, torch.cuda.is_available()
-    # A server on a CPU would take a fixed number of tokens, whatever it needs.
+    # A server on a CPU would otherwise take a fixed number of tokens, whatever it needs.
     on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
     return ServerSettings(
         python=engine_python(config),
@@ -455,7 +456,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
 
 
 def client_timeouts(config: Config) -> Timeouts:
-    """Return the deadlines of calls to a server."""
+    """Return the deadlines for calls to a server."""
     sglang = config.sglang
     seconds = sglang.weight_sync_timeout_seconds
     return Timeouts(generate_s=sglang.request_timeout_seconds, control_s=seconds, flush_s=seconds, update_s=seconds)
@@ -463,7 +464,7 @@ def client_timeouts(config: Config) -> Timeouts:
 
 def engine_python(config: Config) -> Path:
     """Return the interpreter of SGLang's environment."""
-    # Not resolved: the interpreter of a virtual environment is a link, and only the link finds its packages.
+    # Do not resolve the path: a virtual environment's interpreter is a link, and only the link finds its packages.
     return Path(config.sglang.python or sys.executable).absolute()
 
 

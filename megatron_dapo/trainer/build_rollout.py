@@ -1,4 +1,4 @@
-"""Data, verifiers, collector and evaluation from the configuration: what rank 0 generates with."""
+"""Builds what rank 0 generates with from the configuration: data, verifiers, collector and evaluation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron_dapo.untrusted import printable
 from megatron_dapo.watch.signals import StopRequest
 
 if TYPE_CHECKING:
-    # It imports megatron-core, which takes seconds that a check of inputs does not have.
+    # This imports megatron-core, which takes seconds: too slow for a check of inputs.
     from megatron_dapo.trainer.build_engines import Engines
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RolloutContext:
     evaluation: EvaluationTask | None
 
     def disagreement_share(self) -> float:
-        """Return the share of responses so far that the shadow verifier scored otherwise; 0 without one."""
+        """Return the share of responses so far that the shadow verifier scored differently; 0 without one."""
         if not isinstance(self.scorer, ShadowedPool):
             return 0.0
         statistics = self.scorer.statistics()
@@ -70,7 +70,7 @@ class RolloutContext:
 def build_rollout_context(
     config: Config, engine: CollectiveEngine, phases: Phases, files: Files, stack: ExitStack
 ) -> RolloutContext:
-    """Return what rank 0 collects with; `stack` closes the verifiers' processes."""
+    """Return the parts that rank 0 collects with; `stack` closes the verifiers' processes."""
 
     def on_progress(progress: CollectProgress) -> None:
         phases.show("generate", progress.num_accepted, progress.num_groups)
@@ -79,7 +79,7 @@ def build_rollout_context(
     scorer = stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     prompts, examples = _prompts(config, inputs, pool)
-    # Its own seed: two runs with different run.seed can see the prompts in one order.
+    # The order of prompts has its own seed, so that runs with different run.seed can share it.
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
     fresh = _fresh_prompts(config, inputs)
@@ -110,7 +110,7 @@ def build_rollout_context(
 
 
 def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prompt, ...], Mapping[str, Example]]:
-    """Return the training prompts, and their examples by id where responses are given."""
+    """Return the training prompts, and their examples by id if responses are given."""
     data = config.data
     if config.rollout.responses == "sampled":
         return load_train_dataset(config, inputs, pool).prompts, {}
@@ -121,7 +121,7 @@ def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prom
 
 
 def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
-    """Return the prompts that are made anew for each epoch, by the names of their sources."""
+    """Return the prompts that are generated anew for each epoch, by the names of their sources."""
     template = prompt_template(config.data, inputs.tokenizer)
     limit = config.data.max_prompt_tokens
     return {one.name: FreshPrompts(one, template, limit) for one in train_sources(config.data) if one.is_fresh}
@@ -130,7 +130,7 @@ def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompt
 def prompt_injection(
     config: Config, prompts: Sequence[Prompt], inputs: ModelInputs
 ) -> tuple[Injection | None, dict[str, Prompt]]:
-    """Return the choice of rewrites of prompts, and these by id; None and none without templates."""
+    """Return the injection that chooses prompt rewrites, and the rewrites by id; None and {} without templates."""
     section = config.data.injection
     if not section.templates:
         return None, {}
@@ -148,7 +148,7 @@ def prompt_injection(
 
 
 def _scorer(config: Config, files: Files) -> Any:
-    """Return the verifier pool, with a shadow pool beside it if reward.shadow_verifier names one."""
+    """Return the verifier pool, paired with a shadow pool if reward.shadow_verifier names one."""
     primary = open_verifier_pool(config.reward)
     if not config.reward.shadow_verifier:
         return primary
@@ -162,7 +162,7 @@ def _scorer(config: Config, files: Files) -> Any:
 
 
 def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
-    """Return the parts of a response's reward beside the verifier's, by name."""
+    """Return the reward terms added to the verifier's, by name."""
     length, perplexity, form = reward.overlong_punishment, reward.perplexity_penalty, reward.format
 
     def overlong(completion: Completion, text: str, score: Score) -> float:
@@ -170,7 +170,7 @@ def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
         return float(soft_overlong_penalty(tokens, length.max_length, length.cache_length, length.factor)[0])
 
     def improbable(completion: Completion, text: str, score: Score) -> float:
-        # Of the policy that sampled it: they come with the response, and no gradient flows through a reward.
+        # The log-probs come with the response, from the policy that sampled it: a reward passes no gradient.
         nll = -torch.from_numpy(completion.logprobs).double().mean()[None] if completion.num_tokens else torch.zeros(1)
         bounds = perplexity.start, perplexity.end, perplexity.factor, perplexity.low_start, perplexity.low_end
         return float(soft_perplexity_penalty(nll, *bounds)[0])
@@ -199,7 +199,7 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: File
 def build_collector(
     config: Config, context: RolloutContext, engines: Engines, stop: StopRequest, stack: ExitStack
 ) -> AsyncCollector:
-    """Return rank 0's batches, collected ahead if the servers have devices of their own; `stack` ends the collection."""
+    """Return rank 0's collector, which collects ahead if servers have their own devices; `stack` closes it."""
     has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     max_ahead = config.rollout.max_staleness if has_own_devices else 0
     recover = engines.servers.recover if engines.servers else None
@@ -209,7 +209,7 @@ def build_collector(
         config.run.wait_timeout_seconds,
         recover,
         check_stop=stop.check,
-        # The embedded engine repeats a collection bit for bit; servers do not, and what they generated is expensive.
+        # The embedded engine can repeat a collection bit for bit. Servers cannot, and their output is expensive.
         keep_stopped=config.rollout.engine != "embedded",
     )
     stack.callback(collector.close)
@@ -225,17 +225,17 @@ def build_evaluator(
     collector: AsyncCollector | None,
     stop: StopRequest,
 ) -> Evaluator | None:
-    """Return the evaluator of data.eval_paths; None without such files. `context` and `collector`: on rank 0."""
+    """Return the evaluator for data.eval_paths, or None without such files. `context` and `collector`: rank 0 only."""
     if not config.data.eval_paths:
         return None
-    # Engines hold up to slots_per_rank sequences a rank; four times as many requests keep them full.
+    # An engine holds up to slots_per_rank sequences per rank; four times as many requests keep it full.
     max_in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
     evaluation = context.evaluation if context else None
     return Evaluator(engines.engine, evaluation, max_in_flight, phases, collector, stop.check, engines.servers)
 
 
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
-    """Load the training prompts and check that they request the answer format that the verifier reads."""
+    """Load the training prompts and check that they ask for the answer format that the verifier reads."""
     data = config.data
     template = prompt_template(data, inputs.tokenizer)
     dataset = load_sources(

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: everything from which it resumes bit for bit as if it had never stopped.
+"""Checkpoints of a run: everything needed to resume bit for bit as if it had never stopped.
 
-policy_00000.safetensors, ...          the policy's parameters, fp32 main params, moments and steps: each rank's part, no replicas
+policy_00000.safetensors, ...          each rank's policy parameters, fp32 main params, moments and steps; no replicas
 policy.json                            where each box of each tensor is (`checkpoints.formats.saved_model`); any layout loads it
-critic_00000.safetensors, critic.json  the same of the critic, if there is one, numbered by its own ranks
-run.json                               counters, and measurements so far
+critic_00000.safetensors, critic.json  the same for the critic, if there is one, numbered by the critic's ranks
+run.json                               counters and the measurements so far
 collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors
 
-docs/checkpoints.md says what is exact after a resume. collection/step_000123/ has the last two alone, of a collection that
-was interrupted behind that checkpoint.
+docs/checkpoints.md says what is exact after a resume. collection/step_000123/ has only the last two files, written if
+a collection was interrupted after that checkpoint.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ logger = logging.getLogger(__name__)
 
 POLICY, CRITIC = "policy", "critic"  # names of the models in a checkpoint
 TRAINING_STATE = "training_state"
-RESUMED = "resuming from %s"  # the log line by which the proof of resume finds the checkpoint
+RESUMED = "resuming from %s"  # the proof of resume finds the checkpoint by this log line
 LOADED_FROM = (
     "files of tensors were read: %d (%.1f MB) in memory of their node, %d (%.1f MB) in memory of a peer, "
     "%d (%.1f MB) in storage"
 )
-COPIES_KEY = "copies.key"  # in the run's directory: keepers of its nodes tell each other by it from strangers
+COPIES_KEY = "copies.key"  # in the run's directory; authenticates the run's keepers to each other
 
 
 class Stateful(Protocol):
-    """A rank's part of the state of a model, policy or critic; `megatron.model_state.ModelState`."""
+    """One rank's part of a policy's or critic's state; implemented by `megatron.model_state.ModelState`."""
 
     @property
     def rank(self) -> int: ...
@@ -92,7 +92,7 @@ class RunProgress:
     """Counters and measurements of a run; part of every checkpoint."""
 
     train_step: int = 0  # rollout batches trained; the learning-rate schedule and TensorBoard count these
-    train_seconds: float = 0.0  # time in steps, over all attempts
+    train_seconds: float = 0.0  # spent in steps, over all attempts
     num_samples: int = 0  # responses trained on
     generation_step: int = 0  # generation rounds begun
     num_generated_tokens: int = 0
@@ -102,7 +102,7 @@ class RunProgress:
 
 @dataclass
 class CriticState:
-    """The critic's part of a checkpoint. `model` is None on ranks that hold none of it."""
+    """The critic's part of a checkpoint. `model` is None on ranks that hold no part of the critic."""
 
     model: Stateful | None
     counters: Any  # a dataclass
@@ -124,7 +124,7 @@ class RunState:
     def of(
         cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: AsyncCollector | None
     ) -> RunState:
-        """Return what a checkpoint holds of a run, on this rank."""
+        """Return this rank's part of what a checkpoint holds."""
         critic = None
         if learner.critic is not None:
             critic = CriticState(_state_of(learner.local_critic), learner.critic.counters, topology.critic_layout)
@@ -132,41 +132,41 @@ class RunState:
         return cls(_state_of(learner.local_actor), progress, counters, collector, layout, critic)
 
     def layouts(self) -> dict[str, Any]:
-        """Return the layouts by their names in a checkpoint's metadata."""
+        """Return the layouts, keyed as in a checkpoint's metadata."""
         critic = {"critic_layout": asdict(self.critic.layout)} if self.critic else {}
         return {"layout": asdict(self.layout), **critic}
 
     def models(self) -> dict[str, Stateful]:
-        """Return the state of this rank's models by their names in a checkpoint."""
+        """Return the state of this rank's models, keyed by their names in a checkpoint."""
         found = {POLICY: self.actor}
         if self.critic is not None:
             found[CRITIC] = self.critic.model
         return {name: model for name, model in found.items() if model is not None}
 
     def counters(self) -> dict[str, Any]:
-        """Return the dataclasses of counters by their names in run.json."""
+        """Return the counter dataclasses, keyed by their names in run.json."""
         critic = {"critic": self.critic.counters} if self.critic else {}
         return {"progress": self.progress, "learner": self.learner_counters, **critic}
 
 
 class Checkpoints:
-    """Saves and restores a RunState. Methods are collective, but for those that say otherwise."""
+    """Saves and restores a RunState. Methods are collective unless they say otherwise."""
 
     def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
-        self.loaded_bytes = dict.fromkeys((NODE, PEER, STORAGE), 0)  # of the resume, with copies in memory
+        self.loaded_bytes = dict.fromkeys((NODE, PEER, STORAGE), 0)  # by the resume, if there are copies in memory
         self.saves = BackgroundSaves(store)
 
     @property
     def _collection(self) -> CheckpointStore:
-        """The store of an interrupted collection, of rank 0 alone."""
+        """The store for an interrupted collection, which only rank 0 writes."""
         return CheckpointStore(self._store.directory / "collection", keep=1, files=self._store.files)
 
     def keep_collection(self) -> Path | None:
-        """Write the collector's state beside the checkpoint of the current train step, which is there; on rank 0.
+        """Write the collector's state next to the checkpoint of the current train step, which must exist. Rank 0 only.
 
-        A resume from that checkpoint then continues the collection that was under way. Not collective.
+        A resume from that checkpoint then continues the interrupted collection. Not collective.
         """
         collector, step = self._state.collector, self._state.progress.train_step
         if collector is None:
@@ -175,11 +175,11 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: Config, state: RunState, coordination: Coordination, files: Files = HERE) -> Checkpoints:
-        """Return those of the run's checkpoint directory, agreed on by all ranks."""
+        """Return the checkpoints in the run's checkpoint directory, as agreed on by all ranks."""
         return cls(CheckpointStore(config.checkpoint_dir, keep_policy(config), coordination, files), state)
 
     def keep_in_memory(self, copies: MemoryCopies | None) -> None:
-        """Copy saves to `copies`, and load from there what they have; on all ranks or on none."""
+        """Copy saves to `copies`, and load from them what they hold. Call on all ranks or on none."""
         self._store.copies = copies
 
     def resume(self, resume: str) -> int:
@@ -193,7 +193,7 @@ class Checkpoints:
         return found.step
 
     def _report_sources(self, copies: MemoryCopies) -> None:
-        """Log where the files of tensors came from, over all ranks; each counts where it is opened, with all its bytes."""
+        """Log where the tensor files came from, over all ranks. Each opened file counts with its full size."""
         sources = (NODE, PEER, STORAGE)
         own = [[len(files := copies.loaded.get(source, {})), sum(files.values())] for source in sources]
         total = self._store.sum(own)
@@ -202,7 +202,7 @@ class Checkpoints:
         logger.info(LOADED_FROM, *(part for count, num_bytes in total for part in (count, num_bytes / 1e6)))
 
     def restore_step(self, step: int) -> None:
-        """Restore models, optimizers and counters of the checkpoint of `step`, not the data.
+        """Restore models, optimizers and counters from the checkpoint of `step`, but not the data.
 
         ValueError if that checkpoint is not kept.
         """
@@ -215,14 +215,14 @@ class Checkpoints:
         self.restore_policy(self._store.open(step))
 
     def start_save(self) -> None:
-        """Begin to write a checkpoint of the current train step, see `BackgroundSaves.start`."""
+        """Start writing a checkpoint of the current train step; see `BackgroundSaves.start`."""
         state = self._state
         step = state.progress.train_step
         metadata = {"train_step": step, "evaluations": state.progress.evaluations, **state.layouts()}
         self.saves.start(step, self._write, metadata)
 
     def finish_save(self) -> Saved:
-        """Wait for the save in flight, see `BackgroundSaves.finish`."""
+        """Wait for the save in flight; see `BackgroundSaves.finish`."""
         saved = self.saves.finish()
         if self._state.collector is not None:
             self._collection.ask("remove")  # it continued an older checkpoint
@@ -235,19 +235,19 @@ class Checkpoints:
             index = model.index(name)
             if index is not None:
                 writer.save_json(index_file(name), index)
-        # Rank 0 alone has the collector and writes what all ranks share.
+        # Only rank 0 has the collector; it also writes what all ranks share.
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
             _write_collector(writer, state.collector)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint completely, saved under any layout. ValueError if it is of other models."""
+        """Restore a full checkpoint, saved under any layout. ValueError if it belongs to other models."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
             self._state.collector.load_state_dict(collector_state(self._newest_collection(checkpoint)))
 
     def _newest_collection(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return what holds the newest state of the collector at the step of a checkpoint."""
+        """Return the checkpoint or interrupted collection with the collector's newest state at this step."""
         try:
             kept = newest_valid(self._collection)
         except CheckpointError as error:
@@ -259,7 +259,7 @@ class Checkpoints:
         return kept
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
-        """Restore models, optimizers and counters, not the data."""
+        """Restore models, optimizers and counters, but not the data."""
         state = self._state
         for name, model in state.models().items():
             model.load(checkpoint.directory, name, checkpoint.checksums, checkpoint.copies)
@@ -275,7 +275,7 @@ def _write_collector(writer: CheckpointWriter, collector: AsyncCollector) -> Non
 
 
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return prompt stream, buffer and unfinished responses."""
+    """Return the saved prompt stream, buffer and unfinished responses."""
     return join_state(checkpoint.load_json("collector.json"), checkpoint.load_tensors("collector.safetensors"))
 
 
@@ -284,7 +284,7 @@ def _state_of(model: TrainedModel | None) -> Stateful | None:
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
-    """Set the saved fields. ValueError if they are not those of `target`."""
+    """Set the saved fields on `target`. ValueError if its fields differ."""
     if set(values) != set(asdict(target)):
         raise ValueError(
             f"checkpoint: {type(target).__name__} has the fields {sorted(asdict(target))}, the checkpoint {sorted(values)}: it was "
@@ -298,14 +298,16 @@ def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
 
 
 def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
-    """Return the copies of checkpoints in this node's memory, kept by a process that is started if there is none; None
-    without them. Collective."""
+    """Connect to the process that keeps copies of checkpoints in this node's memory, starting it if needed.
+
+    Returns None if the run keeps no copies. Collective.
+    """
     mode, run_directory = config.checkpoint.memory_copies, config.run.output_dir
     if mode == "none" or not FileProcess.IS_POSSIBLE:
         return None
     coordination, name = topology.coordination, socket.gethostname()
     key = run_directory / COPIES_KEY
-    if topology.rank == 0 and not key.exists():  # the one that keepers of an earlier attempt know stays
+    if topology.rank == 0 and not key.exists():  # keepers of an earlier attempt still use the old key
         create_key(run_directory, COPIES_KEY)
     own = {name: {"rank": topology.rank, "address": "", "replicas": [replica_of(topology)]}}
     nodes = coordination.merge(own, merged_nodes, "the key of the keepers of checkpoints")
@@ -323,7 +325,7 @@ def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
 
 
 def replica_of(topology: RunTopology) -> str:
-    """Return the data-parallel replica that this rank holds a part of."""
+    """Return the data-parallel replica to which this rank belongs."""
     policy = topology.policy.num_ranks
     if topology.rank < policy:
         return f"policy {topology.policy_layout.coordinates(topology.rank).data}"
@@ -331,7 +333,7 @@ def replica_of(topology: RunTopology) -> str:
 
 
 def merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Merge what ranks tell of their nodes: the first rank, the address of the keeper, the replicas of all ranks."""
+    """Merge the ranks' reports on their nodes: the first rank, the keeper's address, the replicas of all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, node in part.items():
@@ -342,13 +344,13 @@ def merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     return found
 
 
-# ---- the optimizer state beside an exported critic
+# ---- optimizer state of an exported critic
 
 
 def save_training_state(directory: Path, state: Stateful) -> None:
-    """Write this rank's part of a critic's state into <directory>/training_state, beside its Hugging Face directory.
+    """Write this rank's part of a critic's state into <directory>/training_state, next to the Hugging Face files.
 
-    Collective among the critic's ranks on first use of the state.
+    The first use of the state is collective among the critic's ranks.
     """
     target = directory / TRAINING_STATE
     target.mkdir(parents=True, exist_ok=True)
@@ -359,11 +361,11 @@ def save_training_state(directory: Path, state: Stateful) -> None:
 
 
 def load_training_state(directory: Path, state: Stateful) -> bool:
-    """Load the optimizer state beside a critic, so that training continues where pretraining stopped, in any layout.
+    """Load the optimizer state stored with a critic, so that training continues from pretraining's end, in any layout.
 
-    Returns False if there is none. State of another model or type of numbers is not loaded: the critic starts from the
-    directory's weights with moments of 0, and that is logged. ValueError for another format. Collective among the critic's
-    ranks.
+    Returns False if there is none. State of another model or number type is not loaded: the critic starts from the
+    directory's weights with zero moments, and a log line says so. ValueError for another format. Collective among the
+    critic's ranks.
     """
     source = directory / TRAINING_STATE
     if not source.is_dir():

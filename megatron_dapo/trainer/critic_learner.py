@@ -3,8 +3,8 @@
     samples -> packed for the critic's own layout -> forward -> values of every response token, on every rank
     finished samples with returns -> mini-batches -> forward, backward, guarded step
 
-The critic has its own layout, mini-batches, micro-batches, schedule and number of passes. A step whose gradient is not
-finite changes nothing and is counted, and the policy still takes its step; several of them in a row end the run.
+The critic has its own layout, mini-batches, micro-batches, schedule and number of passes. A step with a non-finite
+gradient changes nothing and is counted; the policy still takes its step. Several such steps in a row end the run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CriticCounters(StepCounters):
     history: list[list[float]] = field(default_factory=list)
 
     def remember(self, explained_variance: float, loss: float, length: int) -> None:
-        """Add a train step to the history, which keeps the newest `length`; numbers that are not finite are left out."""
-        # A checkpoint holds the history as JSON, which has no NaN.
+        """Add a train step to the history, which keeps the newest `length` steps; non-finite numbers are left out."""
+        # Checkpoints store the history as JSON, which has no NaN.
         if math.isfinite(explained_variance) and math.isfinite(loss):
             self.history = [*self.history, [explained_variance, loss]][-length:]
 
@@ -77,7 +77,7 @@ class CriticLearner:
         """
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
-        # Without a finished response there is no target, and a step would only decay the weights.
+        # Without a finished response there are no targets, and a step would only decay the weights.
         for epoch in range(self._config.critic.epochs if samples else 0):
             for part in self._cut(samples, train_step, epoch):
                 mini_batch = self._updater.pack(part, loss_weights(part, self._config.critic.aggregation))
@@ -89,7 +89,7 @@ class CriticLearner:
     def _cut(self, samples: Sequence[TrainSample], train_step: int, epoch: int) -> list[list[TrainSample]]:
         config = self._config
         prompts = config.critic.mini_batch_prompts or config.training.mini_batch_prompts
-        # Unlike the policy, whose ratios belong to fixed mini-batches, the critic draws new ones in every epoch.
+        # The policy's ratios belong to fixed mini-batches, but the critic draws new ones in every epoch.
         seed = (config.run.seed * 1_000_003 + train_step) * 101 + epoch if config.training.shuffle else None
         return cut(samples, prompts * config.rollout.group_size, "samples", seed)
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation inside a run: the policy being served, by the protocol of the configuration."""
+"""Held-out evaluation inside a run: evaluates the served policy by the configured protocol."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Evaluator:
         check_stop: Callable[[], None] = lambda: None,
         servers: SglangEngines | None = None,
     ) -> None:
-        """`collector`: pauses during an evaluation, which needs the engine for itself. `check_stop` raises Stopped. `servers`: the
-        engine, if it is servers, whose version the protocol names.
+        """`collector`: pauses during an evaluation, which needs the engine exclusively. `check_stop` raises Stopped.
+        `servers`: the engine if it consists of servers; the protocol names their version.
         """
         self._engine = engine
         self._task = task
@@ -64,11 +64,11 @@ class Evaluator:
     def evaluate(self, train_step: int) -> dict[str, float] | None:
         """Return the "eval/" metrics of the policy after `train_step`, on rank 0; None on other ranks. Collective.
 
-        None on rank 0, too, if the run was asked to stop: what was generated so far is thrown away.
+        Also None on rank 0 if the run was asked to stop; what was generated so far is thrown away.
         """
 
         def run() -> dict[str, float] | None:
-            # Responses under way keep their tokens and continue after the evaluation.
+            # Unfinished responses keep their tokens and continue after the evaluation.
             try:
                 with self._collector.paused() if self._collector else nullcontext():
                     return self._run(train_step)

@@ -6,9 +6,9 @@
     train_actor           mini-batches of all responses, old log-probs first
     finish                the metrics of both, the same on every rank
 
-Values are those of the critic before this batch and no update changes the other model, so the order of the two updates
-does not matter. If policy and critic have separate ranks they update at the same time: `train_critic` returns at once
-on the policy's ranks, `train_actor` on the critic's, and they wait for each other in `finish`.
+Values come from the critic before this batch, and no update changes the other model, so the order of the two updates
+does not matter. If policy and critic have separate ranks, they update at the same time: `train_critic` returns at once
+on the policy's ranks and `train_actor` on the critic's, and both sides wait for each other in `finish`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Learner(ABC):
     def learn(
         self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
     ) -> tuple[EstimatedBatch, LearnResult]:
-        """Make a train step on a rollout batch; return its advantages and metrics, those of both models on every rank.
+        """Make a train step on a rollout batch; return its advantages and, on every rank, both models' metrics.
 
-        ValueError if a reward is not finite; errors of `PolicyLearner.learn`.
+        Raises ValueError if a reward is not finite, and the errors of `PolicyLearner.learn`.
         """
         batch = self.estimate_advantages(self.score(samples))
         critic_metrics = self.train_critic(batch, train_step)
@@ -86,12 +86,12 @@ class Learner(ABC):
 
     def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
         """Return the indices of the samples that this rank packs in `train_step`, and of those that its part of the policy
-        packs; their numbers are not needed."""
+        packs. Does not need the samples' numbers."""
         packed = self.policy.share(samples, train_step)
         return packed, packed
 
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Return the samples with a critic's values and a reference's penalties. Unchanged by default."""
+        """Return the samples with the critic's values and the reference's penalties. By default they stay unchanged."""
         return list(samples)
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Learner(ABC):
         return replace(result, metrics={**batch.metrics, **result.metrics})
 
     def has_converged(self) -> bool:
-        """Return True if training gains nothing more; the same on every rank."""
+        """Return True if further training gains nothing; the same on every rank."""
         return False
 
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
@@ -135,7 +135,7 @@ class GroupLearner(Learner):
         *,
         equal_prompts: bool = False,
     ) -> None:
-        """`equal_prompts`: groups of unequal sizes (rollout.budget) count alike in the loss."""
+        """`equal_prompts`: groups of unequal sizes (rollout.budget) count equally in the loss."""
         super().__init__(policy, phases, models)
         self._advantage = advantage
         self._equal_prompts = equal_prompts
@@ -149,8 +149,8 @@ class GroupLearner(Learner):
 class ActorCriticLearner(Learner):
     """Trains policy and critic with the critic's advantages: PPO, VAPO, T-PPO.
 
-    In the first critic.warmup_train_steps the policy stands still and only the critic learns. With `stop_rule` (value
-    pretraining) the policy never learns and the rule ends the run.
+    During the first critic.warmup_train_steps the policy is frozen and only the critic learns. With `stop_rule` (value
+    pretraining), the policy never learns, and the rule ends the run.
     """
 
     critic: CriticLearner | RemoteCritic
@@ -175,9 +175,9 @@ class ActorCriticLearner(Learner):
         self._stop_rule = stop_rule
 
     def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
-        """Return what is packed, all samples on the critic's ranks, and the policy's share.
+        """Return the samples to pack (all of them on the critic's ranks) and the policy's share.
 
-        The critic cuts finished responses with finite values anew for each epoch, which is not known before the values.
+        Each epoch, the critic cuts finished responses with finite values anew, so its share is unknown beforehand.
         """
         whole = train_step < self._policy_starts_at or bool(self._config.algorithm.kl_reward_coefficient)
         policy = self.policy.share(samples, train_step, whole=whole)
@@ -191,7 +191,7 @@ class ActorCriticLearner(Learner):
         algorithm = self._config.algorithm
         if not algorithm.kl_reward_coefficient:
             return scored
-        # The KL of the policy that is about to be trained, not of the one that sampled.
+        # The KL is that of the policy about to be trained, not of the one that sampled.
         policy, reference = self.policy.response_logprobs(samples)
         penalties = [
             algorithm.kl_reward_coefficient
@@ -215,8 +215,8 @@ class ActorCriticLearner(Learner):
             return self.critic.learn(batch.critic_samples, train_step)
 
     def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
-        """Train the policy, or only observe it while it stands still."""
-        # `observe` keeps metrics and gate alive while the policy stands still.
+        """Train the policy, or only observe it while it is frozen."""
+        # `observe` still computes metrics and applies the gate while the policy is frozen.
         learn = self.policy.learn if train_step >= self._policy_starts_at else self.policy.observe
         return learn(batch.policy_samples, train_step, mismatch_gate)
 
@@ -229,7 +229,7 @@ class ActorCriticLearner(Learner):
     ) -> LearnResult:
         """Wait for the other model's ranks and return the metrics of both models, the same on every rank."""
         if self._concurrent is not None:
-            # Each side knows only its own result; the loop and rank 0's records need both.
+            # Each side knows only its result, but the loop and rank 0's records need both.
             result, critic_metrics = self._concurrent.exchange(result, critic_metrics)
         self._watch(batch, critic_metrics["critic/loss"], train_step)
         return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})
@@ -262,7 +262,7 @@ class ActorCriticLearner(Learner):
 
 
 class RemotePolicy:
-    """Stub for the policy's learner on the critic's ranks. Its counters are those the policy's ranks report."""
+    """Stub for the policy's learner on the critic's ranks, with the counters that the policy's ranks report."""
 
     def __init__(self) -> None:
         self.counters = StepCounters()
@@ -287,7 +287,7 @@ class RemotePolicy:
 
 
 class RemoteCritic:
-    """Stub for the critic's learner on the policy's ranks. Its counters are those the critic's ranks report."""
+    """Stub for the critic's learner on the policy's ranks, with the counters that the critic's ranks report."""
 
     def __init__(self) -> None:
         self.counters = CriticCounters()
@@ -306,16 +306,16 @@ class RemoteCritic:
 
 
 class ConcurrentUpdate:
-    """Exchange of results between policy and critic that update at the same time, each on ranks of its own.
+    """Exchanges results between policy and critic when they update at the same time on separate ranks.
 
-    The time in the other model's phase is the wait for it. A failure on one side ends its processes, and with them the
-    other side's wait.
+    Time in the other model's phase is the wait for it. A failure on one side ends that side's processes, which also
+    ends the other side's wait.
     """
 
     def __init__(
         self, topology: RunTopology, policy_counters: StepCounters, critic_counters: CriticCounters, phases: Phases
     ) -> None:
-        """The counters of both models on this rank; those of the remote model are set to what its ranks report."""
+        """Takes both models' counters on this rank; the remote model's are set to what its ranks report."""
         assert not topology.is_shared, "models on the same ranks update one after the other"
         self._topology = topology
         self._policy_counters = policy_counters
@@ -325,15 +325,15 @@ class ConcurrentUpdate:
     def exchange(
         self, result: LearnResult, critic_metrics: Mapping[str, float]
     ) -> tuple[LearnResult, Mapping[str, float]]:
-        """Return both models' results on every rank, from this rank's own one. Collective over the world."""
+        """Return both models' results on every rank, given this rank's own. Collective over the world."""
         topology, policy_report, critic_report = self._topology, None, None
         if topology.policy.is_member:
             policy_report = {**asdict(result), "counters": asdict(self._policy_counters)}
-            # JSON carries no tensors.
+            # JSON cannot hold tensors.
             policy_report["metrics"] = {name: float(value) for name, value in result.metrics.items()}
         else:
             critic_report = {"metrics": dict(critic_metrics), "counters": asdict(self._critic_counters)}
-        # What is measured is the wait for the other side, so it counts as that side's phase.
+        # This measures the wait for the other side, so it counts as that side's phase.
         with self._phases.phase("train_critic" if topology.policy.is_member else "train"):
             policy_report = topology.coordination.broadcast(policy_report, source=topology.policy.first_rank)
             critic_report = topology.coordination.broadcast(critic_report, source=topology.critic.first_rank)

@@ -1,4 +1,4 @@
-"""The training loop, as every rank executes it.
+"""The training loop that every rank runs.
 
     run()
       _update_weights     policy version 0 into the engines, verified
@@ -16,12 +16,13 @@
         _record, then _evaluate and _start_save if due
       _save, _evaluate    at the end
 
-A checkpoint is copied while the next batch is generated and written while the run continues: _learn waits for the copy, and
-_reason_to_end, where all ranks meet at each step, for nothing: there they learn that it is in place, or why not.
+A checkpoint is copied while the next batch is generated, and written while the run continues. _learn waits for the
+copy. _reason_to_end, where all ranks meet at each step, does not wait: it reports that the checkpoint is in place or
+why it failed.
 
-Models move between device and host in `DeviceModels`: offload_all before _generate and _evaluate, on_device(...) around
-each use. Every wait belongs to a phase with a deadline, whose error names it. On SIGTERM _generate and _evaluate end
-at once and training finishes its step; then a checkpoint is written, if there is time for one, and the run ends.
+`DeviceModels` moves models between device and host: offload_all before _generate and _evaluate, on_device(...) around
+each use. Every wait belongs to a phase with a deadline, and a timeout error names the phase. On SIGTERM, _generate and
+_evaluate end at once and training finishes its step. Then a checkpoint is written, if time allows, and the run ends.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIME_USED_UP = "training seconds used up"  # run.max_train_seconds
-_MARGIN = 1.5  # time that a checkpoint is given, in those that the last one took
+_MARGIN = 1.5  # time allowed for a checkpoint, as a multiple of the last one's
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Parts:
     rollout: Rollout
     learner: Learner
     publisher: Publisher
-    parity: Parity | None  # if the engines are servers, which compute log-probs of a prompt
+    parity: Parity | None  # only with servers, which can compute a prompt's log-probs
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder | None
@@ -83,7 +84,7 @@ class Parts:
 
 
 class TrainingLoop:
-    """Runs a training from where `progress` stands."""
+    """Runs the training from the point that `progress` records."""
 
     def __init__(self, config: Config, parts: Parts, progress: RunProgress, phases: Phases, stop: StopRequest) -> None:
         self._config = config
@@ -94,20 +95,20 @@ class TrainingLoop:
         mismatch = config.mismatch
         self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
-        self._save_seconds = 0.0  # of the newest one, from its begin to its commit
-        self._recorded_save = 0.0  # the same of a checkpoint whose row of metrics is yet to come
-        self._saving_step = -1  # train step of the newest save that has begun
+        self._save_seconds = 0.0  # duration of the newest save, from start to commit
+        self._recorded_save = 0.0  # the same, for a save not yet in a row of metrics
+        self._saving_step = -1  # train step of the newest save that has started
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._served_step = -1  # train step of the policy that the engines hold
-        # Given responses need no engine: it gets the weights that are evaluated alone.
+        # Training on given responses needs no engine, so engines only receive the weights to be evaluated.
         self._is_sampling = config.rollout.responses == "sampled"
-        self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step that is not served yet
+        self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
 
     def run(self) -> str:
-        """Train until a limit, the data or a signal ends the run; return which. The last state is saved.
+        """Train until a limit, the data or a signal ends the run; return the reason. The last state is saved.
 
-        It is saved as well where no batch can be collected, an evaluation fails, or the servers are lost for good, before that
-        is raised.
+        The state is also saved before an error is raised because no batch can be collected, an evaluation fails, or the
+        servers are lost for good.
         """
         self._begin()
         try:
@@ -118,10 +119,10 @@ class TrainingLoop:
         if reason == STOPPED_BY_SIGNAL:
             self._save_in_time()
             return reason
-        # Before the last evaluation, which takes long and can be repeated from the checkpoint.
+        # Save first: the last evaluation takes long and can be repeated from the checkpoint.
         self._save()
         ends = ("finished", "converged", "data exhausted", TIME_USED_UP)
-        # Only the last of total_steps is known beforehand: another last step may have had its evaluation.
+        # Only the last of total_steps is known in advance; any other last step may already have been evaluated.
         if self._config.evaluation.at_end and reason in ends and self._evaluated_step != self._progress.train_step:
             if not self._evaluate():
                 return STOPPED_BY_SIGNAL
@@ -132,18 +133,18 @@ class TrainingLoop:
         progress, evaluation = self._progress, self._config.evaluation
         if self._parts.callbacks is not None:
             self._call_back("on_run_start", self._config.model_dump(mode="json"))
-        # Empty in a new run: the alarm then begins with no history.
+        # In a new run the trend is empty, and the alarm starts without history.
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
-        # Engines start without weights, also after a resume: the restored policy is served first.
+        # Engines start without weights, even after a resume, so serve the restored policy first.
         self._update_weights()
-        # A resumed run makes up for an evaluation that a signal cut short.
+        # A resumed run repeats an evaluation that a signal cut short.
         is_due = evaluation.at_start if progress.train_step == 0 else self._evaluation_is_due()
         if is_due and str(progress.train_step) not in progress.evaluations:
             self._evaluate()
         elif not self._is_sampling:
             self._release_engines()
-        # The first row of metrics covers the first train step alone, not the start-up.
+        # The first row of metrics covers only the first train step, not the start-up.
         self._phases.timer.finish_step()
 
     def _train(self) -> str:
@@ -174,7 +175,7 @@ class TrainingLoop:
         gate = self._config.mismatch_gate if step == 0 else None
         estimated, result = self._parts.learner.learn(batch.samples, step, gate)
         self._watch_mismatch(result)
-        # The policy version that the engines serve next is the number of train steps made.
+        # The engines' next policy version is the number of completed train steps.
         self._progress.train_step += 1
         self._unrecorded = batch, estimated, result
 
@@ -186,7 +187,7 @@ class TrainingLoop:
             return "converged"
         if run.max_generation_steps and progress.generation_step >= run.max_generation_steps:
             return "generation steps used up"
-        # A signal may reach only some ranks, each has a clock, and all must leave the loop at the same step.
+        # All ranks must leave the loop at the same step, but a signal may reach only some, and their clocks differ.
         save = self._parts.checkpoints.saves.status
         seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds, "save": save})
         if seen["save"] != IN_FLIGHT:
@@ -196,13 +197,13 @@ class TrainingLoop:
         return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
 
     def _generate(self) -> TrainBatch | None:
-        """Return the next rollout batch: scored groups as train samples, the same on every rank. None if a signal came.
+        """Return the next rollout batch: scored groups as train samples, the same on every rank. None after a signal.
 
-        Raises the error of a collection after saving, and NothingTrained if the first batch is empty.
+        Raises a collection's error once the state is saved, and NothingTrained if the first batch is empty.
         """
         models = self._parts.learner.models
         with self._phases.phase("generate"):
-            # Engines on the same GPUs have taken back their memory with the weight sync.
+            # Engines on the same GPUs have reclaimed their memory in the weight sync.
             models.offload_all()
             models.log_moved()
             step, learner = self._progress.train_step, self._parts.learner
@@ -219,11 +220,11 @@ class TrainingLoop:
                 error = nothing_trained(batch, RunPaths(self._config.run.output_dir).filtered)
             if error is not None:
                 self._save_after_failure()
-                raise error  # inside the phase, whose name the record of the failure has
+                raise error  # inside the phase, so that the failure record names it
         return batch
 
     def _update_weights(self) -> None:
-        """Serve the current weights as the next policy version, verified. Generation pauses meanwhile."""
+        """Serve the current weights, verified, as the next policy version. Generation pauses meanwhile."""
         step, parts = self._progress.train_step, self._parts
         self._served_step = step
         with self._phases.phase("weight_sync"), parts.learner.models.on_device(POLICY):
@@ -232,12 +233,12 @@ class TrainingLoop:
             parts.publisher.publish(step)  # raises rather than serve weights that are not verified
             if parts.collector is not None:
                 parts.collector.after_update(step)
-            # Part of this phase: the policy's weights are on the device, and the engines hold the same version.
+            # Checked in this phase because the policy is on the device and the engines hold the same version.
             if parts.parity is not None and parts.parity.is_due(step):
                 parts.parity.check()
 
     def _watch_mismatch(self, result: LearnResult) -> None:
-        """Warn if trainer and engine differ by too much, or by more and more."""
+        """Warn if the mismatch between trainer and engine is too large or keeps growing."""
         step, alarm = self._progress.train_step, self._config.mismatch.alarm
         gap = result.metrics["mismatch/abs_logprob_diff_mean"]
         if gap > alarm:
@@ -270,7 +271,7 @@ class TrainingLoop:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
                 recorder.batch(step, batch.rollout.groups, estimated)
                 self._record_filtered(batch)
-        # A row covers the time since the row before it: an evaluation or a checkpoint after a step is in the next one.
+        # A row covers the time since the previous row: the next row has an evaluation or checkpoint after this step.
         times = self._phases.timer.finish_step()
         self._progress.train_seconds += training_seconds(times)
         if recorder is not None:
@@ -284,7 +285,7 @@ class TrainingLoop:
         self._recorded_save = 0.0
 
     def _record_filtered(self, batch: TrainBatch) -> None:
-        """Write some responses of groups that the filter left out, on rank 0."""
+        """Write some responses of groups that the filter rejected, on rank 0."""
         if self._parts.recorder is not None and batch.rollout is not None:
             self._parts.recorder.filtered(max(1, self._progress.train_step), batch.rollout.filtered)
 
@@ -292,7 +293,7 @@ class TrainingLoop:
         return interval > 0 and self._progress.train_step % interval == 0
 
     def _evaluation_is_due(self) -> bool:
-        """Return True where the current step, which is not the last, has an evaluation."""
+        """Return True if the current step is due for an evaluation and is not the last step."""
         is_last = self._progress.train_step >= self._config.run.total_steps
         return self._is_due(self._config.evaluation.interval) and not is_last
 
@@ -350,23 +351,23 @@ class TrainingLoop:
         return not is_cut
 
     def _evaluated(self, evaluator: Evaluator) -> dict[str, float] | None:
-        """Return what an evaluation returns. Behind an error, which reaches all ranks, the state is whole: it is saved."""
+        """Run an evaluation. All ranks raise the same error, so the state is consistent and is saved first."""
         try:
             with self._phases.phase("evaluate"):
                 return evaluator.evaluate(self._progress.train_step)
         except (ServersFailed, TimeoutError):
-            raise  # `run` saves behind the first; behind the second ranks may not hear each other
+            raise  # `run` saves after the first; after the second, ranks may be unreachable
         except Exception:
             self._save_after_failure()
             raise
 
     def _release_engines(self) -> None:
-        """Let engines on the trainer's devices sleep until the next evaluation, where no batch is generated."""
+        """Put engines on the trainer's devices to sleep until the next evaluation if the run generates no batches."""
         self._parts.rollout.sleep()
         self._served_step = -1
 
     def _save_in_time(self) -> None:
-        """Save in the time that a signal has left; the last checkpoint stands where that is too short."""
+        """Save within the time left after a signal. If that is too short, the last checkpoint remains the newest."""
         self._finish_save()
         step, left = self._progress.train_step, self._stop.seconds_left
         if self.saved_step == step:
@@ -383,7 +384,7 @@ class TrainingLoop:
             self._save()
 
     def _save_after_failure(self) -> None:
-        """Save the state behind an error that left it whole; a failure of its own is logged, as the first one counts."""
+        """Save the state after an error that left it consistent. If this fails too, log it and keep the first error."""
         try:
             if self._unrecorded is not None:
                 self._record()
@@ -395,18 +396,18 @@ class TrainingLoop:
             logger.exception("the state could not be saved after a failure")
 
     def _keep_collection(self) -> None:
-        """Write what was collected since the checkpoint of the current step."""
+        """Write what has been collected since the current step's checkpoint."""
         with self._phases.phase("checkpoint"):
             if path := self._parts.checkpoints.keep_collection():
                 logger.info("collection of train step %d in %s", self._progress.train_step, path)
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step, once, and wait until it is in place."""
+        """Write a checkpoint of the current step, once, and wait until it is complete."""
         self._start_save()
         self._finish_save()
 
     def _start_save(self) -> None:
-        """Begin a checkpoint of the current step, once; one that is being written is waited for."""
+        """Start a checkpoint of the current step, once, after waiting for any earlier one still being written."""
         if self.saved_step == self._progress.train_step or self._saving_step == self._progress.train_step:
             return
         self._finish_save()
@@ -416,10 +417,10 @@ class TrainingLoop:
             self._parts.checkpoints.start_save()
         self._saving_step = self._progress.train_step
         if self._parts.learner.models.is_offloading:
-            self._wait_for_copy()  # what is moved between device and host changes
+            self._wait_for_copy()  # moving models between device and host changes what is saved
 
     def _wait_for_copy(self) -> None:
-        """Wait until what is being saved may change."""
+        """Wait until the state being saved may change."""
         if self._parts.checkpoints.saves.is_copying:
             with self._phases.phase("checkpoint"):
                 self._parts.checkpoints.saves.wait_for_copy()

@@ -1,4 +1,4 @@
-"""Memory of every rank after a run's first step, gathered on rank 0, stored and compared with the plan."""
+"""Gathers every rank's memory after a run's first step on rank 0, stores it and compares it with the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure(rank: int, gpus: Gpus | None = None) -> RankMemory:
-    """Return what this process and its GPU hold now; on a CPU its resident memory."""
+    """Return what this process and its GPU hold now; on a CPU, the resident memory."""
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if not torch.cuda.is_available():
         return RankMemory(rank, resident)
@@ -35,7 +35,7 @@ def measure(rank: int, gpus: Gpus | None = None) -> RankMemory:
         torch.cuda.memory_reserved(),
         torch.cuda.max_memory_reserved(),
         own,
-        # In a container the driver may name processes that are not ours by other ids, and this one as well.
+        # In a container the driver may report other ids for processes, including this one.
         sum(processes.values()) if own is not None else None,
     )
 
@@ -46,9 +46,9 @@ def _bus_id() -> str:
 
 
 class MemoryCheck:
-    """Checks once, after the first step of an attempt. Collective.
+    """Checks memory once, after the first step of an attempt. Collective.
 
-    `planned`: None where the plan does not know the device.
+    `planned`: None if the plan does not know the device.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MemoryCheck:
         self._is_due = True
 
     def after_step(self, train_step: int) -> None:
-        """Measure and gather after the first step; rank 0 stores it and warns of what is larger than planned, by name."""
+        """Measure and gather after the first step; rank 0 stores the result and names what is larger than planned."""
         if not self._is_due:
             return
         self._is_due = False

@@ -1,4 +1,4 @@
-"""The metrics of one train step under the names of the schema, from what each hop reports."""
+"""Builds the metrics of one train step, by their schema names, from what each hop reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "t
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; 0 of nothing."""
+    """Return the mean; 0 if there are no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -44,10 +44,10 @@ def step_metrics(
     times: Mapping[str, float],
     disagreement_share: float,
 ) -> dict[str, float]:
-    """Return the metrics of a finished train step but those of progress; `times` in seconds by phase.
+    """Return the metrics of a finished train step, except progress; `times` in seconds by phase.
 
-    `train_step` counts from 0, so it is the policy version that was trained. `learned`: reported by the learner.
-    What the learner did not report, because the algorithm has no critic or no group advantages, is 0.
+    `train_step` counts from 0, so it is the policy version that was trained. `learned`: the learner's metrics. Metrics
+    that the learner does not report, because the algorithm has no critic or no group advantages, are 0.
     """
     round_size = round_size_of(config.rollout.prompts_per_step, config.rollout)
     absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
@@ -70,16 +70,16 @@ def step_metrics(
 
 
 def device_unallocated() -> int:
-    """Return the bytes by which torch's reserved device memory has exceeded the allocated at their highest; 0 without a GPU."""
+    """Return by how many bytes torch's peak reserved device memory exceeds its peak allocated; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def node_metrics(num_alerts: int = 0, stragglers: Sequence[Mapping[str, Any]] = ()) -> dict[str, float]:
-    """Return the metrics of the section "nodes", by default those of a run without a watch over its nodes.
+    """Return the "nodes/" section, by default that of a run whose nodes are not watched.
 
-    stragglers: "phase", "rank" and "over_median" of each phase that was compared.
+    stragglers: "phase", "rank" and "over_median" of each compared phase.
     """
     compared = {each["phase"]: each for each in stragglers}
     found: dict[str, float] = {"nodes/alerts": num_alerts}
@@ -140,7 +140,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
 
 
 def source_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return accuracy and filtered share of each source of prompts; none where all are of one."""
+    """Return accuracy and filtered share of each prompt source; empty if there is only one source."""
     sources = batch.statistics.sources
     return {
         f"{SOURCE}{name}/{metric}": value
@@ -210,7 +210,7 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def quality_warnings(metrics: Mapping[str, float], config: QualityConfig) -> list[str]:
-    """Return a sentence for each threshold of [quality] that a step's metrics have passed."""
+    """Return a warning for each [quality] threshold that a step's metrics have crossed."""
     limits = {f"quality.{name}": value for name, value in config.model_dump().items()}
     found = []
     for alarm in QUALITY_ALARMS:
@@ -225,7 +225,7 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 def window_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return the "window/" section; 0 if responses come whole."""
+    """Return the "window/" section; all 0 without windows."""
     windows = batch.statistics.windows or WindowSummary()
     return {
         "window/responses": windows.num_windows,
@@ -238,7 +238,7 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _finished(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Return the finished samples: all of them, if responses come whole."""
+    """Return the finished samples; without windows, that is all of them."""
     return [sample for sample in samples if sample.window.is_finished]
 
 
@@ -265,19 +265,19 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
 
 
 def has_failed(score: Score) -> bool:
-    """Return True for a reward that timed out or failed, of a mixture also for one of its components."""
+    """Return True if a reward timed out or failed; in a mixture, if any component did."""
     return score.outcome in ("timeout", "error") or bool(score.detail.get("failed"))
 
 
 def _own_parts(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return the means of the parts that a user's reward function names, over the responses that have them."""
+    """Return the means of the parts named by a user's reward function, over the responses that have them."""
     parts = [sample.score.detail.get("parts", {}) for sample in samples]
     names = sorted({name for one in parts for name in one})
     return {REWARD_PART + name: mean([one[name] for one in parts if name in one]) for name in names}
 
 
 def training_seconds(times: Mapping[str, float]) -> float:
-    """Return the seconds of a step without the evaluations and checkpoints since the step before it."""
+    """Return the seconds of a step, excluding evaluations and checkpoints since the previous step."""
     return times["step"] - times["evaluate"] - times["checkpoint"]
 
 
@@ -286,8 +286,8 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """Return the "throughput/" section; `times` in seconds by phase.
 
-    generation_seconds: how long collecting the batch took. Beside training it is longer than the phase, which then is
-    only the wait for the batch.
+    generation_seconds: how long collecting the batch took. If it overlaps training it is longer than the phase, which
+    is then only the wait for the batch.
     """
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
@@ -301,7 +301,7 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
-    """Return the "eval/" metrics of a result: of all problems, and of each source's as eval/NAME/avg_at_k where there are several."""
+    """Return the "eval/" metrics over all problems and, if there are several sources, eval/NAME/avg_at_k for each."""
     metrics = {f"eval/{name}": value for name, value in _estimates(result).items()}
     for source in result.sources:
         found = _estimates(result.of_source(source))

@@ -1,4 +1,4 @@
-"""Models of one process that take turns on the device.
+"""Lets the models of one process take turns on the device.
 
     models.offload_all()                                              the memory is the engines': generate, evaluate
     with models.on_device(CRITIC):                                    values
@@ -7,7 +7,7 @@
     with models.on_device(POLICY, REFERENCE, training=POLICY):        the policy's optimizer steps
     with models.on_device(POLICY):                                    weight sync
 
-What a model keeps in host memory is set by model.offload and critic.offload.
+model.offload and critic.offload set what a model keeps in host memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MEBIBYTE = 1 << 20
 
 
 class DeviceModels:
-    """Brings models to the device before they are used, and offloads the others to make room for them."""
+    """Brings models to the device before use, and offloads the others to make room."""
 
     def __init__(self, models: Mapping[str, TrainedModel], phases: Phases) -> None:
-        """`models`: those of this process that are offloaded, by POLICY, REFERENCE and CRITIC; none if all stay."""
+        """`models`: this process's offloaded models, keyed by POLICY, REFERENCE and CRITIC; empty if all stay."""
         self._models = dict(models)
         self._phases = phases
         self._logged = Moved()
@@ -42,7 +42,7 @@ class DeviceModels:
         The other models are offloaded first. Nothing moves at the end: a model stays until another one needs the room,
         so that two blocks in a row on one model copy nothing in between. Models of other processes are ignored.
         """
-        # On separate ranks a wait for the other side's model must not push this side's model off the device.
+        # On separate ranks, waiting for the other side's model must not push this side's model off the device.
         here = [name for name in names if name in self._models]
         if here:
             self._move({name: EVERYTHING if name == training else ("weights",) for name in here})
@@ -54,7 +54,7 @@ class DeviceModels:
         return bool(self._models)
 
     def offload_all(self) -> None:
-        """Offload every model: the memory goes to the engines."""
+        """Offload every model, so that the engines get the memory."""
         if self._models:
             self._move({})
 
@@ -63,7 +63,7 @@ class DeviceModels:
             for name, model in self._models.items():
                 # `keep`: kinds of tensors that are needed now and would come straight back.
                 model.offload(keep=needed.get(name, ()))
-            # Only now: the device need not hold what leaves beside what comes.
+            # Load only after offloading, so that the device never holds both.
             for name, kinds in needed.items():
                 self._models[name].onload(kinds)
 

@@ -1,7 +1,7 @@
 """Parity of the served model with the trained one: log-probs of fixed prompts, from the trainer and from every server.
 
-Checksums prove that bytes arrived; this proves that both sides mean the same by them (names, rotary settings, scaling,
-kernels). After the first weight sync it is a gate, later a meter.
+Checksums prove that bytes arrived; this proves that both sides interpret them alike (names, rotary settings, scaling,
+kernels). After the first weight sync the check is a gate, later only a measurement.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NUM_PROMPTS = 8
 
 
 class ParityError(RuntimeError):
-    """A server's log-probs are not those of the trainer's weights."""
+    """Raised if a server's log-probs do not match the trainer's weights."""
 
-    is_final = True  # it comes of the configuration
+    is_final = True  # the configuration causes it
 
 
 class ParityProbe:
@@ -40,9 +40,9 @@ class ParityProbe:
 
     Args:
         sequences: at least one for every data-parallel rank.
-        learner: gives the trainer's side, see `Learner.compare`.
-        gate: largest mean |difference| in nats.
-        as_served: in it the trainer's weights are the quantized ones of the servers. None: servers hold the trained
+        learner: computes the trainer's side; see `Learner.compare`.
+        gate: largest allowed mean |difference| in nats.
+        as_served: inside it, the trainer's weights have the servers' quantized values. None if servers hold the trained
             weights. Collective.
         coordination: the ranks that hold the policy.
     """
@@ -69,8 +69,8 @@ class ParityProbe:
     def check(
         self, server: str, prompt_logprobs: Callable[[Sequence[int]], Sequence[float]] | None
     ) -> dict[str, float]:
-        """Return the mismatch with one server. `prompt_logprobs`: on rank 0 (None on others), its log-probs of all tokens
-        but the first, at temperature 1.
+        """Return the mismatch with one server. `prompt_logprobs`: on rank 0 (None on others), the server's log-probs of
+        all tokens but the first, at temperature 1.
 
         Raises ParityError on every rank if the mean |difference| is above the gate or not a number.
         """
@@ -80,7 +80,7 @@ class ParityProbe:
         metrics = self._mismatch(server, samples)
         gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
         logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
-        # Not `gap > gate`: a NaN must be refused, too.
+        # Not `gap > gate`, because NaN must be rejected too.
         if not gap <= self._gate:
             raise ParityError(
                 f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "
@@ -91,7 +91,7 @@ class ParityProbe:
         return metrics
 
     def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
-        # Servers give log-probs of prompts at temperature 1, whatever the rollout's is.
+        # Servers compute prompt log-probs at temperature 1, whatever the rollout's is.
         trained = self._learner.compare(samples, 1.0)
         if self._as_served is None:
             return trained
@@ -116,7 +116,7 @@ class Parity:
         self._is_first = True
 
     def is_due(self, train_step: int) -> bool:
-        """Return True if servers are to be checked after the weight sync of this train step."""
+        """Return True if servers are due for a check after this train step's weight sync."""
         return self._is_first or self._interval > 0 and train_step % self._interval == 0
 
     def check(self) -> None:
@@ -138,10 +138,10 @@ def build_parity(
     assert topology.policy.coordination is not None, "ranks with servers hold the policy"
     coordination = topology.policy.coordination
     token_ids = None if prompts is None else [prompt.token_ids for prompt in prompts]
-    # At least one for every data-parallel rank: no replica of the policy goes unchecked.
+    # Use at least one for every data-parallel rank, so that no policy replica goes unchecked.
     sequences = sequences_to_probe(token_ids, max(NUM_PROMPTS, topology.policy_layout.data), coordination)
     gate = config.mismatch.step0_max_mean_abs
-    # FP8 servers on GPUs, and a trainer in FP8, round activations as well, each in its own way.
+    # FP8 servers on GPUs and an FP8 trainer also round activations, each in its own way.
     computes_in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
     if engines.as_served is not None and (torch.cuda.is_available() or computes_in_fp8):
         assert config.mismatch_gate is not None, "servers sample the responses"

@@ -31,8 +31,8 @@ from megatron_dapo.types import Group
 
 logger = logging.getLogger(__name__)
 
-_TEXT_STEPS = 10  # between texts of samples for trackers of metrics; samples.jsonl has those of every step
-_LAST_REPORT_S = 10.0  # below the silence after which a rank counts as hanging
+_TEXT_STEPS = 10  # steps between sample texts for metric trackers; samples.jsonl has every step's
+_LAST_REPORT_S = 10.0  # shorter than the silence after which a rank counts as hung
 
 
 class RunPaths:
@@ -44,11 +44,11 @@ class RunPaths:
         self.evaluation_metrics = output_dir / "evaluations.jsonl"
         self.evaluations = output_dir / "evaluations"
         self.samples = output_dir / "samples.jsonl"
-        self.filtered = output_dir / "filtered.jsonl"  # some responses of groups that were left out
+        self.filtered = output_dir / "filtered.jsonl"  # some responses of groups left out of a batch
         self.disagreements = output_dir / "disagreements.jsonl"
         self.dumps = output_dir / "batches"
         self.huggingface = output_dir / "huggingface"
-        self.critic = output_dir / "critic"  # and its optimizer state; can be `critic.path` of another run
+        self.critic = output_dir / "critic"  # with its optimizer state; usable as another run's `critic.path`
         self.summary = output_dir / "summary.json"
         self.report = output_dir / REPORT
 
@@ -56,7 +56,7 @@ class RunPaths:
 class Phases:
     """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
 
-    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `watch.heartbeat`.
+    `display`: set on the rank that shows progress. `watch`: watches a phase, given its name; see `watch.heartbeat`.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Phases:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time everything inside as phase `name`; a phase inside another one takes its time from the outer one."""
-        # Shown first: a phase that hangs must be the one on the display.
+        # Show it first: if a phase hangs, the display must name it.
         self.show(name)
         with self.timer.phase(name), self._watch(name):
             yield
 
     def show(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
-        """Show how far the current phase is, on the rank that shows it."""
+        """Show the current phase's progress, on the rank with the display."""
         if self.display is not None:
             self.display.phase(text, done, total)
 
 
 def _settings(config: Config) -> dict[str, float | str | bool]:
-    """Return the values that the recipe or an option has set, by dotted key."""
+    """Return the values set by the recipe or an option, by dotted key."""
     found: dict[str, float | str | bool] = {}
 
     def walk(prefix: str, tree: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for record in records:
         prompt = "\n\n".join(str(message["content"]) for message in record["prompt"])
         parts = {"prompt": prompt, "response": record["response"]}
-        # Indented by four spaces: shown as it is, whatever markup a model writes.
+        # Indent by four spaces, so that any markup a model writes is shown verbatim.
         blocks = [
             f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for name, text in parts.items()
         ]
@@ -113,7 +113,7 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 class Recorder:
-    """Writes by train step; a resumed run continues its files without a step twice."""
+    """Writes records by train step; a resumed run continues its files without repeating a step."""
 
     def __init__(
         self,
@@ -125,13 +125,14 @@ class Recorder:
         machine: str = "",
         planned: PlannedRun | None = None,
     ) -> None:
-        """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none.
+        """`train_step`: steps the run has already made; `evaluated_step`: the newest step evaluated, -1 if none.
 
-        `tokenizer`: of transformers, for samples token by token; None: texts alone. `machine`: layout and devices in words.
-        `planned`: the run as `plan` sees it, compared with an early step; None where the plan does not know the devices.
+        `tokenizer`: a transformers tokenizer, for samples token by token; None for only texts. `machine`: describes
+        layout and devices. `planned`: the run as `plan` predicts it, compared with an early step; None if the plan does
+        not know the devices.
         """
         telemetry = config.telemetry
-        # Rows behind the checkpoint that the run resumes from are cut off: they will be written again.
+        # Rows after the checkpoint that the run resumes from are cut off, because they will be written again.
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.output_dir)
         self._telemetry, self._files = telemetry, files
@@ -150,14 +151,14 @@ class Recorder:
         has_samples = bool(telemetry.samples_per_step)
         self._samples = SampleWriter(self.paths.samples, first_step, files) if has_samples else None
         self._filtered = SampleWriter(self.paths.filtered, first_step, files) if has_samples else None
-        # Read here: one that cannot be read is an error before the first step, not a warning after hours.
+        # Read references here, so that an unreadable one fails before the first step instead of warning after hours.
         self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
 
     def _note_provenance(self, config: Config, machine: str) -> None:
-        """Write provenance.json. A run does not end because its data cannot be read twice."""
+        """Write provenance.json. If the data cannot be read a second time, the run continues."""
         keys = ("train_paths", "eval_paths")
         data = {f"data.{key}": [str(path) for path in getattr(config.data, key)] for key in keys}
         try:
@@ -194,27 +195,27 @@ class Recorder:
             logger.warning("%s was not written: %r", PLAN, error)
 
     def evaluation(self, train_step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation of the policy after `train_step`, and say how the run does against its reference."""
+        """Write an evaluation of the policy after `train_step`, and report how the run compares with its reference."""
         self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
         for reference in self._references:
             self._compare(reference)
         self._report()
 
     def _report(self) -> None:
-        """Have the report written as of now, beside training: it begins within milliseconds and is not waited for."""
+        """Start writing a report as of now, during training: the start takes milliseconds, and nothing waits for it."""
         if self._telemetry.report:
             try:
                 self._files.run(start_writing, self.paths.metrics.parent)
-            except Exception as error:  # no report is worth a training run
+            except Exception as error:  # a report must not end a training run
                 logger.warning("the report could not be started: %r", error)
 
     def last_report(self) -> None:
-        """Write the report of the run at its end, which waits for it for some seconds."""
+        """Write the report at the end of the run, waiting some seconds for it."""
         if self._telemetry.report:
             self.flush()
             try:
                 problem = self._files.run(write_last, self.paths.metrics.parent, _LAST_REPORT_S)
-            except Exception as error:  # the run has done its work
+            except Exception as error:  # the run is already complete
                 problem = repr(error)
             if problem:
                 logger.warning("%s: %s", self.paths.report, problem)
@@ -236,18 +237,18 @@ class Recorder:
             if train_step == 1 or train_step % _TEXT_STEPS == 0:
                 self._steps.write_texts(train_step, _texts(records))
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
-            whole = with_numbers(batch.samples, groups)  # this rank trains a share of them
+            whole = with_numbers(batch.samples, groups)  # this rank only has the numbers of its share
             dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
 
     def filtered(self, train_step: int, groups: Sequence[Group]) -> None:
-        """Write responses of groups that were left out of the batch of `train_step`: they say why nothing is learned from them."""
+        """Write responses of groups left out of `train_step`'s batch; they show why nothing is learned from them."""
         if self._filtered is not None:
             self._filtered.write(self._records(train_step, groups, None))
 
     def _records(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch | None) -> list[dict[str, Any]]:
-        """Return records of some responses, the first of them token by token; without a batch none has an advantage."""
+        """Return records of some responses, the first ones token by token; without a batch they have no advantages."""
         shown = batch.shown_advantages if batch is not None else {}
-        # Off a critic's ranks they are one number a response.
+        # Without a critic, an advantage is one number per response.
         by_token = {
             one.sample_id: one.advantages
             for one in (batch.policy_samples if batch is not None else ())
@@ -278,12 +279,12 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Wait until the samples so far are written; metrics always are."""
+        """Wait until all samples so far are written; metrics are written at once."""
         for writer in filter(None, (self._samples, self._filtered)):
             writer.flush()
 
     def close(self) -> None:
-        """Write what is queued and end the display."""
+        """Write everything queued and close the display."""
         self._steps.close()
         self._evaluations.close()
         for writer in filter(None, (self._samples, self._filtered)):

@@ -1,4 +1,4 @@
-"""Replay of a dumped rollout batch through the trainer alone: no engine, no verifier, the same loss bit for bit."""
+"""Replays a dumped rollout batch through only the trainer: no engine or verifier, and bit for bit the same loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def run_replay(loaded: LoadedConfig, dump: Path, rank: int, world_size: int) -> None:
     """Train on the dumped batch from the state before it and write the metrics to <dump>/replay.json.
 
-    Every process calls it. The state is the checkpoint of the step before the batch, or model.path for the first step.
+    Every process calls this. The state is the checkpoint of the step before the batch; for the first step, model.path.
     ValueError if that checkpoint is not kept.
     """
     config = loaded.config
@@ -42,7 +42,7 @@ def run_replay(loaded: LoadedConfig, dump: Path, rank: int, world_size: int) -> 
 
 
 def replay(config: Config, dump: Path) -> dict[str, float]:
-    """Return the metrics of the dumped step, "train_step" among them. Collective; the default process group exists."""
+    """Return the metrics of the dumped step, including "train_step". Collective; needs the default process group."""
     topology = run_topology(config)
     batch = load_batch(dump)
     train_step = batch.metadata.get("train_step")
@@ -53,7 +53,7 @@ def replay(config: Config, dump: Path) -> dict[str, float]:
     step = train_step - 1
     actor = build_actor(config, topology)
     learner = build_learner(config, actor, topology, Phases())
-    if step > 0:  # the first step began from model.path itself
+    if step > 0:  # the first step started from model.path itself
         state = RunState.of(topology, learner, RunProgress(), None)
         Checkpoints.of(config, state, topology.coordination).restore_step(step)
         logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))

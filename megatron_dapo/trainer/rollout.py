@@ -1,7 +1,7 @@
-"""Generation as the loop sees it: rank 0 collects scored groups, and every rank ends up with the same train samples.
+"""The loop's view of generation: rank 0 collects scored groups, and every rank gets the same train samples.
 
-Every rank knows the header of all samples. Tokens and log-probs, 8 bytes a token, stay on the ranks that pack them, and the
-routing on those of them that train the policy.
+Every rank knows the header of all samples. Tokens and log-probs, 8 bytes per token, stay only on the ranks that pack
+them, and the routing only on those of these ranks that train the policy.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from megatron_dapo.trainer.build_engines import Engines
 
 
-# Samples of a batch, without their numbers -> indices of those that this rank will pack, and that its policy will.
+# Samples of a batch, without their numbers -> indices of those that this rank packs, and those that its policy packs.
 Share = Callable[[Sequence[TrainSample]], tuple[Collection[int], Collection[int]]]
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rollout batch on every rank, with the numbers of its share. The fields from `rollout` on are known to rank 0 only."""
+    """One rollout batch on every rank, with the numbers of its share. Only rank 0 has the fields from `rollout` on."""
 
     samples: list[TrainSample]
     should_stop: bool
     generation_step: int
     rollout: RolloutBatch | None = None
-    generation_seconds: float = 0.0  # how long collecting took, next to training or not
-    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # since the batch before
+    generation_seconds: float = 0.0  # how long collecting took, during training or not
+    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # since the previous batch
 
 
 class CollectionEnded(Exception):
-    """A collection ended without a batch, on all ranks together. Nothing that it collected is lost."""
+    """Raised on all ranks when a collection ends without a batch. Nothing that it collected is lost."""
 
     def __init__(self, generation_step: int, error: Exception | None) -> None:
-        """`error`: this rank's account of what failed; None if a signal ended it."""
+        """`error`: this rank's description of the failure; None if a signal ended the collection."""
         super().__init__(str(error or "stopped by a signal"))
         self.generation_step, self.error = generation_step, error
 
@@ -67,26 +67,26 @@ class Rollout:
         filter_overlong: bool,
         is_sampling: bool = True,
     ) -> None:
-        """`collector`: on rank 0. `filter_overlong`: truncated responses lose their loss mask. `is_sampling`: batches come of
-        the engines."""
+        """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask. `is_sampling`: engines
+        generate the batches."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
         self._sleeps_after_batch = is_sampling
-        self._prefix_reuse = PrefixReuse()  # rank 0: up to the last batch
+        self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
 
     def generate(self, num_groups: int, share: Share) -> TrainBatch:
         """Return the next rollout batch, the same samples on every rank. The verifiers score responses as they finish.
 
-        Raises CollectionEnded on all ranks together, which can then save, for a signal and for an error of the collection
-        itself.
+        On a signal or an error of the collection itself, raises CollectionEnded on all ranks together, so that they can
+        save.
 
-        Collective. Engines on the trainer's devices sleep afterwards, until the next weight sync. Tokens and log-probs
-        pass every rank in chunks, and it keeps those of the samples that `share` names, see `BatchHeader`.
+        Collective. Engines on the trainer's devices then sleep until the next weight sync. Tokens and log-probs reach
+        every rank in chunks, and a rank keeps only those of the samples that `share` names; see `BatchHeader`.
         """
         collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
-        facts = self._agree(collected)  # raises: engines stay as they are, as the same signal may have reached them
+        facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
         if self._sleeps_after_batch:
             self.sleep()
         if not isinstance(collected, RolloutBatch):
@@ -104,12 +104,12 @@ class Rollout:
         try:
             return self._collector.next_batch(num_groups)
         except (CommandFailed, ServersFailed, TimeoutError):
-            raise  # all ranks know of the first two; behind the last one they may not hear each other
-        except Exception as end:  # of a verifier, say: what was collected is whole, and all ranks can save
+            raise  # all ranks know of the first two; after the last one, ranks may be unreachable
+        except Exception as end:  # such as a verifier's: the collected state is consistent, and all ranks can save
             return end
 
     def _agree(self, collected: RolloutBatch | Exception | None) -> dict[str, Any]:
-        """Return "should_stop" and "generation_step" of the batch on every rank. Raises CollectionEnded if there is none."""
+        """Return the batch's "should_stop" and "generation_step" on every rank. CollectionEnded without a batch."""
         facts = None
         if self._collector is not None:
             is_error = isinstance(collected, Exception)
@@ -161,22 +161,22 @@ class Rollout:
                 shapes = [getattr(samples[index], name).shape for index in having]
                 parts = numbers.cpu().split([shape.numel() for shape in shapes])
                 for index, shape, part in zip(having, shapes, parts, strict=True):
-                    if index in keepers[name]:  # a copy: a view would keep the chunk
+                    if index in keepers[name]:  # copy, because a view would keep the chunk
                         samples[index] = replace(samples[index], **{name: part.clone().view(shape)})
         return TrainBatch(samples, **facts)
 
 
 def release_freed_memory() -> None:
-    """Return what the allocator holds without need to the system: the buffers of thousands of answers lie between tokens."""
+    """Return the allocator's free memory to the system: buffers of thousands of answers lie scattered among tokens."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
 
 
-_CHUNK_BYTES = 1 << 26  # what a rank holds for a moment of the other ranks' samples
+_CHUNK_BYTES = 1 << 26  # how much of other ranks' samples a rank holds briefly
 
 
 def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
-    """Yield the indices of samples that travel together, at least one and about _CHUNK_BYTES."""
+    """Yield the indices of samples to send together: at least one, and about _CHUNK_BYTES."""
     for piece in pieces([_num_bytes(sample) for sample in samples], _CHUNK_BYTES):
         yield range(len(samples))[piece]
 
@@ -186,7 +186,7 @@ def _num_bytes(sample: TrainSample) -> int:
 
 
 class _Rank0Failed(RuntimeError):
-    """The error of a collection as the other ranks raise it."""
+    """A collection's error on rank 0, as the other ranks raise it."""
 
     is_consequence = True
 
@@ -194,11 +194,14 @@ class _Rank0Failed(RuntimeError):
 class NothingTrained(RuntimeError):
     """The data ended before the first train step."""
 
-    is_final = True  # another attempt has the same data
+    is_final = True  # another attempt would have the same data
 
 
 def nothing_trained(batch: TrainBatch, samples: Path) -> Exception:
-    """Return the error of a run whose first batch is empty; on rank 0 it says why and what to do. `samples`: file of responses."""
+    """Return the error for a run whose first batch is empty; on rank 0 it says why and what to do.
+
+    `samples`: the file of responses.
+    """
     if batch.rollout is None:
         return _Rank0Failed("no train step was made: rank 0 says why")
     statistics = batch.rollout.statistics

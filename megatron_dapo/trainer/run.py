@@ -1,4 +1,4 @@
-"""One process of a training run: builds the parts, runs the loop, exports and summarizes."""
+"""One process of a training run: builds the parts, runs the loop, exports the models and writes the summary."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def run_training(
     end_time: float | None = None,
     supervision: Supervision | None = None,
 ) -> str:
-    """Run a configuration up to the exported model. Every process of the run calls it. Returns why it ended.
+    """Run a configuration through to the exported model; return why the run ended. Every process of the run calls this.
 
-    `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run. `heartbeat`: of
-    this process. `end_time`: when the launcher ends the processes, in seconds since 1970; None where it does not say.
-    `supervision`: of servers that outlive a failure; None where nothing starts these processes again.
+    `rendezvous_host`: rank 0's node; each node finds its own address by its route there. `num_nodes`: nodes in the run.
+    `heartbeat`: this process's heartbeat. `end_time`: when the launcher ends the processes, in seconds since 1970; None
+    if unknown. `supervision`: for servers that outlive a failure; None if nothing restarts these processes.
     """
     start = time.perf_counter()
     with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision) as run:
@@ -95,17 +95,17 @@ class PreparedRun:
     progress: RunProgress
     recorder: Recorder | None
     topology: RunTopology
-    watch: Callable[[str], AbstractContextManager[None]]  # of a phase, by its name
+    watch: Callable[[str], AbstractContextManager[None]]  # watches a phase, given its name
     files: Files
     checkpoints: Checkpoints
 
     def export(self, reason: str) -> dict[str, Path]:
-        """Write what was trained as Hugging Face directories, unless a signal ended the run; return them by name.
+        """Export the trained models as Hugging Face directories unless a signal ended the run; return them by name.
 
-        The directories of an earlier run are replaced once the new ones are complete. Collective.
+        An earlier run's directories are replaced once the new ones are complete. Collective.
         """
         config = self.config
-        has_source = any(config.model.path.glob("*.safetensors"))  # exports copy the form of the source's files
+        has_source = any(config.model.path.glob("*.safetensors"))  # exports copy the format of the source's files
         if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
             return {}
         target = RunPaths(config.run.output_dir).huggingface
@@ -118,7 +118,7 @@ class PreparedRun:
         return {"huggingface": target, **critic}
 
     def export_critic(self) -> Path:
-        """Write the critic as a Hugging Face directory with its optimizer state beside it. Collective."""
+        """Export the critic as a Hugging Face directory together with its optimizer state. Collective."""
         target, critic = RunPaths(self.config.run.output_dir).critic, self.learner.local_critic
         if critic is not None:
             with replace_directory(target, critic.part.group) as directory:
@@ -130,7 +130,7 @@ class PreparedRun:
     def summarize(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
     ) -> None:
-        """Write summary.json and the end of this attempt, on rank 0."""
+        """Write summary.json and record the end of this attempt, on rank 0."""
         if self.topology.rank != 0:
             return
         config, progress, paths = self.config, self.progress, RunPaths(self.config.run.output_dir)
@@ -145,7 +145,7 @@ class PreparedRun:
             train_steps=progress.train_step,
             optimizer_steps=self.learner.counters.optimizer_steps,
             accuracy_before=accuracy.get(0),
-            # Of a run that made no step the only accuracy is the one before.
+            # A run without a train step has only the accuracy before training.
             accuracy_after=accuracy.get(progress.train_step) if progress.train_step else None,
             train_seconds=progress.train_seconds,
             total_seconds=total_seconds,
@@ -159,17 +159,17 @@ class PreparedRun:
             },
         )
         write_summary(paths.summary, summary, self.files)
-        # Before the ranks leave: a launcher may end all others as soon as the first one has gone.
+        # Recorded before any rank exits: a launcher may end all the others once the first one has exited.
         self.files.run(record_end, config.run.output_dir, reason)
         if self.recorder is not None:
-            self.recorder.last_report()  # of the whole run, its end included
+            self.recorder.last_report()  # covers the whole run, including its end
 
 
 def cluster_here(num_nodes: int, world_size: int) -> Cluster:
-    """Return the machines of a run of `num_nodes` nodes like this one."""
+    """Return the cluster of a run on `num_nodes` nodes like this one."""
     if not torch.cuda.is_available():
         return Cluster(num_nodes, gpus_per_node=0)
-    # A launcher may show a process its own GPU alone.
+    # A launcher may let a process see only its own GPU.
     num_gpus = max(torch.cuda.device_count(), -(-world_size // num_nodes))
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     nvls = "0" not in (os.environ.get("NCCL_NVLS_ENABLE"), os.environ.get("NCCL_CUMEM_ENABLE"))
@@ -190,7 +190,7 @@ def prepared_run(
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
 
-    With `stop_rule` only the critic learns (value pretraining). ValueError if the configuration is invalid.
+    With `stop_rule`, only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
     config = loaded.config
     architecture = ModelArchitecture.from_directory(config.model.path)
@@ -201,8 +201,8 @@ def prepared_run(
     if config.run.deterministic:
         use_deterministic_kernels()
     if config.rollout.engine == "sglang" and config.sglang.weight_sync_transport == "p2p":
-        take_defaults_of_sglang(os.environ)  # its ranks join this one's in communicators
-    # The default group first: topology, coordination and every other group are made from it.
+        take_defaults_of_sglang(os.environ)  # SGLang's ranks share communicators with this one
+    # Create the default group first: topology, coordination and every other group depend on it.
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
@@ -225,7 +225,7 @@ def prepared_run(
         yield run
         if copies is not None and not stop.requested:
             copies.end()
-    # Together: a rank that leaves early tears down connections that others still use.
+    # Leave together: a rank that exits early tears down connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -244,11 +244,11 @@ def _build(
 ) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=watch)
-    # Servers start first: they come up while the actor is built, or, on the trainer's GPUs, before it takes memory.
+    # Start servers first: they come up while the actor is built or, on the trainer's GPUs, before it takes memory.
     engine_builder = start_engines(config, topology, Rank0Commands(topology.coordination), stack)
     actor = build_actor(config, topology)
     engines = engine_builder.connect(actor)
-    # Only rank 0 reads data and starts verifiers: the other ranks get samples by broadcast.
+    # Only rank 0 reads data and starts verifiers; the other ranks get samples by broadcast.
     context = build_rollout_context(config, engines.engine, phases, files, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
@@ -300,19 +300,19 @@ def _build(
         ),
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
-    loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
+    loop.saved_step = saved_step  # a run that resumes at its end need not save again
     return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
 
 
 def _machine(config: Config, topology: RunTopology) -> str:
-    """Return the layout, the kind of devices and the servers' kernels of a run, in words."""
+    """Describe a run's layout, device type and server kernels."""
     devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     kernels = f"; {config.sglang.kernels}" if config.rollout.engine == "sglang" and torch.cuda.is_available() else ""
     return f"{topology.policy_layout.describe()} on {topology.size} processes, {devices}{kernels}"
 
 
 def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:
-    """Return the files of this rank, written by a process of its own where the system has what that needs."""
+    """Return this rank's files, written by a separate process if the system supports that."""
     files = FileProcess() if FileProcess.IS_POSSIBLE else Files()
     stack.callback(files.close)
     if isinstance(files, FileProcess):
@@ -321,7 +321,7 @@ def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:
 
 
 def _start_node_watch(config: Config, heartbeat: Heartbeat, stack: ExitStack) -> NodeWatch | None:
-    """Have this node sampled and, on rank 0, all nodes watched. One node alone has none to be compared with."""
+    """Sample this node and, on rank 0, watch all nodes. A single node has no peers to compare with."""
     nodes, place = config.nodes, heartbeat.place
     if not nodes.enabled or place is None or place.num_nodes < 2:
         return None
@@ -355,6 +355,6 @@ def _watch(
     config: Config, topology: RunTopology, heartbeat: Heartbeat
 ) -> Callable[[str], AbstractContextManager[None]]:
     progress, limit_s = topology.coordination.progress, config.run.wait_timeout_seconds
-    # No group takes long to connect: a wrong network interface shows there, and is not worth the patience of a long wait.
+    # Groups connect quickly, so a short limit reveals a wrong network interface without the long wait.
     connect_s = min(limit_s, config.run.hang_timeout_seconds)
     return lambda name: heartbeat.phase(name, progress, connect_s if name == CONNECT else limit_s)

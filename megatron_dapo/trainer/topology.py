@@ -1,4 +1,4 @@
-"""Placement of the models on the run's processes: which ranks hold the policy, which the critic, and their layouts.
+"""Placement of the models on the run's processes: which ranks hold policy and critic, and in which layouts.
 
 shared      critic.parallel.num_processes = 0: all ranks hold both models, which take turns
 separate    above 0: the last ranks hold only the critic, the others the policy; both update at the same time
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RunTopology:
-    """Ranks and layouts of a run's models. Without a critic, its ranks and layout are the policy's and unused."""
+    """Ranks and layouts of a run's models. Without a critic, the critic's fields equal the policy's and are unused."""
 
     size: int  # processes of the run
     rank: int  # of this process in the world
@@ -49,7 +49,7 @@ def run_topology(
     config: Config, rendezvous_host: str = LOOPBACK, supervision: Supervision | None = None
 ) -> RunTopology:
     """Return the topology of a run whose default process group exists. Collective."""
-    # Commands that only print a layout import this module: they do without torch.
+    # Commands that only print a layout import this module and must not need torch.
     from megatron_dapo.parallel.coordination import collective_timeout, coordinate
     from megatron_dapo.parallel.rank_set import all_ranks, partition_ranks
 
@@ -58,7 +58,7 @@ def run_topology(
     size = world.num_ranks
     coordination = coordinate(world.ranks, timeout_s)
     assert coordination is not None, "every process is one of the world"
-    # Shared ranks: both models on all processes, over the same connections.
+    # With shared ranks, both models are on all processes and use the same connections.
     policy = critic = replace(world, coordination=coordination)
     if config.num_critic_processes:
         policy, critic = partition_ranks(config.num_critic_processes, timeout_s, coordination.progress)

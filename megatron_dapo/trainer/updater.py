@@ -1,4 +1,4 @@
-"""Mini-batches and guarded optimizer steps: the part of training that policy and critic share.
+"""Mini-batches and guarded optimizer steps, shared by policy and critic.
 
     samples --cut--> mini-batches --loss weights from global counts--> packed micro-batches --step--> AdamW
 
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class TooManySkips(RuntimeError):
-    """Several optimizer steps in a row had a loss or gradient that was not finite."""
+    """Raised when several optimizer steps in a row had a non-finite loss or gradient."""
 
-    is_final = True  # the same steps come out of the same checkpoint
+    is_final = True  # the same checkpoint leads to the same steps
 
 
 @dataclass
@@ -79,12 +79,12 @@ class LearningRateSchedule:
     first_train_step: int = 0
 
     def step(self, optimizer_step: int, train_step: int) -> int:
-        """Return the schedule's own step."""
+        """Return the schedule's step."""
         counts_optimizer_steps = self.optimizer.warmup_unit == "optimizer_step"
         return max(0, optimizer_step if counts_optimizer_steps else train_step - self.first_train_step)
 
     def at(self, step: int) -> float:
-        """Return the rate of a schedule step; the first warm-up step already moves, with peak / warmup_steps."""
+        """Return the rate of a schedule step; the first warm-up step already has peak / warmup_steps."""
         peak, minimum, warmup = (
             self.optimizer.learning_rate,
             self.optimizer.min_learning_rate,
@@ -114,9 +114,9 @@ class Updater:
     """Packs mini-batches for one model's layout and makes its optimizer steps. Collective over the model's ranks.
 
     Args:
-        name: of the model, in log lines and errors.
+        name: the model's name in log lines and errors.
         model: this rank's part of the policy or the critic.
-        progress: marked by every optimizer step, so that the deadline of a train phase never counts its length.
+        progress: marked at every optimizer step, so that a long train phase does not exceed its deadline.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Updater:
         self._progress = progress or Progress()
 
     def packed_ids(self, samples: Sequence[TrainSample]) -> list[str]:
-        """Return the ids of those samples of one optimizer step that this rank packs."""
+        """Return the ids of the samples that this rank packs for one optimizer step."""
         model = self._model
         plan = plan_micro_batches([sample.num_tokens for sample in samples], model.layout, self._limits)
         own = plan[model.layout.coordinates(model.rank).data]
@@ -151,7 +151,7 @@ class Updater:
         data_rank = model.layout.coordinates(model.rank).data
         if not model.replays_routing:
             samples = [replace(sample, routing=None) for sample in samples]
-        # Every rank plans for all samples and packs its own: no rank has to be told its share.
+        # Every rank plans for all samples and packs its own, so shares need no communication.
         micro_batches = build_micro_batches(samples, weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))
 
@@ -172,13 +172,13 @@ class Updater:
             mini_batch.micro_batches, loss_fn, learning_rate=rate, **forward_options
         )
         self._progress.mark()
-        # After the step, which no rank applied if any rank had a gradient that is not finite.
+        # Count after the step, which no rank applied if any rank had a non-finite gradient.
         self.counters.count(result, self._name, self._max_consecutive_skips)
         return result
 
 
 def cut(samples: Sequence[TrainSample], size: int, split: str, seed: int | None) -> list[list[TrainSample]]:
-    """Cut a rollout batch into mini-batches of at most `size` groups or samples, see `split_mini_batches`."""
+    """Cut a rollout batch into mini-batches of at most `size` groups or samples; see `split_mini_batches`."""
     parts = split_mini_batches([sample.group_index for sample in samples], size, split=split, seed=seed)
     return [[samples[index] for index in part] for part in parts]
 
@@ -187,7 +187,7 @@ def loss_weights(samples: Sequence[TrainSample], aggregation: str, aggregation_l
     """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`."""
     trained = trained_tokens(samples)
     groups = torch.tensor([sample.group_index for sample in samples])
-    # Over all ranks' samples: the gradient does not depend on how they are spread over ranks and micro-batches.
+    # Taken over all ranks' samples, so that the gradient does not depend on the split into ranks and micro-batches.
     denominators = global_denominators(trained, groups)
     return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length).tolist()
 
@@ -198,6 +198,6 @@ def trained_tokens(samples: Sequence[TrainSample]) -> torch.Tensor:
 
 
 def add_sums(totals: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Add `values`, numbers or tensors, to the sums of the same names."""
+    """Add `values`, numbers or tensors, to the totals of the same names."""
     for name, value in values.items():
         totals[name] = totals.get(name, 0.0) + value

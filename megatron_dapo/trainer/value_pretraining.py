@@ -1,8 +1,8 @@
 """`megatron-dapo pretrain-value`: train the critic on the policy's returns before the policy trains (VC-PPO, VAPO).
 
-The loop of a training run with a learner that trains the critic alone: the policy generates, its responses' Monte-Carlo
-returns are the targets, and the run ends where explained variance and loss no longer improve. That the policy is
-unchanged is checked, not assumed. Checkpoints and resume are those of every run.
+This is the usual training loop with a learner that trains only the critic: the policy generates, the Monte-Carlo
+returns of its responses are the targets, and the run ends when explained variance and loss stop improving. A check
+confirms that the policy did not change. Checkpoints and resume work as in any run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_value_pretraining(
         loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision, stop_rule
     ) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
-        # A policy that moved would make the critic learn the returns of another one, unnoticed.
+        # If the policy changed, the critic would silently learn the returns of another policy.
         before = _policy_digest(run)
         reason = run.loop.run()
         _require_unchanged(before, _policy_digest(run))
@@ -73,7 +73,7 @@ def run_value_pretraining(
 
 
 def _require_weights(config: Config) -> None:
-    """Raise ValueError if the critic could not be exported: its files copy the form of those it started from."""
+    """Raise ValueError if the critic could not be exported: its files copy the format of those it started from."""
     start = critic_start(config)
     if not any(start.glob("*.safetensors")):
         raise ValueError(
@@ -88,11 +88,11 @@ def _policy_digest(run: PreparedRun) -> str:
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of this rank's parameters, names and bytes."""
+    """Return the SHA-256 over the names and bytes of this rank's parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
-        # Viewed as bytes: numpy has no bfloat16.
+        # View as bytes, because numpy has no bfloat16.
         digest.update(parameter.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

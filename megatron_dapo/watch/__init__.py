@@ -1,1 +1,1 @@
-"""The watch over a run's processes: heartbeats, what is wrong, who is the cause, and whether to start again."""
+"""Watches a run's processes: heartbeats, failures and their cause, and whether to start again."""

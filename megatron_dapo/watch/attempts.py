@@ -1,11 +1,12 @@
-"""Attempts of a run, in attempts.jsonl of its directory, and whether it is worth another one.
+"""Attempts of a run, in attempts.jsonl of its directory, and whether another one is worthwhile.
 
     {"attempt": 2, "began": 1700000000.0, "job": "17", "completed_steps": 7}
     {"attempt": 2, "alert": {"node": "node3", "metric": "cpu_throttled", ...}, "job": "17", "excluded": "node3"}
     {"attempt": 2, "ended": 1700003600.0, "reason": "stopped by a signal", "exit_code": 75}
 
-Rank 0 writes the first and the last line, the watch over the nodes the alerts between them. An attempt without a last line
-failed or was killed, and is started again as long as attempts make progress: more train steps on record than ever before.
+Rank 0 writes the first and last line of an attempt, the node watch the alerts in between. An attempt without a last
+line failed or was killed; the run is started again as long as attempts make progress: more train steps on record than
+before.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ _CLOCK_S = 2.0  # the kernel's start time of a process and the clock may differ 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of the last attempt. exit_code: 0 finished, 75 worth starting again, else a failure that would repeat."""
+    """The end of the last attempt. exit_code: 0 finished, 75 worth starting again, any other a failure that would
+    repeat."""
 
     exit_code: int
     reason: str
-    cause: str = ""  # of a failure on record, as in failure.json
+    cause: str = ""  # of a recorded failure, as in failure.json
 
     @property
     def leaves_nodes_healthy(self) -> bool:
-        """True if another attempt may start on the same nodes, next to servers that were kept there."""
+        """True if another attempt may start on the same nodes, next to servers left running there."""
         return self.exit_code == EXIT_CODE and not self.was_stopped and self.cause not in _NODE_CAUSES
 
     @property
@@ -84,7 +86,7 @@ def completed_steps(run_directory: Path) -> int:
 
 
 def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: Path) -> bool:
-    """Return True if the last attempt finished a run of this configuration and all that it wrote last is still there.
+    """Return True if the last attempt finished a run of this configuration and its final output is still there.
 
     config: every value as JSON, as in the run's config.json.
     """
@@ -99,15 +101,15 @@ def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: 
 def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) -> None:
     """Raise FileNotFoundError if the run's records say that it saved checkpoints and there is none.
 
-    The one who calls it found none and is about to start from the initial policy. Attempts that ended by themselves or by a
-    signal saved at their end, and others every `interval` train steps (0: never). A run that was killed before its first
+    The caller found none and is about to start from the initial policy. Attempts that ended by themselves or by a
+    signal saved at their end, others every `interval` train steps (0: never). A run that was killed before its first
     checkpoint starts anew.
     """
     steps, records = completed_steps(run_directory), list(_records(run_directory / ATTEMPTS))
     # Fewer steps than an attempt found when it began: it started anew, and what ended before it says nothing.
     is_same_run = steps >= max((record.get("completed_steps", 0) for record in records), default=0)
     has_ended = is_same_run and any("ended" in record for record in records)
-    # The row of a step comes before its checkpoint, which comes before the next row.
+    # A step's row is written before its checkpoint, which is written before the next row.
     if not steps or not (has_ended or 0 < interval < steps):
         return
     state = "holds no checkpoint" if checkpoint_dir.is_dir() else "is not there (not mounted?)"
@@ -120,8 +122,8 @@ def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) ->
 def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> Verdict | None:
     """Judge the last attempt that began after `since`, in seconds since 1970; None if none did.
 
-    After `max_fruitless` attempts in a row without progress it is a failure, whatever ended them. Attempts of the batch
-    job `job` count; outside one ("") those since `since`.
+    After `max_fruitless` attempts in a row without progress the run has failed, whatever ended them. Attempts of the
+    batch job `job` count; outside one ("") those since `since`.
     """
     records = list(_records(run_directory / ATTEMPTS))[::-1]
     begun = [record for record in records if "began" in record and record["job"] == job]
@@ -145,7 +147,7 @@ def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> 
 
 
 def _end(run_directory: Path, records: list[dict[str, Any]], attempt: int) -> Verdict:
-    """Return the end of an attempt by its own line, else by the failure on record, else as a kill."""
+    """Return how an attempt ended: from its last line, or the recorded failure; otherwise it counts as killed."""
     ended = [record for record in records if record.get("attempt") == attempt and "ended" in record]
     if ended:
         return Verdict(ended[-1]["exit_code"], ended[-1]["reason"])
@@ -158,11 +160,11 @@ def _end(run_directory: Path, records: list[dict[str, Any]], attempt: int) -> Ve
 def _append(run_directory: Path, record: dict[str, Any]) -> None:
     run_directory.mkdir(parents=True, exist_ok=True)
     with open(run_directory / ATTEMPTS, "a", encoding="utf-8") as stream:
-        stream.write("\n" + json.dumps(record) + "\n")  # starts a new line, in case a kill has torn the last one
+        stream.write("\n" + json.dumps(record) + "\n")  # starts on a new line, in case a kill cut the last one short
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSONL file, the newest first; one may be torn by a kill."""
+    """Yield the whole lines of a JSONL file, newest first; a kill may have cut one short."""
     for line in reversed(path.read_bytes().splitlines() if path.is_file() else ()):
         with suppress(ValueError):
             yield json.loads(line)

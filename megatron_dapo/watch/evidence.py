@@ -1,4 +1,4 @@
-"""Evidence that Linux has of a process: how it ended, whether it moves, and what the kernel holds it in.
+"""Evidence from Linux about a process: how it ended, whether it makes progress, and what blocks it in the kernel.
 
 Everything is read from /proc, /sys and the process's pidfd; nothing here can hang on a file system of the run. Values
 that a kernel does not offer, or does not show to this user, are absent rather than an error.
@@ -21,11 +21,11 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # ioctl(2) of a pid
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15 and later
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = Path("/sys/fs/cgroup")
-_OOM_S = 10.0  # between a kill and the end of a process that had much memory to give back
+_OOM_S = 10.0  # between an OOM kill and the end of a process with much memory to free
 # System calls that read, write, flush or close the file of their first argument: read, write, close, pread64, pwrite64, readv,
 # writev, fsync, fdatasync.
 _FILE_CALLS = {"x86_64": {0, 1, 3, 17, 18, 19, 20, 74, 75}, "aarch64": {63, 64, 57, 67, 68, 65, 66, 82, 83}}
-_NO_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:")  # begin the paths of descriptors that no file system of the run is asked for
+_NO_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:")  # path prefixes that are not on a file system of the run
 _KMSG_BYTES = 8192  # the longest record of the kernel's log
 
 
@@ -41,8 +41,8 @@ def read_text(path: str | Path) -> str:
 def exit_status(pidfd: int, pid: int) -> int | None:
     """Return the wait status of a process that has ended (os.WTERMSIG and so on apply), None if it is unknown.
 
-    The process is no child of the caller, and its parent may have reaped it already: the pidfd remembers on new kernels,
-    on older ones the status is readable only until then.
+    The process is not a child of the caller, and its parent may have reaped it. New kernels keep the status in the
+    pidfd; on older ones it is readable only until then.
     """
     found = bytearray(64)
     struct.pack_into("<Q", found, 0, _PIDFD_INFO_EXIT)
@@ -68,7 +68,7 @@ def signal_name(number: int) -> str:
 class Activity:
     """Counters of a process that grow while it works."""
 
-    state: str  # R, S, D (held by the kernel), T (stopped), Z, ...; "" if it is gone
+    state: str  # R, S, D (blocked in the kernel), T (stopped), Z, ...; "" if it is gone
     cpu_s: float  # on a CPU or waiting for one, all threads
     bytes_moved: int  # read and written, of files and pipes
     faults: int  # pages read from a disk
@@ -77,7 +77,7 @@ class Activity:
 def activity(pid: int) -> Activity:
     """Return the counters of a process and of its descendants in the same session.
 
-    Servers and verifiers have other sessions: one that spins must not make a hung trainer look busy.
+    Servers and verifiers run in other sessions: one that spins must not make a hung trainer look busy.
     """
     fields = _stat_fields(f"/proc/{pid}/stat")
     if not fields:
@@ -86,7 +86,7 @@ def activity(pid: int) -> Activity:
 
 
 def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
-    # utime and stime, also of children that have ended, such as compilers.
+    # utime and stime, including ended children such as compilers.
     cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
     # On a crowded machine a rank that wants to run may hardly get a CPU: waiting for one counts as work.
     delay = read_text(f"/proc/{pid}/schedstat").split()
@@ -103,7 +103,7 @@ def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
 
 
 def tcp_queues() -> dict[str, str]:
-    """Return what this machine's TCP connections hold that is not yet acknowledged or not yet read, by the socket's inode."""
+    """Return the unacknowledged and unread data of this machine's TCP connections, by the socket's inode."""
     found: dict[str, str] = {}
     for name in ("tcp", "tcp6"):
         for line in read_text(f"/proc/net/{name}").splitlines()[1:]:
@@ -114,7 +114,7 @@ def tcp_queues() -> dict[str, str]:
 
 
 def bytes_in_flight(pid: int, queues: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `tcp_queues` that are of a process."""
+    """Return the entries of `tcp_queues` that belong to a process."""
     own = set()
     for number in _listed(f"/proc/{pid}/fd") if queues else ():
         try:
@@ -125,7 +125,7 @@ def bytes_in_flight(pid: int, queues: Mapping[str, str]) -> dict[str, str]:
 
 
 def parent(pid: int) -> int | None:
-    """Return the process id of a process's parent, None if the process is gone."""
+    """Return the id of a process's parent, None if the process is gone."""
     fields = _stat_fields(f"/proc/{pid}/stat")
     return int(fields[1]) if fields else None
 
@@ -150,10 +150,10 @@ def _listed(directory: str) -> list[str]:
 
 
 def held_in_kernel(pid: int) -> list[str]:
-    """Return a line for each thread that a file system may hold: what the kernel is doing there, and with which file.
+    """Return a line for each thread that a file system may block: what it does in the kernel, and with which file.
 
-    These are the threads in uninterruptible sleep (state D), and the main thread asleep in a call on a file: file systems in
-    user space let their callers sleep interruptibly (state S).
+    These are threads in uninterruptible sleep (state D), and the main thread if it sleeps in a call on a file, as file
+    systems in user space let their callers sleep interruptibly (state S).
     """
     lines = []
     for task in _listed(f"/proc/{pid}/task"):
@@ -161,7 +161,7 @@ def held_in_kernel(pid: int) -> list[str]:
         state, call = (_stat_fields(f"{base}/stat") or [""])[0], read_text(f"{base}/syscall").split()
         file = _file_of_call(pid, call)
         if state == "D" or (state == "S" and task == str(pid) and _is_for_file(call, file)):
-            # The kernel's stack needs root; the name of the function where it sleeps does not.
+            # The kernel's stack needs root; the name of the function it sleeps in does not.
             stack = re.findall(r"\] (\w+)", read_text(f"{base}/stack"))
             doing = " < ".join(stack[:6]) or read_text(f"{base}/wchan") or f"sleep in state {state}"
             lines.append(f"thread {task}: {doing}{f', with {file}' if file else ''}")
@@ -177,7 +177,7 @@ def _is_for_file(call: list[str], file: str) -> bool:
 def _file_of_call(pid: int, call: list[str]) -> str:
     """Return the path of the file that a system call is about, "" unless its first argument is a file's descriptor.
 
-    call: number and arguments. A path as argument lies in the process's memory, where looking for it might hang as well.
+    call: number and arguments. A path argument is in the process's memory, and reading that might hang as well.
     """
     try:
         path = os.readlink(f"/proc/{pid}/fd/{int(call[1], 16)}")
@@ -187,15 +187,15 @@ def _file_of_call(pid: int, call: list[str]) -> str:
 
 
 class OutOfMemory:
-    """Kills for lack of memory that the kernel counts for the cgroup of a process.
+    """OOM kills, as the kernel counts them for the cgroup of a process.
 
-    The counter is that of the victims' cgroup, whichever limit was met. Without one the machine's own counter stands in.
+    The counter is that of the victim's cgroup, whichever limit was hit. Without one, the machine's counter is used.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._counter = _oom_counter(pid)
-        self._seen = [(0.0, self._count())]  # when, and the count then, the oldest first
+        self._seen = [(0.0, self._count())]  # (time, count), oldest first
         self._log = _open_kernel_log()
 
     def look(self, now: float) -> None:
@@ -204,7 +204,7 @@ class OutOfMemory:
         self._seen.append((now, self._count()))
 
     def kill(self) -> str:
-        """Return a sentence about a kill within the last seconds, which is taken for that of the process; else ""."""
+        """Return a sentence about a kill within the last seconds, assumed to be that of the process; "" if none."""
         lines = [line for line in self._log_lines() if f"Killed process {self._pid} " in line]
         if (count := self._count()) > self._seen[0][1]:
             scope = (
@@ -241,7 +241,7 @@ def _open_kernel_log() -> int:
 
 
 def _oom_counter(pid: int) -> Path:
-    """Return the file with the counter `oom_kill` of a process's cgroup, version 1 or 2, else the machine's."""
+    """Return the file with the counter `oom_kill` of a process's cgroup, version 1 or 2, or the machine's."""
     for line in read_text(f"/proc/{pid}/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -251,7 +251,7 @@ def _oom_counter(pid: int) -> Path:
         else:
             continue
         directory = root / path.lstrip("/")
-        # Inside a container the path may be one of the host: then the mount's own root is what there is.
+        # In a container the path may be the host's: then use the root of the mount.
         for each in [directory, *directory.parents]:
             if each.is_relative_to(root) and (each / name).is_file():
                 return each / name
@@ -268,18 +268,19 @@ def _limit(counter: Path) -> str:
 
 
 def interfaces_up() -> set[str]:
-    """Return this machine's network interfaces that are up and have a carrier, loopback apart."""
+    """Return this machine's network interfaces that are up and have a carrier, except loopback."""
     names = _listed("/sys/class/net")
     return {name for name in names if name != "lo" and read_text(f"/sys/class/net/{name}/carrier").strip() == "1"}
 
 
 def neighbors(node: str) -> list[str]:
-    """Return IPv4 addresses of machines on the local network that leads to the address `node`, as the kernel knows them."""
+    """Return IPv4 addresses of machines on the local network that leads to the address `node`, from the kernel's
+    table."""
     try:
         target = int.from_bytes(socket.inet_aton(node), sys.byteorder)
     except OSError:  # IPv6
         return []
-    if node.startswith("127."):  # it leads nowhere, and this table has no route for it but the default
+    if node.startswith("127."):  # loopback: this table has only the default route for it
         return []
     routes = []
     for line in read_text("/proc/net/route").splitlines()[1:]:

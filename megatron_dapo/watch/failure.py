@@ -1,8 +1,8 @@
 """The cause of a failed run: one record for each thing that went wrong, the culprit first, in failure.json.
 
-Once one rank fails, the others fail because of it: their connections break, their collectives time out. Such records are
-consequences and come after the cause, whatever was noticed first. `in_order` decides; docs/failures.md describes the file.
-This module needs only the standard library, as the watcher uses it too.
+Once one rank fails, the others fail because of it: connections break, collectives time out. Their records are
+consequences and come after the cause, whichever was noticed first. `in_order` decides; docs/failures.md describes the
+file. This module needs only the standard library, as the watcher uses it too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
 # server may not.
 _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-_MAX_ENTRIES = 64  # of failure.json: a thousand ranks that lost a connection say nothing more
+_MAX_ENTRIES = 64  # in failure.json: records of a thousand lost connections add nothing
 _ATTEMPT = "attempt"  # file with the number of the last start
 _RESERVE = ".failure_reserve"  # removed to make room for the record if the disk is full
 _RESERVE_BYTES = 1 << 18
@@ -48,7 +48,7 @@ _ADVICE = {
     "exception": "see the traceback in failure.json",
     "connection lost": "see the log and the kernel log of the rank at the other end",
 }
-# Evidence of the kernel outranks what ranks report of themselves: a broken connection is noticed before the death that caused it.
+# Kernel evidence outranks reports of the ranks: a broken connection is noticed before the death that caused it.
 _HARD = frozenset({"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system hung"})
 _BROKEN_CONNECTION = re.compile(
     r"gloo/|ncclRemoteError|ncclSystemError|remote process exited|c10d|TCPStore|Connection (reset|closed) by peer|Broken pipe"
@@ -64,13 +64,13 @@ class Failure:
     cause: str  # "signal", "out of memory", ...: the keys of _ADVICE
     message: str  # one line: what happened, without node and rank
     node: str = ""  # host name
-    phase: str = ""  # of the rank at that moment
+    phase: str = ""  # of the rank at the time
     detail: str = ""  # traceback, kernel lines or the stack
     is_consequence: bool = False  # of an earlier failure
-    time: float = field(default_factory=time.time)  # seconds since 1970, of the node that decides
+    time: float = field(default_factory=time.time)  # seconds since 1970, on the deciding node's clock
     attempt: int = 1  # start of the run in its output directory, from 1
     node_rank: int = 0
-    exit_code: int = EXIT_CODE  # of the run that ends by it: 75 if starting again may help, else 1
+    exit_code: int = EXIT_CODE  # of the run that it ends: 75 if starting again may help, else 1
 
     @property
     def advice(self) -> str:
@@ -79,7 +79,7 @@ class Failure:
 
     @property
     def where(self) -> str:
-        """Return node, rank and phase as one reads them, e.g. "rank 3 (node1), phase train_actor"."""
+        """Return node, rank and phase in readable form, e.g. "rank 3 (node1), phase train_actor"."""
         place = f"rank {self.rank} ({self.node})" if self.rank >= 0 else self.node
         return f"{place}, phase {self.phase}" if self.phase else place
 
@@ -100,7 +100,7 @@ def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "")
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 75 for an error that another attempt may not meet, 1 for one that would repeat (or has `is_final`)."""
+    """Return 75 for an error that another attempt may avoid, 1 for one that would repeat (or has `is_final`)."""
     if getattr(error, "is_consequence", False):
         return EXIT_CODE
     is_final = getattr(error, "is_final", False) or isinstance(error, (*_REPEATING, *_REPEATING_FILES))
@@ -119,7 +119,7 @@ def _chain(error: BaseException | None) -> Sequence[BaseException]:
 def in_order(failures: Sequence[Failure]) -> list[Failure]:
     """Return failures with the culprit first and all others marked as consequences.
 
-    Evidence of the kernel comes before what a rank says of itself, that before a broken connection; then time decides.
+    Kernel evidence comes before reports of a rank, and those before broken connections; then time decides.
     """
 
     def order(failure: Failure) -> tuple[int, float, int]:
@@ -155,10 +155,10 @@ def to_document(failures: Sequence[Failure], writer: str) -> dict[str, Any]:
 
 
 def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str) -> bool:
-    """Write failure.json unless it is there; then failure_<writer>.json. Return True if it is failure.json.
+    """Write failure.json, or failure_<writer>.json if it exists. Return True for failure.json.
 
-    Two halves of a cut network may both write. Readers never see half a record. If the disk is full, the space that
-    `reserve_space` has taken is used.
+    Both halves of a partitioned network may write. Readers never see a partial record. If the disk is full, the write
+    uses the space that `reserve_space` has taken.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
     own = run_directory / f"failure_{writer}.json"
@@ -181,9 +181,9 @@ def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str
 
 
 def reserve_space(run_directory: Path) -> None:
-    """Take the space of a record, so that the record of a full disk can be written. Raises OSError."""
+    """Reserve space for a record, so that a full disk can be recorded. Raises OSError."""
     run_directory.mkdir(parents=True, exist_ok=True)
-    # No zeros: a file system that compresses would reserve nothing.
+    # Not zeros: a compressing file system would reserve nothing.
     (run_directory / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
 
 
@@ -200,7 +200,7 @@ def begin_attempt(run_directory: Path, started: float) -> int:
     """Count a start of the run, forget the failures of earlier ones, and return its number.
 
     Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record written
-    since then is one of this attempt and stays.
+    since then belongs to this attempt and stays.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
     clear_failures(run_directory, before=started)

@@ -2,13 +2,13 @@
 
     rank                                                watcher of the node (watch.watcher)
     connect                 --- process id, 2 files -->  reads the page, waits on the pidfd
-    phase, progress         --- page (shared memory) ->  what the rank does, exact at the moment of a SIGKILL
-    fail(error)             --- record --------------->  the verdict comes before anything of this rank is printed
-    SIGUSR1: Python stacks  --- file in memory ------->  also while native code holds the interpreter
+    phase, progress         --- page (shared memory) ->  what the rank does, up to date even at a SIGKILL
+    fail(error)             --- record --------------->  the verdict comes before any output of this rank
+    SIGUSR1: Python stacks  --- file in memory ------->  even while native code holds the GIL
     exit, with code         <-- verdict ---------------
 
-The rank's only extra thread samples, once in half a second, what the main thread waits for: its own frames tell, so that no
-collective and no wait has to be instrumented. Without a watcher (on other systems than Linux, in unit tests) the same
+The rank's only extra thread samples twice a second what the main thread waits for. It reads the thread's frames, so no
+collective or wait needs instrumentation. Without a watcher (on systems other than Linux, in unit tests) the same
 object reports to stderr and failure.json.
 """
 
@@ -49,13 +49,13 @@ _CONNECT_S = 20.0  # the watcher starts in 0.2 s; the machine may be busy
 _VERDICT_S = 15.0  # a failing rank ends after this long even if its watcher does not answer
 _WRITE_S = 5.0
 _LAST_S = 0.3  # from the verdict to the exit, for what the main thread has to print
-_MAX_GROUPS = 48  # of which sequence numbers are reported
+_MAX_GROUPS = 48  # groups whose sequence numbers are reported
 _DETAIL_CHARS = 12_000
 
-# Waits of the main thread by the innermost frame whose module, or package, is listed. (Not its file: an environment in
-# /opt/torch, or in a checkout named megatron_dapo, has such a word in the path of every library.) COLLECTIVE: for other
-# ranks. BOUNDED: for something outside this process, under a deadline that names it. Silence in any other place is a hang of
-# this rank.
+# Waits of the main thread by the innermost frame whose module, or package, is listed. (Not its file: in an
+# environment in /opt/torch, or in a checkout named megatron_dapo, every library's path contains such a name.)
+# COLLECTIVE: for other ranks. BOUNDED: for something outside this process, with a deadline that names it. Silence
+# anywhere else is a hang of this rank.
 WAITS = (
     ("megatron_dapo.engines.sglang", BOUNDED, "an answer of an SGLang server"),
     ("megatron_dapo.rewards", BOUNDED, "verifiers"),
@@ -95,7 +95,7 @@ class Heartbeat:
         self.attempt = 1
         self.run_directory: Path | None = None
         self._phases: list[str] = ["start"]
-        self._raised_in = ""  # phase that an error has left
+        self._raised_in = ""  # phase in which an error was raised
         self._deadline_s = float("inf")
         self._progress: Progress | None = None
         self._socket: socket.socket | None = None
@@ -107,27 +107,27 @@ class Heartbeat:
         self._is_closed = threading.Event()
         self._exit_code, self._culprit = EXIT_CODE, -1
         self._has_warned = self._has_reported = False
-        self.file_process: FileProcess | None = None  # shown to the watcher, which looks at it when this rank is silent
+        self.file_process: FileProcess | None = None  # the watcher looks at it when this rank is silent
         self.place: Place | None = None
-        self.is_on_gpu = False  # its collectives run on a GPU: waiting for them looks like work
+        self.is_on_gpu = False  # collectives run on a GPU, where waiting for them looks like work
         self.train_step: Callable[[], int] = lambda: -1  # shown to the node's sampler
-        self._seconds: dict[str, tuple[float, float]] = {}  # by phase: of the clock, and of work
+        self._seconds: dict[str, tuple[float, float]] = {}  # by phase: wall time, and work
         self._clocks, self._turn_lock = _clocks(), threading.Lock()
         self._page_file = -1
-        self._sampler = ""  # its address, until it has this rank's page
+        self._sampler = ""  # address of the sampler, until it has this rank's page
         self._node = socket.gethostname()
 
     @property
     def phase_name(self) -> str:
-        """The innermost open phase, or the one that the error under way came from."""
+        """The innermost open phase, or the one that raised the current error."""
         return self._raised_in or self._phases[-1]
 
     @contextmanager
     def phase(self, name: str, progress: Progress | None = None, deadline_s: float = float("inf")) -> Iterator[None]:
-        """Report `name` as what this rank does, and fail after `deadline_s` without progress.
+        """Report `name` as this rank's phase, and fail after `deadline_s` without progress.
 
-        Entering it counts as progress, and so does `progress.mark()`; at half time a warning names the phase. A phase
-        inside another one has the inner one's name.
+        Entering it counts as progress, and so does `progress.mark()`; at half time a warning names the phase. In a
+        nested phase, the inner name is reported.
         """
         before = self._progress, self._deadline_s
         self._progress, self._deadline_s = progress or before[0], deadline_s
@@ -151,11 +151,11 @@ class Heartbeat:
             self._write_page()
 
     def show_to_sampler(self, address: str) -> None:
-        """Hand this rank's page to the sampler of its node at that abstract socket, once it is there."""
+        """Hand this rank's page to the sampler of its node at that abstract socket, once it listens."""
         self._sampler = address
 
     def _turn(self) -> None:
-        """Add the time since the last call to the phase that it was."""
+        """Add the time since the last call to the current phase."""
         with self._turn_lock:
             before, self._clocks = self._clocks, _clocks()
             elapsed, worked = self._seconds.get(self._phases[-1], (0.0, 0.0))
@@ -168,9 +168,10 @@ class Heartbeat:
         """Tell the watcher where records go, who may read them (by this process's umask), its limits, and, on rank 0, the
         number of this start."""
         self.run_directory, self.attempt = run_directory, attempt or self.attempt
-        umask = os.umask(0o077)  # there is no way to read it
+        umask = os.umask(0o077)  # the umask can only be read by setting it
         os.umask(umask)
-        # Its device while it still answers: the watcher looks whether that disk writes, and never at the directory itself.
+        # Look up the device while the directory still answers: the watcher checks whether that disk writes, not the
+        # directory.
         device = run_directory.stat().st_dev if run_directory.exists() else 0
         place = {"directory": str(run_directory.absolute()), "device": device}
         self._send({"kind": "run", **place, "attempt": attempt, "umask": umask, "limits": asdict(limits or WatchLimits())})
@@ -178,9 +179,9 @@ class Heartbeat:
     # The watcher
 
     def connect(self, place: Place) -> None:
-        """Start the node's watcher on its first rank, connect to it, and beat from now on.
+        """Start the node's watcher on its first rank, connect to it, and start sending heartbeats.
 
-        Raises RuntimeError if the watcher does not come up. Only Linux has what it needs; other systems get no watcher.
+        Raises RuntimeError if the watcher does not start. It needs Linux; other systems get no watcher.
         """
         if not sys.platform.startswith("linux"):
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -197,7 +198,7 @@ class Heartbeat:
         hello = {"kind": "hello", "rank": place.rank, "pid": os.getpid(), "node": self._node}
         socket.send_fds(self._socket, [json.dumps(hello).encode()], [page, stacks])
         self._page_file = page
-        # A death by SIGSEGV leaves its stack there as well. The descriptor stays open for the life of the process.
+        # A SIGSEGV leaves its stack there as well. The descriptor stays open for the life of the process.
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         self._write_page()
@@ -211,21 +212,21 @@ class Heartbeat:
             self._send({"kind": "bye", "is_complete": is_complete})
 
     def disconnect(self) -> None:
-        """Leave the watcher, which forgets this process; `close` comes first."""
+        """Disconnect from the watcher, which forgets this process. Call `close` first."""
         if self._socket is not None:
             self._socket.close()
 
     def fail(self, error: BaseException) -> int:
         """Report an error that ends this rank, wait for the verdict on the run, and return this rank's exit code.
 
-        Nothing of this rank is printed before the watcher has printed the culprit.
+        This rank prints nothing before the watcher has printed the culprit.
         """
         failure = failure_of(self.rank, error, self.phase_name, self._node)
         # A launcher that ends its other workers must not cut this one's report short.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self._report(failure) or not self._verdict.wait(_VERDICT_S):
             self._report_without_watcher(failure)
-        elif self._culprit != self.rank:  # the culprit's line is printed, and its traceback is in failure.json
+        elif self._culprit != self.rank:  # the culprit's line is printed already, and its traceback is in failure.json
             say(f"rank {self.rank} ({self._node}): as a consequence: {failure.message}\n")
         return self._exit_code if self._verdict.is_set() else failure.exit_code
 
@@ -237,7 +238,7 @@ class Heartbeat:
     def _report_without_watcher(self, failure: Failure) -> None:
         """Print and write a failure if there is no watcher or it does not answer."""
         failure = replace(failure, attempt=self.attempt)
-        # stderr before files, which may hang.
+        # stderr first, as files may hang.
         say(f"{failure.detail}\n{first_line(failure)}\n")
         directory = self.run_directory
         if directory is not None:
@@ -269,7 +270,7 @@ class Heartbeat:
                 self._obey(json.loads(message))
 
     def _receive(self) -> bytes | None:
-        """Return the next message, b"" if the watcher has ended, None if none came for a moment."""
+        """Return the next message, b"" if the watcher has ended, None if none came for a while."""
         if self._socket is None:
             time.sleep(_SAMPLE_S)
             return None
@@ -286,7 +287,7 @@ class Heartbeat:
         elif order["kind"] == "verdict":
             self._exit_code, self._culprit = int(order["exit_code"]), int(order["culprit"])
             self._verdict.set()
-            # The main thread may be in `fail`, which prints and exits; else it hangs or works for nothing.
+            # The main thread may be in `fail`, which prints and exits; otherwise it hangs or its work is futile.
             time.sleep(_LAST_S)
             os._exit(self._exit_code)
 
@@ -307,7 +308,7 @@ class Heartbeat:
         if idle_s > deadline_s:
             self._expire(Failure(self.rank, "deadline", message, self._node, self.phase_name, stacks()))
         elif idle_s < deadline_s / 2:
-            self._has_warned = False  # there was progress: the next silence is warned of again
+            self._has_warned = False  # after progress, warn again at the next silence
         elif not self._has_warned:
             self._has_warned = True
             logger.warning("rank %d, phase %s: %s", self.rank, self.phase_name, message)
@@ -333,7 +334,7 @@ class Heartbeat:
         if len(text) > STATUS_BYTES - 4:
             text = json.dumps({**page, "groups": {}}).encode()
         with self._page_lock:
-            # In one piece: the reader takes what it cannot parse for a page that is being written.
+            # In one write: the reader treats a page it cannot parse as one being written.
             self._page[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
 
 
@@ -346,13 +347,13 @@ def watched_alone(phase: str) -> Iterator[None]:
         with heartbeat.phase(phase):
             yield
     finally:
-        # Errors are the command's own to print. Without the connection the watcher ends.
+        # The command prints its errors itself. Without the connection the watcher exits.
         heartbeat.close(is_complete=True)
         heartbeat.disconnect()
 
 
 def _start_watcher(place: Place, address: str) -> None:
-    # By its file and without site-packages: it starts in 0.1 s and does not depend on what the environment installs.
+    # Run by file path without site-packages: it starts in 0.1 s and does not depend on installed packages.
     root = Path(__file__).resolve().parents[2]
     subprocess.Popen(
         [
@@ -366,7 +367,7 @@ def _start_watcher(place: Place, address: str) -> None:
         env={**os.environ, "PYTHONPATH": str(root)},
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
-        start_new_session=True,  # a launcher that kills its workers' groups must not kill the witness
+        start_new_session=True,  # a launcher that kills its workers' process groups must not kill the watcher
     )
 
 
@@ -402,14 +403,14 @@ def _handed_over(address: str, rank: int, page: int) -> bool:
 def _clocks() -> tuple[float, float]:
     """Return the time, and how long the main thread has been on a CPU or waiting for one, in seconds.
 
-    On a crowded or throttled node a rank waits for a CPU in the phases in which ranks of other nodes wait for it.
+    On a crowded or throttled node, a rank waits for a CPU in phases in which ranks of other nodes wait for it.
     """
     work = read_text("/proc/self/schedstat").split()[:2]
     return time.monotonic(), sum(map(int, work)) / 1e9
 
 
 def waiting_for(frame: FrameType | None) -> tuple[str, str]:
-    """Return the kind of wait that a thread's innermost known frame tells ("" if none), and where the thread is."""
+    """Return the kind of wait of a thread's innermost listed frame ("" if none), and where the thread is."""
     innermost = ""
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -426,13 +427,13 @@ def waiting_for(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _sequence_numbers() -> dict[str, Any]:
-    """Return how many collectives this rank has entered, by process group and in all; nothing before torch is there.
+    """Return how many collectives this rank has entered, by process group and in total; nothing before torch is loaded.
 
     NCCL counts like gloo when the host enters a collective, before the communicator exists and without asking the device
     (ProcessGroupNCCL::collective increments seqCollective_). Neither counts messages between two ranks.
     """
     # Read from torch's own counters, never imported here: the rank may not have started torch.distributed.
-    # The main thread may be importing it at this moment: then it has no groups yet.
+    # The main thread may be importing it right now; then it has no groups yet.
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     if world is None:
         return {}
@@ -447,7 +448,7 @@ def _sequence_numbers() -> dict[str, Any]:
 
 
 def _name_of(group: Any) -> str:
-    """Return a name that all members of a process group share, with what it is for if its maker said so."""
+    """Return a name that all members of a process group share, with its description if it was created with one."""
     purpose = getattr(group, "group_desc", "undefined")
     return group.group_name if purpose in ("", "undefined") else f"{group.group_name} ({purpose})"
 
@@ -460,7 +461,7 @@ def flight_record(num_entries: int = 20) -> str:
         dump = getattr(module, name, None)
         try:
             entries = json.loads(dump())["entries"] if dump else []
-        except Exception as error:  # any: this is the last look at a run that is lost
+        except Exception as error:  # any error: this is a last look at a run that has failed
             entries = [{"profiling_name": f"{name}: {error}"}]
         for entry in entries[-num_entries:]:
             lines.append(

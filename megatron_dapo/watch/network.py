@@ -1,7 +1,8 @@
-"""The network as the watcher of a node sees it: messages to and from the other watchers, and whether this node's own link is lost.
+"""The network as the watcher of a node sees it: messages to and from the other watchers, and whether this node's link
+is lost.
 
-A node that hears nothing of another cannot tell which of them has lost its link, unless its own interface has no carrier.
-It then probes third machines: if none of them answers that did before, its own link is lost.
+A node that hears nothing from another cannot tell which of them lost its link, unless its interface has no carrier. It
+then probes third machines: if none that answered before answers now, the node's own link is lost.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Any
 from megatron_dapo.watch.evidence import interfaces_up, neighbors
 
 _DATAGRAM = 60_000
-_PORT = 33434  # of UDP, without a listener: traceroute's first
+_PORT = 33434  # UDP port without a listener: the first one of traceroute
 _NUM_ASKED = 4
-_SILENT_S = 3.5  # of another node, until third machines are asked
-_ASK_S = 1.0  # between two questions then
+_SILENT_S = 3.5  # silence of another node before third machines are probed
+_ASK_S = 1.0  # between two probes then
 _FIRST_ASK_S = 5.0  # between two until as many have answered once
 _MAX_CONNECTIONS = 64  # at once
-_CALL_S = 5.0  # for a connection, a message and its answer
+_CALL_S = 5.0  # timeout for a connection, a message and its answer
 
 
 class Datagrams:
     """Messages between the watchers of a run. With one node there is no socket.
 
-    Datagrams are the first that a busy link drops. A watcher that has missed answers for long therefore sends its message
-    over a connection as well (`call`), to the port that the other's messages name.
+    A busy link drops datagrams first. A watcher that has missed answers for long therefore also sends its message over
+    a connection (`call`), to the port given in the other watcher's messages.
     """
 
     def __init__(self, node_rank: int, num_nodes: int, leader: tuple[str, int], run_id: str) -> None:
@@ -46,7 +47,8 @@ class Datagrams:
             self.socket = socket.socket(family, kind, protocol)
             self.socket.setblocking(False)
             own = address if node_rank == 0 else (_local_host(family, address), 0)
-            # A host name that means loopback on its own node (Debian's 127.0.1.1) has another address for the other nodes.
+            # A host name that resolves to loopback on its node (Debian's 127.0.1.1) has a different address for other
+            # nodes.
             is_reachable = leader[0] == address[0] or not str(address[0]).startswith("127.")
             self._bind(own if is_reachable else ("", address[1]))
             self.addresses[0] = address
@@ -61,9 +63,9 @@ class Datagrams:
                 return self.socket.bind(address)
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL and address[0]:
-                    address = ("", *address[1:])  # the leader has an address that is none of its node's interfaces
+                    address = ("", *address[1:])  # the leader's address is not one of its node's interfaces
                     continue
-                # The watcher of the attempt before this one may hold the port for some seconds.
+                # The previous attempt's watcher may hold the port for some seconds.
                 if time.monotonic() > end:
                     raise RuntimeError(
                         f"watcher: cannot listen on {address[0]} UDP port {address[1]}: {error}"
@@ -75,7 +77,7 @@ class Datagrams:
         return str(self.addresses[node][0]) if node in self.addresses else ""
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
-        """Send a datagram to a node, and the same over connections of its watcher that wait for an answer."""
+        """Send a datagram to a node, and also as the answer on connections that its watcher has open."""
         if self.socket is not None and node in self.addresses:
             text = self._text(message)
             with suppress(OSError):  # unreachable: the peer notices the missing messages
@@ -99,7 +101,7 @@ class Datagrams:
         return (text if len(text) <= _DATAGRAM else json.dumps({**whole, "details": []})).encode()
 
     def receive(self, now: float) -> list[dict[str, Any]]:
-        """Return what has arrived from watchers of this run; their addresses are learned."""
+        """Return the messages that have arrived from watchers of this run, and learn their addresses."""
         found: list[dict[str, Any]] = []
         while self.socket is not None:
             try:
@@ -107,7 +109,7 @@ class Datagrams:
             except BlockingIOError:
                 break
             except OSError:
-                continue  # an answer of ICMP to something sent before
+                continue  # an ICMP error for an earlier datagram
             if (message := self._parsed(text)) is not None:
                 self.addresses[message["from"]] = address
                 found.append(message)
@@ -137,9 +139,9 @@ class Datagrams:
 
 
 class Connection:
-    """One message to a watcher and its answer, each a line, without ever waiting.
+    """One message to a watcher and its answer, one line each, without blocking.
 
-    called: the node that is called, None for a connection that another watcher has opened.
+    called: the node that is called, None for a connection that another watcher opened.
     """
 
     def __init__(self, connected: socket.socket, now: float, message: bytes = b"", called: int | None = None) -> None:
@@ -147,11 +149,11 @@ class Connection:
         self._socket, self._unsent, self._received = connected, message + b"\n" * bool(message), b""
         self._ends_at = now + _CALL_S
         self.called = called
-        self.caller: int | None = None  # the node that has opened it, once its message is here
+        self.caller: int | None = None  # the node that opened it, once its message has arrived
         self.is_over = False
 
     def read(self, now: float) -> bytes:
-        """Return the line of the other side once it is complete; b"" before and if it does not come."""
+        """Return the other side's line once it is complete; b"" before that and if none comes."""
         line = b""
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent) :] if self._unsent else b""
@@ -169,7 +171,7 @@ class Connection:
         return line
 
     def answer(self, node: int, text: bytes) -> None:
-        """Send the answer if this connection is that of a node's watcher."""
+        """Send the answer if this connection belongs to that node's watcher."""
         if self.caller == node and not self.is_over:
             with suppress(OSError):
                 self._socket.send(text + b"\n")
@@ -181,7 +183,7 @@ _FIELDS = {"view": dict, "failures": list, "details": list}
 
 
 def _is_whole(message: Mapping[str, Any]) -> bool:
-    """Return True if a datagram of this run has all that a watcher sends."""
+    """Return True if a datagram of this run has all fields that a watcher sends."""
     if message["kind"] == "answer":
         return isinstance(message.get("verdict", []), list)
     return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
@@ -209,8 +211,9 @@ def _resolved(leader: tuple[str, int]) -> tuple[Any, ...]:
 class OwnLink:
     """The link of this node: lost if an interface has no carrier, or if no machine answers any more.
 
-    A question is a datagram to a port without a listener. The kernel of the machine there says so by ICMP, which arrives
-    as ECONNREFUSED on a connected socket; it needs no privilege. The machines are on the local network of the run's nodes.
+    A probe is a datagram to a port without a listener. The other machine's kernel replies by ICMP, which arrives as
+    ECONNREFUSED on a connected socket; this needs no privileges. The machines are on the local network of the run's
+    nodes.
     """
 
     def __init__(self) -> None:
@@ -220,9 +223,9 @@ class OwnLink:
         self._asked_at = 0.0
 
     def look(self, now: float, node: str, silent_s: float) -> None:
-        """Read answers, and ask again if that is due.
+        """Read answers, and probe again if it is time.
 
-        node: address of another node of the run; silent_s: for how long the node that is silent longest has been so.
+        node: address of another node of the run; silent_s: silence of the node that has been silent longest.
         """
         self._read(now)
         is_silent = silent_s > _SILENT_S
@@ -247,7 +250,7 @@ class OwnLink:
                 pass  # no answer yet, or no route
 
     def _choose(self, node: str) -> None:
-        """Replace the machines that have not answered by others."""
+        """Replace machines that have not answered with others."""
         others = [address for address in neighbors(node) if address not in self._asked]
         for address in [each for each in self._asked if each not in self._answered_at] if others else ():
             self._asked.pop(address).close()
@@ -258,9 +261,9 @@ class OwnLink:
             self._asked[address] = asked
 
     def fault(self, heard_at: float, silent: str) -> str:
-        """Return why this node's own link is thought lost, "" if it is not.
+        """Return why this node's link is considered lost, "" if it is not.
 
-        heard_at: when the machine at the address `silent` was heard last; what it answers proves nothing.
+        heard_at: when the machine at the address `silent` was last heard; its answers to probes prove nothing.
         """
         if down := sorted(self._up_at_start - interfaces_up()):
             return f"interface {', '.join(down)} has no carrier"

@@ -1,7 +1,8 @@
 """SIGTERM and Ctrl-C: collecting stops, the state is saved if there is time, and the process exits with code 75.
 
-A thread notes the signals, so the request is known, to other ranks too, while the main thread is inside native code.
-Signals shortly after the first repeat it (a launcher signals a process group and its members); a later one means "now".
+A thread notes the signals, so this rank and the others know of the request even while the main thread is in native
+code. Signals shortly after the first repeat it (a launcher signals a process group and its members); a later one means
+"now".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ONE_REQUEST_S = 5.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEY = "stop"
-_LOOK_INTERVAL_S = 1.0  # between two looks at the store
+_LOOK_INTERVAL_S = 1.0  # between two checks of the store
 
 
 class Stopped(Exception):
@@ -41,12 +42,12 @@ class Store(Protocol):
 class StopRequest:
     """While entered, the first SIGINT or SIGTERM sets `requested`; one more than 5 s later ends the process at once.
 
-    Poll `requested` where the run can stop, and agree on it with the other ranks: a signal need not reach all of them.
-    Enter it in the main thread.
+    Poll `requested` where the run can stop, and agree on it with the other ranks, as a signal may not reach all of
+    them. Enter it in the main thread.
 
     Args:
         end_time: when the process is killed at the latest, in seconds since 1970; None: unknown, or never.
-        notice_s: seconds from the first signal to the kill, instead; 0: as `end_time` says.
+        notice_s: seconds from the first signal to the kill, used instead of `end_time`; 0: use `end_time`.
     """
 
     def __init__(self, end_time: float | None = None, notice_s: float = 0.0) -> None:
@@ -61,7 +62,7 @@ class StopRequest:
         self._signals, self._wakeup = socket.socketpair()
 
     def share(self, store: Store) -> None:
-        """Tell the other ranks of a signal through `store`, and look there for theirs."""
+        """Share signals with the other ranks through `store`."""
         self._store = store
 
     @property
@@ -83,7 +84,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._wakeup.setblocking(False)
-        # The interpreter's own handler, which runs in any thread, writes the number before Python's handler is due.
+        # The interpreter's C handler, which runs in any thread, writes the number before Python's handler runs.
         self._previous = {number: signal.signal(number, _ignore) for number in _SIGNALS}
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
@@ -113,11 +114,11 @@ class StopRequest:
             if self._store is not None:
                 self._store.set(_KEY, self.signal_name)
         elif time.monotonic() - self._first > ONE_REQUEST_S:
-            # Also while the main thread hangs in native code.
+            # Works even while the main thread hangs in native code.
             os._exit(EXIT_CODE)
 
     def _look(self) -> bool:
-        """Return True if another rank has been told to stop; the store is asked once a second at most."""
+        """Return True if another rank has been told to stop; the store is queried at most once a second."""
         now = time.monotonic()
         if self._store is None or now - self._looked < _LOOK_INTERVAL_S:
             return False

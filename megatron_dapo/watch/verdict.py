@@ -1,4 +1,4 @@
-"""Judges a run from what its watchers have seen. Pure functions: no clock, no socket, no process.
+"""Judges a run from its watchers' observations. Pure functions: no clock, no socket, no process.
 
     rank_failure    one rank, by the watcher of its node: stopped, held by a file system, silent outside any wait
     hang            all ranks, by the leader: silent in collectives, or on GPUs without a new collective
@@ -26,7 +26,7 @@ COLLECTIVE, BOUNDED = "collective", "bounded"  # kinds of waits, see `heartbeat.
 CONNECT = "connect"
 DEVICE_PHASES = frozenset({CONNECT, "values", "logprobs", "advantages", "train", "train_critic", "offload"})
 _STARTING = ("start", "build")
-_FRESH_S = 4.0  # without contact to a node, after which what it said last may no longer hold
+_FRESH_S = 4.0  # without contact to a node, after which its last message may be outdated
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class WatchLimits:
     start_s: float = 600.0  # until every rank has reported for the first time
     settle_s: float = 1.5  # between the first record and the decision: the cause may be noticed after its consequence
     cause_s: float = 12.0  # the same while all records are consequences
-    doubt_s: float = 2.5  # more for a lost node, which may say in the run directory that its link is lost
+    doubt_s: float = 2.5  # added for a lost node, which may record in the run directory that its link is lost
 
     @property
     def unheard_s(self) -> float:
         """Seconds without an answer after which the leader knows that a node's link loses one direction."""
-        return self.node_s - 2.0  # before that node turns to the next leader
+        return self.node_s - 2.0  # just before that node turns to the next leader
 
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank does, as the watcher of its node sees it."""
+    """State of one rank, as the watcher of its node sees it."""
 
     rank: int
     node: str = ""
@@ -66,13 +66,13 @@ class RankView:
     groups: Mapping[str, int] = field(default_factory=dict)  # collectives entered, by process group
     sequence: int = 0  # collectives entered, all groups
     stopped_s: float = 0.0  # in state T
-    held: tuple[str, ...] = ()  # what the kernel holds its threads in
+    held: tuple[str, ...] = ()  # kernel calls that its threads are blocked in
     file_operation: str = ""  # under way in its file process
-    is_sampled: bool = True  # its main thread has been looked at
+    is_sampled: bool = True  # its main thread has been sampled
 
     @property
     def counts_idleness(self) -> bool:
-        """True if sleep is a sign of a hang: elsewhere a rank may wait for its GPU in ways that look like anything."""
+        """True if sleeping indicates a hang; in device phases a wait for the GPU can look like anything."""
         return not (self.is_on_gpu and self.phase in DEVICE_PHASES)
 
     def failure(self, cause: str, message: str, detail: str = "") -> Failure:
@@ -82,28 +82,28 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """What one node does, as the leader knows it."""
+    """State of one node, as the leader knows it."""
 
     node_rank: int
     name: str = ""
     ranks: tuple[int, ...] = ()
-    is_gone: bool = False  # its ranks ended in good order
+    is_gone: bool = False  # its ranks exited cleanly
     silent_s: float = 0.0  # since the last datagram or connection of its watcher
-    unanswered_s: float = 0.0  # since that watcher last had an answer, as far as is known
-    idle_s: float = 0.0  # since any of its ranks moved
+    unanswered_s: float = 0.0  # since that watcher last got an answer, as far as known
+    idle_s: float = 0.0  # since any of its ranks made progress
     is_bounded: bool = False  # one of its ranks is in a wait with a deadline
-    views: tuple[RankView, ...] = ()  # of its living ranks; empty while they move
+    views: tuple[RankView, ...] = ()  # of its living ranks; empty while they make progress
 
     @property
     def is_in_contact(self) -> bool:
-        """True if its watcher and the leader hear each other: what it said last still holds."""
+        """True if its watcher and the leader hear each other, so that its last message still holds."""
         return self.is_gone or max(self.silent_s, self.unanswered_s) < _FRESH_S
 
 
 def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwritten_s: float = 0.0) -> Failure | None:
     """Return what is wrong with one rank.
 
-    directory: of the run; unwritten_s: for how long a probe file has not been written there while its disk wrote nothing.
+    directory: of the run; unwritten_s: how long a probe file there has stayed unwritten while its disk wrote nothing.
     """
     if view.stopped_s:
         message = f"stopped (state T) for {view.stopped_s:.0f} s"
@@ -113,7 +113,7 @@ def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwri
         message = f"file system hung: {directory} does not answer for {unwritten_s:.0f} s; it holds {held_by[0]}"
         return view.failure("file system hung", message, "\n".join(held_by))
     limit = limits.start_silent_s if view.phase in _STARTING else limits.silent_s
-    # A file system in user space lets its callers sleep interruptibly: a write that is slow looks like any sleep.
+    # A file system in user space lets its callers sleep interruptibly, so a slow write looks like any sleep.
     is_waiting = bool(view.wait or held_by) or not view.is_sampled
     if view.idle_s > limit and not is_waiting and view.counts_idleness:
         return view.failure("hang", f"silent for {view.idle_s:.0f} s in {view.doing}")
@@ -123,7 +123,7 @@ def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwri
 def hang(nodes: Sequence[NodeView], world_size: int, limits: WatchLimits, since_gone_s: float = 1e9) -> Failure | None:
     """Return the culprit if all ranks of the run wait for each other.
 
-    since_gone_s: since a node ended in good order; ranks that waited for it need time to end as well.
+    since_gone_s: since a node exited cleanly; ranks that waited for it need time to exit as well.
     """
     views = [view for node in nodes for view in node.views]
     living = [node for node in nodes if not node.is_gone]
@@ -151,19 +151,19 @@ def _stalled(views: Sequence[RankView], limits: WatchLimits) -> Failure | None:
             f"{view.groups[group]} of group {group}, the ranks that wait for it {most}; in {view.doing}"
         )
         return view.failure("hang", message)
-    # Equal numbers may be a kernel that runs long; a rank that sleeps outside any wait runs none.
+    # Equal numbers may mean a long-running kernel, but a rank that sleeps outside any wait runs none.
     asleep = [view for view in views if not view.wait and view.idle_s > limits.silent_s]
     return _silent_outside(asleep) if asleep and len(asleep) < len(views) else None
 
 
 def _latest(views: Sequence[RankView]) -> tuple[RankView, str] | None:
-    """Return the rank that most others wait for by the collectives that they have entered, and a group in which they do."""
-    waiting: Counter[int] = Counter()  # ranks that wait for a rank, over all groups
+    """Return the rank that most others wait for, judged by the collectives entered, and a group in which they wait."""
+    waiting: Counter[int] = Counter()  # number of ranks that wait for each rank, over all groups
     group_of: dict[int, str] = {}
     for group in sorted({name for view in views for name in view.groups}):
         entered = {view.rank: view.groups[group] for view in views if group in view.groups}
         fewest = min(entered.values())
-        # In a circle of waits every rank is late somewhere.
+        # In a cycle of waits every rank is late in some group.
         if num_waiting := sum(count > fewest for count in entered.values()):
             for rank in (rank for rank, count in entered.items() if count == fewest):
                 waiting[rank] += num_waiting
@@ -175,7 +175,7 @@ def _latest(views: Sequence[RankView]) -> tuple[RankView, str] | None:
 
 
 def hang_of(views: Sequence[RankView]) -> Failure:
-    """Return which of the ranks that no longer move holds up the others, and why it is thought so."""
+    """Return which of the ranks without progress holds up the others, and the evidence."""
     if outside := [view for view in views if not view.wait and view.counts_idleness]:
         return _silent_outside(outside)
     if latest := _latest(views):
@@ -208,7 +208,7 @@ def without_contact(nodes: Sequence[NodeView], limits: WatchLimits) -> Iterator[
 def node_failure(here: NodeView, node: NodeView, silent_s: float, how: str, fault: str, phase: str) -> Failure | None:
     """Return the record of a node without contact, or of this node if its own link has a fault.
 
-    fault: of this node's link, "" if none is known. None if the node is heard: only a fault here explains that.
+    fault: fault of this node's link, "" if none is known. None if the node is heard: only a fault here explains that.
     """
     if fault:
         message = f"link lost: {node.name} {how} for {silent_s:.0f} s, {fault}"
@@ -239,7 +239,7 @@ def decision(
 ) -> list[Failure] | None:
     """Return the failures with the culprit first, None while more may be noticed.
 
-    records: what was noticed, and when, by the clock of `now`.
+    records: the failures noticed, and when, on the clock of `now`.
     """
     if not records:
         return None
@@ -256,6 +256,6 @@ def decision(
         return None
     views = [view for node in nodes for view in node.views]
     if views and all(failure.is_consequence or failure.cause == "deadline" for failure in failures):
-        # Their numbers of collectives tell more than which of them lost its patience first.
+        # Their numbers of collectives say more than which of them timed out first.
         failures.append(replace(hang_of(views), time=min(failure.time for failure in failures) - 1e-3))
     return in_order([replace(failure, attempt=attempt) for failure in failures])

@@ -1,4 +1,4 @@
-"""One rank as the watcher of its node knows it: its process, its page of shared memory, its connection, its stacks."""
+"""One rank from the side of its node's watcher: its process, its page of shared memory, its connection, its stacks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_dapo.files.durable import FILE_PROCESS
 from megatron_dapo.watch.evidence import OutOfMemory, activity, bytes_in_flight, held_in_kernel
 from megatron_dapo.watch.verdict import RankView
 
-STATUS_BYTES = 1 << 14  # of shared memory, in which a rank says what it does
+STATUS_BYTES = 1 << 14  # of shared memory, in which a rank reports what it does
 MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
 LOOK_CLOSER_S = 4.0  # of silence
-PROBE_AFTER_S = 3.0  # of silence, from which on it matters what the kernel holds it in
+PROBE_AFTER_S = 3.0  # of silence, after which the watcher checks whether the kernel blocks it
 WORKING_SHARE = 0.1  # of a core: less is polling
-_WORKING_BYTES = 1 << 15  # between two looks: less is the traffic of event loops
+_WORKING_BYTES = 1 << 15  # between two checks: less is traffic of event loops
 _WORKING_FAULTS = 8
 _STALE_S = 4.0  # without a sample of its main thread
 
@@ -53,7 +53,7 @@ class WatchedRank:
         try:
             self._page = json.loads(self._memory[4 : 4 + length])
         except ValueError:
-            pass  # it is being written: the last one stands
+            pass  # being written: the last one still holds
         return self._page
 
     def view(self, now: float, node_rank: int = 0) -> RankView:
@@ -61,7 +61,7 @@ class WatchedRank:
         page, idle_s = self.page, now - self.moved_at
         wait, doing = str(page.get("wait", "")), str(page.get("doing", ""))
         if page.get("beats") and now - self._beat_at > _STALE_S:
-            wait, doing = "", "native code that holds the interpreter"  # no thread of it could look
+            wait, doing = "", "native code that holds the interpreter"  # no thread of the rank could sample
         is_silent = idle_s > PROBE_AFTER_S and not self.stopped_since
         return RankView(
             self.rank,
@@ -82,7 +82,7 @@ class WatchedRank:
         )
 
     def look(self, now: float, queues: Mapping[str, str] | None) -> None:
-        """Note whether it has moved since the last look, and whether it is stopped.
+        """Note whether it has made progress since the last look, and whether it is stopped.
 
         queues: of the machine's TCP connections, None if they were not read.
         """
@@ -102,17 +102,17 @@ class WatchedRank:
         if page.get("beats", 0) != self._beats:
             self._beats, self._beat_at = page.get("beats", 0), now
         self._seen, self._seen_at, self._mark = seen, now, mark
-        # "t" is a debugger's stop, which is on purpose.
+        # "t" is a stop by a debugger, which is intentional.
         self.stopped_since = 0.0 if seen.state != "T" else self.stopped_since or now
 
     def _queues_move(self, queues: Mapping[str, str], now: float) -> bool:
-        # A slow link moves few bytes, but what its connections hold changes; in a deadlock they are empty.
+        # A slow link moves few bytes, but the queues of its connections change; in a deadlock they are empty.
         is_silent = now - self.moved_at > LOOK_CLOSER_S
         before, self._in_flight = self._in_flight, bytes_in_flight(self.pid, queues) if is_silent else None
         return None not in (before, self._in_flight) and before != self._in_flight
 
     def shift(self, seconds: float) -> None:
-        """Forget time in which the watcher itself did not run."""
+        """Discount time in which the watcher itself did not run."""
         self.moved_at += seconds
         self._marked_at += seconds
         self._seen_at += seconds
@@ -121,12 +121,12 @@ class WatchedRank:
 
     @property
     def file_operation(self) -> str:
-        """Its file process and the operation under way there, "" if there is none."""
+        """Its file process and the current operation there, "" if there is none."""
         pid, doing = self.page.get("file_process") or (0, "")
         return f"{FILE_PROCESS} {pid}, at {doing}" if doing else ""
 
     def held_file_process(self) -> list[str]:
-        """Return a line for each thread of its file process that the kernel holds: at which operation, where, with which file."""
+        """Return a line for each thread of its file process blocked in the kernel: operation, place and file."""
         pid, operation = (self.page.get("file_process") or [0])[0], self.file_operation
         return [f"{operation}: {line}" for line in held_in_kernel(pid)] if operation else []
 

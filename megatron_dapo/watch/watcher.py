@@ -1,16 +1,17 @@
 """The watcher of a node: a small process that sees its ranks end, stop or hang, and agrees with the other nodes on the culprit.
 
-Its first rank starts it (`Heartbeat.connect`); it outlives any of them and ends after the last. It imports only the standard
-library, and its own writes to the run directory happen in a child that may hang.
+Its first rank starts it (`Heartbeat.connect`); it outlives any of them and ends after the last. It imports only the
+standard library. It writes to the run directory in child processes, which may hang.
 
-    ranks of the node      pidfd: exit and signal at once; /proc: stopped, held in the kernel, working or idle; page: phase,
-                           kind of wait, sequence numbers of collectives
-    other nodes            one UDP datagram a second to the leader, the watcher of node 0, and its answer back; over a connection
-                           too while answers stay away. If the leader is silent, the lowest node that answers decides instead
+    ranks of the node      pidfd: exit and signal at once; /proc: stopped, blocked in the kernel, working or idle;
+                           page: phase, kind of wait, sequence numbers of collectives
+    other nodes            one UDP datagram a second to the leader, the watcher of node 0, and its answer; also over a
+                           connection while answers are missing. If the leader is silent, the lowest node that answers
+                           decides instead
     verdict                `watch.verdict` judges what was seen (pure); the leader prints the first line and tells every node:
                            stacks of all ranks, then their exit, then files
 
-This module sees and acts: sockets, processes, files and the clock. It never waits.
+This module observes and acts: sockets, processes, files and the clock. It never blocks.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from megatron_dapo.watch.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, Watch
 
 TICK_S = 0.5
 BEAT_S = 1.0
-_LOST_RECORD_S = 1.0  # to look for the record of a lost node
+_LOST_RECORD_S = 1.0  # for reading the record of a lost node
 STACKS_S = 1.0  # for ranks to write their stacks
-WRITE_S = 2.5  # for the record to be on disk before ranks end, and their launchers look for it
+WRITE_S = 2.5  # for the record to reach the disk before ranks end and their launchers look for it
 KILL_S = 5.5  # from the verdict to SIGKILL
 END_S = 9.0  # from the verdict to the end of the watcher, whatever hangs
-_QUEUES_S = 2.0  # between two looks at the machine's TCP connections, which may be many
+_QUEUES_S = 2.0  # between two reads of the machine's TCP connections, which may be many
 _PATIENCE_S = 120.0  # for the first rank to connect
 _DETAIL = 6_000
 
@@ -78,20 +79,20 @@ class Watcher:
         self._attempt = 1
         self._started = self._last_tick = time.monotonic()
         self._beat_at = self._queues_at = 0.0
-        self._failures: list[tuple[float, Failure]] = []  # when it was noticed here, and what
-        # Process that writes a probe file, since when the disk writes nothing, sectors then
+        self._failures: list[tuple[float, Failure]] = []  # (time noticed here, failure)
+        # Process that writes a probe file, start of the time without disk writes, sectors at that time
         self._probe: tuple[int, float, int | None] | None = None
-        self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are on the way
+        self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are still to come
         # Of the leader
         self._heard: dict[int, float] = {}
         self._nodes: dict[int, NodeView] = {}  # by number, as of their last messages
-        self._lost_records: dict[int, tuple[int, float]] = {}  # by lost node: process that looks for its record, since when
+        self._lost_records: dict[int, tuple[int, float]] = {}  # by lost node: process that reads its record, start
         self._lost_links: set[int] = set()  # nodes that have recorded the loss of their link
-        self._gone: set[int] = set()  # nodes that ended in good order
-        self._gone_at = self._started  # the last of them
+        self._gone: set[int] = set()  # nodes that exited cleanly
+        self._gone_at = self._started  # time of the last of them
         # Of the others
         self._leader = 0
-        self._answered_at = self._started + self._limits.start_s - self._limits.node_s  # it may start later
+        self._answered_at = self._started + self._limits.start_s - self._limits.node_s  # the leader may start later
         self._next_leaders: dict[int, tuple[Any, ...]] = {}
         self._leader_is_done = False
         # The end
@@ -114,7 +115,7 @@ class Watcher:
             ready = select.select(waiting, [], [], TICK_S)[0]
             now = time.monotonic()
             lag = now - self._last_tick - 2 * TICK_S
-            if lag > 2.0:  # stopped or starved itself: what it did not see does not count
+            if lag > 2.0:  # the watcher itself was stopped or starved: the time does not count
                 for rank in living:
                     rank.shift(lag)
                 self._heard = {node: at + lag for node, at in self._heard.items()}
@@ -138,7 +139,7 @@ class Watcher:
             return False
         others = set(range(self._network.num_nodes)) - self._gone - {self._node_rank}
         ended_at = max(rank.moved_at for rank in self._ranks.values())
-        # Beats continue for a moment, so that every node knows that this one ended in good order.
+        # Heartbeats continue for a moment, so that every node learns that this one exited cleanly.
         return now - ended_at > (15.0 if self._is_leader and others else 0.0 if not others else 3.0)
 
     # Ranks of this node
@@ -181,7 +182,7 @@ class Watcher:
         if not text:
             rank.connection.close()
             rank.connection = None
-            rank.is_over = rank.is_complete  # otherwise its pidfd says the rest
+            rank.is_over = rank.is_complete  # otherwise its pidfd shows how it ended
             return
         message = json.loads(text)
         if message["kind"] == "run":
@@ -202,7 +203,7 @@ class Watcher:
 
     def _ended(self, rank: WatchedRank, now: float) -> None:
         while rank.connection is not None and select.select([rank.connection], [], [], 0)[0]:
-            self._read(rank, now)  # what it said before it ended
+            self._read(rank, now)  # its last messages before it ended
         rank.is_over, rank.moved_at = True, now
         if rank.is_complete or rank.is_reported or self._verdict is not None:
             return
@@ -230,7 +231,7 @@ class Watcher:
         known = {(each.rank, each.cause, each.node_rank) for _, each in self._failures}
         if (failure.rank, failure.cause, failure.node_rank) not in known:
             self._failures.append((now, failure))
-            self._beat_at = 0.0  # told at the next tick
+            self._beat_at = 0.0  # sent at the next tick
 
     def _tick(self, now: float) -> None:
         living = [rank for rank in self._ranks.values() if not rank.is_over]
@@ -264,7 +265,7 @@ class Watcher:
                 self._probe_files(now)
             failure = rank_failure(view, self._limits, str(self._directory), self._unwritten_s(now))
             if failure is not None and failure.cause == "hang":
-                rank.signal(signal.SIGUSR1)  # its stacks are there at the next tick
+                rank.signal(signal.SIGUSR1)  # its stacks arrive by the next tick
                 self._hangs[rank.rank] = failure
             elif failure is not None:
                 self._note(failure, now)
@@ -277,7 +278,7 @@ class Watcher:
         self._probe = (_in_child(lambda: _touch(directory / name)), now, self._sectors())
 
     def _unwritten_s(self, now: float) -> float:
-        """Return for how many seconds the probe file has not been written while its disk wrote nothing; 0 without one."""
+        """Return the seconds for which the probe file stayed unwritten while its disk wrote nothing; 0 without one."""
         if self._probe is None:
             return 0.0
         process, since, written = self._probe
@@ -296,10 +297,10 @@ class Watcher:
     # Other nodes
 
     def _here(self, now: float) -> NodeView:
-        """Return what the ranks of this node do."""
+        """Return the state of this node's ranks."""
         living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
         views = [rank.view(now, self._node_rank) for rank in living]
-        # The end of a rank counts as a move: ranks that waited for it have had no time to continue.
+        # The end of a rank counts as progress: ranks that waited for it have had no time to continue.
         idle_s = min((now - rank.moved_at for rank in self._ranks.values()), default=1e9)
         stalled_s = min((view.stalled_s for view in views), default=0.0)
         is_still = idle_s > self._limits.silent_s / 2 or stalled_s > self._limits.stalled_s / 2
@@ -351,7 +352,7 @@ class Watcher:
             self._link.look(now, self._network.host(others[0]), silent_s)
 
     def _seen(self, now: float) -> list[NodeView]:
-        """Return the nodes that this one hears, as of now: all of them for the leader, the leader for the others."""
+        """Return the nodes that this one hears, as of now: all of them if it leads, otherwise the leader."""
         if self._is_leader:
             return [replace(self._nodes[node], silent_s=now - at) for node, at in self._heard.items()]
         name = f"node {self._leader}" if self._leader else "the node of rank 0"
@@ -359,7 +360,7 @@ class Watcher:
         return [replace(leader, silent_s=now - self._answered_at)]
 
     def _lose_leader(self, now: float) -> None:
-        """Turn to the next node that may answer, in the end to oneself."""
+        """Turn to the next node that may answer, finally to this one."""
         lost = self._leader
         [leader] = self._seen(now)
         failure = self._node_failure(leader, leader.silent_s, "is silent", now)
@@ -396,7 +397,7 @@ class Watcher:
                 known = {(each.rank, each.cause, each.node_rank) for _, each in self._failures}
                 if (failure.rank, failure.cause, failure.node_rank) not in known:
                     self._failures.append((now - age, failure))
-            # Two nodes that would lead next: enough for two losses at once.
+            # The two nodes that would lead next: enough for two simultaneous losses.
             following = {
                 str(each): self._network.addresses[each] for each in sorted(self._network.addresses) if each > 0
             }
@@ -438,7 +439,7 @@ class Watcher:
             self._decide([self._with_reported_cause(failure) for failure in failures], now, is_writer=True)
 
     def _lost_nodes_are_read(self, failures: Sequence[Failure], now: float) -> bool:
-        """Look whether lost nodes have left a cause in the run directory; True once that is known, or takes too long."""
+        """Check whether lost nodes have left a cause in the run directory; True once that is known or takes long."""
         for node in {failure.node_rank for failure in failures if failure.cause == "node lost"} - self._lost_records.keys():
             if (directory := self._directory) is not None:
                 self._lost_records[node] = _in_child(partial(_require_link_lost, directory, node)), now
@@ -450,7 +451,7 @@ class Watcher:
         return all(not process or now - since > _LOST_RECORD_S for process, since in self._lost_records.values())
 
     def _with_reported_cause(self, failure: Failure) -> Failure:
-        """Return the record of a lost node with the cause that the node itself has left in the run directory, if any."""
+        """Return the record of a lost node with the cause that the node itself left in the run directory, if any."""
         if failure.cause != "node lost" or failure.node_rank not in self._lost_links:
             return failure
         return replace(failure, cause="link lost", message=f"link lost: that node reports it; {failure.message}")
@@ -459,7 +460,7 @@ class Watcher:
 
     def _decide(self, failures: list[Failure], now: float, is_writer: bool) -> None:
         self._verdict, self._verdict_at, self._is_writer = failures, now, is_writer
-        # Under srun all nodes share one log; by hand each has its own.
+        # Under srun all nodes share one log; started by hand, each node has one.
         if is_writer or "SLURM_JOB_ID" not in os.environ:
             _say(first_line(failures[0]) + "\n")
         for node in list(self._network.addresses) if is_writer else ():
@@ -471,11 +472,11 @@ class Watcher:
             rank.send({"kind": "dump"})
 
     def _finish(self, now: float) -> None:
-        """Carry out the verdict, in stages by the time since then."""
+        """Carry out the verdict in stages, by the time since it was made."""
         assert self._verdict is not None
         since, first = now - self._verdict_at, self._verdict[0]
         living = [rank for rank in self._ranks.values() if not rank.is_over]
-        # Ranks that wait for the verdict have said where they failed.
+        # Ranks that wait for the verdict have already reported where they failed.
         silent = [rank for rank in living if not rank.is_reported]
         if self._stage == 0 and (since > STACKS_S or not silent):
             self._stage, stacks = 1, self._stacks()
@@ -504,7 +505,7 @@ class Watcher:
                 _say(
                     f"rank {rank.rank} ({self._name}), process {rank.pid}, does not end: the kernel holds it: {held}\n"
                 )
-                # torchrun waits for its workers without end; Slurm gives such a process up by itself (UnkillableStepTimeout).
+                # torchrun waits for its workers forever; Slurm gives up on such a process (UnkillableStepTimeout).
                 agent = parent(rank.pid)
                 if "TORCHELASTIC_RUN_ID" in os.environ and agent is not None and agent > 1:
                     os.kill(agent, signal.SIGKILL)
@@ -513,7 +514,7 @@ class Watcher:
                     f"{self._directory}: the record could not be written: the file system holds process {self._writer[0]}\n"
                 )
             for process in [each[0] for each in (self._writer, self._probe) if each is not None]:
-                os.kill(process, signal.SIGKILL)  # effective unless the kernel holds it
+                os.kill(process, signal.SIGKILL)  # works unless the kernel blocks it
 
     def _stacks(self) -> str:
         """Return the stacks of this node's ranks; equal stacks are written once."""
@@ -537,7 +538,7 @@ class Watcher:
 
 
 def _require_link_lost(directory: Path, node: int) -> None:
-    """OSError unless a node's watcher has written that its link is lost."""
+    """Raise OSError unless a node's watcher has written that its link is lost."""
     for name in ("failure.json", f"failure_node_{node}.json"):
         document = json.loads((directory / name).read_text(encoding="utf-8"))
         if document["writer"] == f"node_{node}" and document["entries"][0]["cause"] == "link lost":
@@ -553,9 +554,10 @@ def _touch(path: Path) -> None:
 def _in_child(action: Callable[[], object], keep: int = 0) -> int:
     """Run an action on files in a child, which may hang; return its process id. Its exit code is the errno of a failure.
 
-    keep: descriptors below this stay open. A child that the kernel holds must not hold ports, connections or the log too.
+    keep: descriptors below this stay open. A child blocked in the kernel must not keep ports, connections or the log
+    open.
     """
-    # A fork without exec: the interpreter itself may lie on the file system that hangs. There are no threads.
+    # Fork without exec, as the interpreter itself may be on the hanging file system. There are no threads.
     process = os.fork()
     if process:
         return process
@@ -578,13 +580,13 @@ def _exit_code_of(process: int) -> int | None:
 
 
 def _say(text: str) -> None:
-    # Standard error may be a file on the file system that hangs.
+    # Standard error may be a file on the hanging file system.
     _in_child(lambda: os.write(2, text.encode()), keep=3)
 
 
 def main() -> None:
     """Run the watcher that the command line describes."""
-    # A launcher that ends its job sends these to every process; the watcher has still to say why.
+    # A launcher that ends its job sends these to every process, but the watcher still has to report why.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     gc.freeze()

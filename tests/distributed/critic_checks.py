@@ -74,7 +74,7 @@ def class_of(name: str, head: str) -> Any:
 
 
 def write_critic(directory: str | Path, name: str) -> None:
-    """Write the directory `directory`/`name` of a critic, and beside it its fp64 reference."""
+    """Write the directory `directory`/`name` of a critic, and its fp64 reference next to it."""
     path = Path(directory) / name
     model_of(name, VALUE_HEAD, num_labels=1).save_pretrained(path)
     model = class_of(name, VALUE_HEAD).from_pretrained(path, **EAGER).double().eval()
@@ -93,7 +93,7 @@ def _whole(kind: str, model: Any, of: Any) -> dict[str, torch.Tensor]:
 
 
 def _loss_and_values(model: Any, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss of `loss_fn` one sequence at a time, and each micro-batch's values where the next token is real."""
+    """Return the loss of `loss_fn`, one sequence at a time, and each micro-batch's values at real next tokens."""
     batch, total, everything = ragged_batch(seed), torch.zeros((), dtype=torch.float64), []
     for index, parts in enumerate(batch.micro_batches):
         packed = make_micro_batch(parts, SINGLE, batch.num_targets, seed=100 + index)
@@ -332,7 +332,7 @@ def _guard_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]
 
 
 def beside(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train actor and critic on different layouts in alternate steps, and each alone; compare."""
+    """Train actor and critic on different layouts in alternate steps and separately, and compare."""
     want = CriticReference.read(arguments["references"], "qwen2")
     layouts = ParallelLayout(world_size=2, **arguments["actor"]), ParallelLayout(world_size=2, **arguments["critic"])
     settings = ActorSettings(), settings_of({})

@@ -1,6 +1,6 @@
 """A stand-in for a GPU: Transformer Engine's own Python on a CPU, its compiled functions computed by torch.
 
-    pytest tests/gpu/test_layers.py --stand-in       where Transformer Engine is installed and there is no GPU
+    pytest tests/gpu/test_layers.py --stand-in       with Transformer Engine installed and no GPU
 
 `torch.cuda` answers for a Hopper device, tensors that name it are made on the CPU, NCCL is gloo, and the functions of
 `transformer_engine_torch` that a training step calls compute in fp32 what their CUDA kernels are for. Every module,
@@ -515,7 +515,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """AdamW (mode 1). Lists: gradients, parameters, moments, and main params where parameters have them."""
+    """AdamW (mode 1). Lists: gradients, parameters, moments, and main params if parameters have them."""
     assert mode == 1
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):
         wide = master[0] if master else parameter

@@ -112,7 +112,7 @@ def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(references, 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
 def test_packing_and_padding_leave_a_sequence_as_it_is(references, name) -> None:
-    """A sequence packed among others, alone, and followed by padding to a multiple of 128."""
+    """A sequence packed among others, by itself, and followed by padding to a multiple of 128."""
     from actor_checks import TEMPERATURE, Reference, make_micro_batch, sequences
 
     from megatron_dapo.megatron.actor import ActorSettings
@@ -248,7 +248,7 @@ def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name, family) -> Non
 
 
 def test_log_prob_passes_in_fp8_leave_no_state_behind(recipe) -> None:
-    """Delayed scaling takes its scales from training alone, regardless of passes without gradients."""
+    """Delayed scaling takes its scales only from training, regardless of passes without gradients."""
     from actor_checks import TEMPERATURE, ragged_batch
 
     want, layout, settings = wide_settings(recipe("fp8_delayed"))
@@ -393,7 +393,7 @@ def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fuse
 
 
 def test_the_shipped_step_benchmark_runs_small(request) -> None:
-    """The program of benchmarks/gpu/step.py on the device, in a process of its own."""
+    """The program of benchmarks/gpu/step.py on the device, in a separate process."""
     if request.config.getoption("--stand-in", default=False):
         pytest.skip("a process of its own has no stand-in")
     import json

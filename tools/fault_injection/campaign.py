@@ -26,7 +26,7 @@ READY_S = 300.0  # from a submission or the end of an attempt until the next one
 PHASE_S = 120.0  # for a phase to come
 VERDICT_S = 60.0
 SLURM_S = 120.0
-HOLD_S = 20.0  # of a fault that the run must survive, where it can be taken out
+HOLD_S = 20.0  # seconds that a fault which the run must survive stays in, if it can be removed
 _TYPICAL_S = {"generate": 1.0, "score": 0.7, "train": 0.4, "weight_sync": 0.05, "checkpoint": 0.05, "evaluate": 2.0}
 NUM_REPLAYS = 2  # of the last steps; of each the checkpoint before it is kept, and one may be newer
 _WRITING = frozenset({"record", "checkpoint"})
@@ -38,7 +38,7 @@ Append = Callable[[dict[str, Any]], None]
 
 
 class RunIsStuck(RuntimeError):
-    """The run did not come to where the next fault could be injected."""
+    """Raised if the run did not reach the point at which the next fault could be injected."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Campaign:
             self._compare_replays(run.directory / "layout.toml", kept, step)
 
     def _compare_replays(self, layout: Path, kept: Path, step: int) -> None:
-        """Compare the metrics of the last steps with those of the trainer alone on the recorded batches."""
+        """Compare the metrics of the last steps with those of only the trainer on the recorded batches."""
         for each in range(max(1, step - NUM_REPLAYS + 1), step + 1):
             difference = outcome.replay_difference(layout, kept, each, self.environment)
             self.append(
@@ -172,7 +172,7 @@ class Campaign:
         return run.output
 
     def soak(self, seconds: float) -> None:
-        """Run without faults beside a process that keeps a core busy; count the failures that are declared."""
+        """Run without faults next to a process that keeps a core busy; count the failures that are declared."""
         self._num_runs += 1
         shutil.rmtree(self.disk / "out", ignore_errors=True)
         name = f"soak{self._num_runs}"
@@ -321,7 +321,7 @@ class Shot:
         # A file system is missed only once it is written to.
         effect = 0.0 if self.fault.scope == "shared" else began
         end = time.monotonic() + VERDICT_S
-        # A line of the second node is lost with srun's connections, where the first node is; its record is not.
+        # srun's connections end at the first node: a line of the second node is lost with them, its record is not.
         while not (lines := self.run.first_lines()[lines_before:]) and time.monotonic() < end:
             if outcome.read_verdict(self.run, began, 0.0):
                 break
@@ -338,7 +338,7 @@ class Shot:
             return {"named": False, "line": "", "detect_seconds": None, "state": self.run.job().state}
         line = line or f"failure.json: {entry['message']}"
         told = {key: entry[key] for key in ("node", "rank", "cause") if key in entry}
-        if not told:  # the record could not be written where the file system hangs: the line alone tells
+        if not told:  # a hanging file system prevents the record, so only the log line reports it
             causes = [cause for cause in self.fault.causes if outcome.is_cause_printed(cause, line)]
             told = dict(zip(("node", "rank", "cause"), (*outcome.place_of(line), *(causes or [""])), strict=False))
         return {

@@ -18,7 +18,7 @@ PHASES = {
 
 # What a run must do.
 CRASH = "crash"  # name the culprit, end with exit code 75 and continue in another attempt; noticed at once
-SILENCE = "silence"  # the same; noticed by a deadline alone
+SILENCE = "silence"  # the same; noticed only by a deadline
 SURVIVED = "survived"  # continue in the same attempt, without declaring a failure
 STOP = "stop"  # save, end in order
 SLURM = "slurm"  # only Slurm can see it: continue in another attempt

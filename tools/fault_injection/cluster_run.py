@@ -54,7 +54,7 @@ group_size = 4
 max_response_tokens = 96
 {rollout}
 """
-# Tables behind [rollout]: one SGLang server on every node.
+# Tables after [rollout]: one SGLang server on every node.
 SERVERS = """
 [mismatch]
 step0_max_mean_abs = 1e-4 # float32 on both sides
@@ -115,14 +115,14 @@ class RankProcess:
         return True
 
     def phase(self) -> str:
-        """Return the phase, `score` where a rank that generates waits for verifiers."""
+        """Return the phase, `score` if a generating rank waits for verifiers."""
         page = self.page()
         name = str(page.get("phase", ""))
         return "score" if name == "generate" and str(page.get("doing", "")).startswith("verifiers") else name
 
 
 class ClusterRun:
-    """One run, over all its jobs and attempts. Its directory is on `disk`, its log beside it in `directory`."""
+    """One run, over all its jobs and attempts. Its directory is on `disk`, its log in `directory`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Forwards the frames of one cable of the virtual cluster, with delay and loss where its standard input says so.
+"""Forwards the frames of one cable of the virtual cluster, with delay and loss as its standard input says.
 
 The cable leaves the switch and the forwarder stands between both until its standard input is closed. Kernels without netem
 have no other delay.

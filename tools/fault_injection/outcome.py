@@ -138,12 +138,12 @@ def read_verdict(run: ClusterRun, since: float, timeout_s: float) -> Mapping[str
     return json.loads(path.read_text(encoding="utf-8"))["entries"][0]
 
 
-# Words of the printed line by cause, where they are not the cause's own name.
+# Words of the printed line by cause, if they differ from the cause's name.
 _WORDS = {"signal": ("killed by signal", "exited without reporting an error")}
 
 
 def is_cause_printed(cause: str, line: str) -> bool:
-    """Return True if a printed first line gives the cause, in its message: the advice behind it names others."""
+    """Return True if a printed first line gives the cause, in its message: the advice after it names others."""
     message = line.partition("; to do:")[0]
     return any(word in message for word in _WORDS.get(cause, (cause,)))
 

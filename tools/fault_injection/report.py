@@ -41,7 +41,7 @@ def counts(records: Sequence[dict[str, Any]]) -> dict[Cell, int]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `--json`; None where nothing was measured."""
+    """Return the figures of `--json`; None if nothing was measured."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         kinds.setdefault(record["kind"], []).append(record)

@@ -93,7 +93,7 @@ def _changed(rng: random.Random, node: Any) -> Any:
 
 
 def nest(rng: random.Random, content: bytes) -> bytes:
-    """Put a value of JSON behind so many brackets that parsers which call themselves give up; or a number of many digits."""
+    """Nest a JSON value in so many brackets that recursive parsers give up, or insert a number of many digits."""
     deep = rng.choice((b"[" * 50_000, b'{"a":' * 50_000, b"9" * 5000, b"1e99999", b"[" * 3000 + b"]" * 3000))
     places = [place for place, byte in enumerate(content) if byte in b":[,"]
     place = rng.choice(places) + 1 if places else 0

@@ -24,14 +24,14 @@ _COMPARE_BYTES = 16 << 20  # of each copy in memory while two copies are compare
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# transformers 5 holds the experts of a layer fused in memory. Directories have one tensor an expert, also those written
-# by its save_pretrained; only a state dict saved by hand has these.
+# transformers 5 holds the experts of a layer fused in memory. Directories have one tensor per expert, also those
+# written by its save_pretrained; only a state dict saved by hand has fused ones.
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _FUSED_EXPERTS_HINT = (
     "experts are stored as one tensor a layer (gate_up_proj, down_proj), which is not read: write the directory with "
     "transformers' save_pretrained, which stores one tensor an expert"
 )
-# Parameters of any other type are codes of a quantization: without their scales they are not the weights.
+# Parameters of any other type are quantized codes, which are not the weights without their scales.
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -89,8 +89,8 @@ class HFCheckpoint(StoredModel):
         return {name: self.specs[name].dtype for name in architecture.shapes()}
 
     def check(self, architecture: ModelArchitecture) -> None:
-        """Raise ValueError that lists tensors which are missing, unknown, of another shape than config.json says, or
-        quantized."""
+        """Raise ValueError listing tensors that are missing, unknown, quantized, or of a different shape than
+        config.json says."""
         shapes, aliases = architecture.shapes(), architecture.aliases()
         missing = [name for name in shapes if name not in self.specs]
         unknown = [
@@ -123,7 +123,7 @@ class HFCheckpoint(StoredModel):
         for alias, name in architecture.aliases().items():
             if alias not in self.specs:
                 continue
-            # As many rows as fit the bound: an embedding of a large vocabulary has gigabytes.
+            # As many rows at a time as fit the bound: the embedding of a large vocabulary takes gigabytes.
             rows = max(1, _COMPARE_BYTES * self.specs[name].shape[0] // max(1, self.specs[name].num_bytes))
             for start in range(0, self.specs[name].shape[0], rows):
                 # Taking either copy would be a guess.
@@ -176,7 +176,7 @@ def untouched_names(stored: Iterable[str], architecture: ModelArchitecture) -> t
 
 
 def names_in_files(stored: Iterable[str]) -> dict[str, str]:
-    """Return tensor name -> stored name where they differ. ValueError for two tensors of one name."""
+    """Return tensor name -> stored name for those that differ. Raises ValueError for two tensors of one name."""
     found: dict[str, str] = {}
     for name in stored:
         other = found.setdefault(tensor_name(name), name)
@@ -188,7 +188,7 @@ def names_in_files(stored: Iterable[str]) -> dict[str, str]:
 def _weight_map(directory: Path) -> dict[str, str]:
     """Return tensor name -> file name, from the index or from the header of the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    # Saving a model twice with other shard sizes leaves both, of which one is outdated.
+    # Saving a model twice with different shard sizes leaves both, one of them outdated.
     if single.exists() and index.exists():
         raise ValueError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not the model")
     if index.exists():

@@ -20,8 +20,8 @@ from megatron_dapo.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
-# Config, tokenizer in its several formats, generation settings and what a vision tower's images need: copied from the
-# source as they are.
+# Config, tokenizer in its various formats, generation settings and what a vision tower's images need: copied from the
+# source unchanged.
 _SIDE_FILES = """
     config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model vocab.json vocab.txt
     merges.txt special_tokens_map.json added_tokens.json chat_template.json chat_template.jinja LICENSE
@@ -139,7 +139,7 @@ def hf_checkpoint_writer(
 
 def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, str]:
     """Return tensor -> file, in order: a new file starts when the next tensor would exceed the bound; a tensor larger
-    than the bound has a file of its own."""
+    than the bound gets a separate file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -159,7 +159,7 @@ def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str
 
 
 def copy_side_files(source: Path, directory: Path) -> None:
-    """Copy config, tokenizer and generation config, as far as the source has them."""
+    """Copy config, tokenizer and generation config, if the source has them."""
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -177,7 +177,7 @@ def _update_config(path: Path, fields: Mapping[str, Any], dtype: torch.dtype | N
 
 
 def _verify(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Open the written files again: their names, shapes, types and sizes are the announced ones."""
+    """Open the written files again: their names, shapes, types and sizes must be the announced ones."""
     with HFCheckpoint(directory) as written:
         if written.specs != dict(specs):
             different = sorted(n for n in {*written.specs, *specs} if written.specs.get(n) != specs.get(n))

@@ -1,6 +1,6 @@
 """Safetensors files read and written by offset: any slice of a tensor, without loading the rest of the file.
 
-`files.safetensors` has the format. The reader maps no file into memory, so host memory holds only what the caller reads.
+`files.safetensors` describes the format. The reader does not mmap files, so host memory holds only what is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DTYPE_OF_CODE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code,
 CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 Model = TypeVar("Model", bound="StoredModel")
-_CHUNK_BYTES = 1 << 22  # of one read; small enough to stay in a CPU's cache until it is verified and copied
-_MIN_DIRECT_BYTES = 1 << 20  # of a read past the page cache, which takes whole pages
+_CHUNK_BYTES = 1 << 22  # per read; small enough to stay in the CPU cache until it is verified and copied
+_MIN_DIRECT_BYTES = 1 << 20  # minimum for a read past the page cache, which takes whole pages
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class StoredTensor:
 class SafetensorsReader:
     """Random access to one file. Raises ValueError with the file's name if it is missing, truncated or broken.
 
-    With checksums of its pieces whatever is read is verified: DamagedError where it is not what was written. Threads may
-    share it.
+    With checksums of its pieces, all reads are verified: DamagedError if they differ from what was written.
+    Threads may share it.
     """
 
     def __init__(
         self, path: str | Path, checksums: PieceChecksums | None = None, *, is_read_once: bool = False
     ) -> None:
-        """`is_read_once`: the same bytes are not read again soon, so that large tensors need no place in the page cache."""
+        """`is_read_once`: the same bytes are not read again soon, so large tensors should not fill the page cache."""
         self.path = Path(path)
         self._checksums = checksums
         self._counting = threading.Lock()
@@ -90,12 +90,12 @@ class SafetensorsReader:
             f"{name}: slice {bounds} into a tensor of shape {tuple(out.shape)}"
         )
         if self._checksums is not None and bounds != everything:
-            # A slice has no checksum of its own.
+            # Slices have no checksums.
             complete = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
             self._read_slice(stored, everything, complete)
             out.copy_(slice_view(complete, bounds))
             return
-        # Bytes go straight into the destination where its memory has the layout of the file.
+        # Bytes go straight into the destination if its memory has the file's layout.
         direct = out.is_contiguous() and out.dtype == stored.spec.dtype and out.device.type == "cpu"
         if direct:
             self._read_slice(stored, bounds, out)
@@ -141,7 +141,7 @@ class SafetensorsReader:
             target, offset = target[count:], offset + count
 
     def _read_direct(self, descriptor: int, offset: int, out: torch.Tensor, checksum: int) -> int:
-        """Read into `out`, bytes, by way of this thread's memory of whole pages; return the checksum with these bytes."""
+        """Read bytes into `out` through this thread's page-aligned memory; return the updated checksum."""
         pages = _pages()
         content, done = pages.numpy().data, 0
         while done < len(out):
@@ -191,20 +191,20 @@ _own = threading.local()
 
 
 def _pages() -> torch.Tensor:
-    """Return memory of this thread that begins at a page, as bytes; the next read of the thread uses it again."""
+    """Return this thread's page-aligned memory as bytes; the thread's next read reuses it."""
     if not hasattr(_own, "pages"):
         _own.pages = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
     return _own.pages
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for reads past the page cache; None where its file system has none."""
+    """Open a file for reads past the page cache; None if its file system does not support them."""
     if not hasattr(os, "O_DIRECT"):
         return None
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        os.preadv(descriptor, [_pages().numpy().data[: mmap.PAGESIZE]], 0)  # some refuse only this
+        os.preadv(descriptor, [_pages().numpy().data[: mmap.PAGESIZE]], 0)  # some file systems refuse only this
     except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
@@ -215,7 +215,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def read_tensors(path: Path, checksums: PieceChecksums | None = None) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file, on the CPU. ValueError that names the file where it is broken."""
+    """Return all tensors of a file, on the CPU. Raises ValueError, naming the file, if it is broken."""
     with SafetensorsReader(path, checksums) as reader:
         tensors = {
             name: torch.empty(stored.spec.shape, dtype=stored.spec.dtype) for name, stored in reader.tensors.items()
@@ -247,7 +247,7 @@ class StoredModel(ABC):
 
     path: Path  # directory with config.json and the tokenizer
     specs: Mapping[str, TensorSpec]  # Hugging Face name -> shape and type, in stored order
-    stored_names: Mapping[str, str] = MappingProxyType({})  # name -> name in the files, where the two differ
+    stored_names: Mapping[str, str] = MappingProxyType({})  # name -> name in the files, if the two differ
 
     def __init__(self) -> None:
         self._readers: dict[str, SafetensorsReader] = {}  # by file name

@@ -1,10 +1,10 @@
-"""A model's training state on disk: boxes of Hugging Face tensors in the files of many ranks, and an index of them.
+"""A model's training state on disk: boxes of Hugging Face tensors in the files of many ranks, and their index.
 
     <name>.json                  the index: tensors, types, the layout that saved them, every box with its file
     <name>_00000.safetensors     what one rank saved; see docs/checkpoints.md
 
 A tensor of a file is one box: "parameter/model.norm.weight[0:64]", and "master/", "exp_avg/" and "exp_avg_sq/" of the same
-box. "step/model.norm.weight", a scalar, is in the file that has the tensor's first element.
+box. The scalar "step/model.norm.weight" is in the file with the tensor's first element.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
 
 
 class OtherModelError(ValueError):
-    """A saved state is that of another model; the message names the first tensor that differs."""
+    """A saved state belongs to a different model; the message names the first tensor that differs."""
 
 
 def kinds_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the type of each kind of tensor of a model whose parameters are of `dtype`: an fp32 parameter is its own
+    """Return the type of each kind of tensor of a model with parameters of `dtype`. An fp32 parameter is itself the
     main param."""
     main = {} if dtype == torch.float32 else {MAIN: torch.float32}
     return {PARAMETER: dtype, **main, **dict.fromkeys(MOMENTS, torch.float32)}
 
 
 def rank_file(name: str, rank: int) -> str:
-    """Return the file that a rank of a model's ranks writes."""
+    """Return the name of the file that a rank writes for a model."""
     return f"{name}_{rank:05d}.safetensors"
 
 
 def index_file(name: str) -> str:
-    """Return the file of a model's index."""
+    """Return the name of a model's index file."""
     return f"{name}.json"
 
 
@@ -80,7 +80,7 @@ def state_index(
 class SavedModel(StoredModel):
     """A model's state in a checkpoint directory. Errors are ValueErrors that name the file in one line.
 
-    As a `StoredModel` it is the model of its parameters, by their Hugging Face names. Files are opened when they are read.
+    As a `StoredModel` it has the parameters by their Hugging Face names. Files are opened on first read.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class SavedModel(StoredModel):
         *,
         is_read_once: bool = False,
     ) -> None:
-        """`checksums`: of the pieces of files, which are verified while they are read: DamagedError where one is wrong.
-        `copies`: of files of tensors, which are read there and not in `directory`. `is_read_once`: see `SafetensorsReader`."""
+        """`checksums`: of the pieces of files, verified on every read; DamagedError if one is wrong. `copies`: paths to
+        read files of tensors from instead of `directory`. `is_read_once`: see `SafetensorsReader`."""
         super().__init__()
         self.path, self.name, self._checksums = Path(directory), name, checksums or {}
         self._copies = (
             {} if copies is None else copies
-        )  # whether it is empty is not asked: that would look up every file
+        )  # no truth test: that would look up every file
         self._is_read_once = is_read_once
         path = self.path / index_file(name)
         document = _read_index(path)
@@ -120,7 +120,7 @@ class SavedModel(StoredModel):
     def reader(self, file: str) -> SafetensorsReader:
         """Return the open reader of a file."""
         if file not in self._readers:
-            copy = self._copies.get(file)  # in memory, where nothing is to be gained past the page cache
+            copy = self._copies.get(file)  # a copy is in memory, so bypassing the page cache gains nothing
             self._readers[file] = SafetensorsReader(
                 copy or self.path / file,
                 self._checksums.get(file),
@@ -143,7 +143,7 @@ class SavedModel(StoredModel):
         return float(out)
 
     def read_local(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return what belongs to a rank alone, no piece of a tensor: random states and scales of FP8 modules."""
+        """Return rank-local state, which is not part of any tensor: random states and scales of FP8 modules."""
         reader = self.reader(rank_file(self.name, rank))
         found = {}
         for key, stored in reader.tensors.items():
@@ -211,7 +211,7 @@ def _piece(text: str, file: str, specs: Mapping[str, TensorSpec]) -> StoredPiece
 
 
 def _check_complete(pieces: Iterable[StoredPiece], specs: Mapping[str, TensorSpec]) -> None:
-    """Raise ValueError unless the pieces have each element of each tensor exactly once."""
+    """Raise ValueError unless the pieces cover each element of each tensor exactly once."""
     by_tensor: dict[str, list[Slice]] = {name: [] for name in specs}
     for piece in pieces:
         by_tensor[piece.tensor].append(piece.bounds)

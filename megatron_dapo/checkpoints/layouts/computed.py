@@ -34,7 +34,7 @@ class ComputedLayout(ABC):
 
     def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors
-        # One entry a key, not a rank: planners recognize replicas by the identity of their tuple of shards.
+        # One entry per key, not per rank: planners recognize replicas by the identity of their tuple of shards.
         self._contents_of: dict[Hashable, RankContents] = {}
 
     @property
@@ -82,7 +82,7 @@ class ComputedLayout(ABC):
         """Return columns [index * width, +width) of matrix `name`; those beyond it are padding."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
-        # The last ranks of a padded size may have padding alone.
+        # The last ranks of a padded size may have only padding.
         shards = (Shard(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
         return Buffer(local, (rows, width), shards)
 
@@ -107,7 +107,7 @@ def check_divides(axis: str, parallel_size: int, field: str, size: int) -> None:
 
 
 def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:
-    """Return the contents of a rank from its buffers and their types."""
+    """Build the contents of a rank from its buffers and their types."""
     shards: list[Shard] = []
     specs: dict[str, TensorSpec] = {}
     for buffer, dtype in buffers:

@@ -4,7 +4,7 @@
     source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(engines, parameters))
 
 Both sides agree on global tensors: a quantized tensor X keeps its name and shape and is e4m3, and X_scale_inv (float32)
-holds one number a block, by which the block's values are multiplied to restore the weights. The layout of the scales
+holds one number per block, by which the block's values are multiplied to restore the weights. The layout of the scales
 follows from that of X. `bridge.fp8_weights` computes both from the trainer's parameters while it fills buckets.
 
 No list says which tensors are quantized: those whose engine parameter is e4m3.
@@ -79,7 +79,7 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
 def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]) -> Fp8Parameters:
     quantized = {name for name, spec in described.items() if name in own and spec.dtype == E4M3}
     constants = {name for name, spec in described.items() if name.endswith(KV_SCALES) and not spec.shape}
-    # Scales must accompany every quantized parameter: e4m3 alone may be another scheme, such as one scale a matrix.
+    # Every quantized parameter needs scales: e4m3 without them may be another scheme, such as one scale per matrix.
     scales = {name + SCALES for name in quantized}
     for name, spec in described.items():
         known = name in quantized or name in constants
@@ -98,7 +98,7 @@ def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]
 
 def blocks_of(size: int) -> int:
     """Return the number of blocks that `size` rows or columns reach into."""
-    # Rounded up: the last block of a size that is no multiple is smaller, and has a scale all the same.
+    # Rounded up: a smaller last block also has a scale.
     return -(-size // BLOCK)
 
 
@@ -228,7 +228,7 @@ class Fp8SourceLayout:
             for name, bounds in self._slices(shards).items():
                 ends = (start + size for start, size in zip(*bounds))
                 shape = self.tensors[name].shape
-                # An end inside a block is a cut, except where the tensor itself ends.
+                # An end inside a block is a cut, unless the tensor itself ends there.
                 if any(o % BLOCK for o in bounds.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)

@@ -48,7 +48,7 @@ class MegatronLayout(ComputedLayout):
 
     Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1. Norms after attention and MLP
     (Gemma 3) are linear_proj.post_layernorm and linear_fc2.post_layernorm.
-    With fewer key-value heads than T, linear_qkv is cut inside a head's group, as Megatron-core does it (it gathers the
+    With fewer key-value heads than T, linear_qkv is cut inside a head's group, as Megatron-core does (it gathers the
     activations). A tied model has a second copy of the embedding as output_layer on the last pipeline stage.
     """
 
@@ -222,11 +222,11 @@ def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) 
 def megatron_layout(
     architecture: ModelArchitecture, parallel: ParallelLayout, dtype: torch.dtype | Mapping[str, torch.dtype]
 ) -> MegatronLayout:
-    """Return the layout of the model's parameters under `parallel`; `dtype` of all of them, or by Hugging Face name.
+    """Return the layout of the model's parameters under `parallel`; `dtype`: one for all, or by Hugging Face name.
 
     Raises ValueError if the sizes do not divide the model.
     """
-    # Checkpoints may mix types; a trainer holds all parameters in one.
+    # Checkpoints may mix types; a trainer holds all parameters in a single type.
     if isinstance(dtype, torch.dtype):
         dtype = dict.fromkeys(architecture.shapes(), dtype)
     return MegatronLayout(architecture, parallel, dtype)

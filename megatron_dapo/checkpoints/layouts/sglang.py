@@ -94,10 +94,10 @@ class SglangLayout(ComputedLayout):
     | experts.w2_weight [n, h, i] | of each of its n experts the columns |
 
     With fewer key-value heads K than T, rank t holds head t // (T / K). Under expert parallelism E, rank t holds the
-    experts of expert rank t // (T / E), cut into T / E. A tied dense model has no lm_head of its own, one with experts
-    has a copy. A Gemma 3 has the whole embedding on every rank and four norms a layer; beside a vision tower, its names
-    begin with "language_model.". Elements without a shard are `padding`. They must be zero, which they are not in an engine that starts
-    with random weights.
+    experts of expert rank t // (T / E), cut into T / E. A tied dense model has no separate lm_head; a tied one with
+    experts has a copy. Gemma 3 has the whole embedding on every rank and four norms per layer; with a vision tower, its
+    names begin with "language_model.". Elements without a shard are `padding`. They must be zero, which they are not in
+    an engine that starts with random weights.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class SglangLayout(ComputedLayout):
 
     @property
     def prefix(self) -> str:
-        """Begin of the names of all local buffers."""
+        """Prefix of the names of all local buffers."""
         return "language_model." if self.architecture.model_type == "gemma3" else ""
 
     def _buffers(self, tensor: int) -> Iterator[Buffer]:
@@ -225,7 +225,7 @@ class SglangLayout(ComputedLayout):
 
 
 def _behind(prefix: str, buffer: Buffer) -> Buffer:
-    """Return the buffer under its name behind a prefix."""
+    """Return the buffer with a prefix on its name."""
     if not prefix:
         return buffer
     name = prefix + buffer.name

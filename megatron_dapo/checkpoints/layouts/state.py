@@ -2,12 +2,12 @@
 
 Main params and both moments are fp32 tensors of the parameters' shapes, so one piece of a tensor names the same elements of
 all four. Under the distributed optimizer a rank updates a flat range of each local parameter; ranges are cut anywhere
-and become at most 2 * ndim - 1 boxes each (`reshard.slices.flat_range_slices`). Everything is arithmetic: no rank asks
-another one.
+and become at most 2 * ndim - 1 boxes each (`reshard.slices.flat_range_slices`). Everything is arithmetic: ranks do not
+communicate.
 
-What replicas hold is saved once. A rank saves the elements that it alone updates; what several update alike (norms over
-tensor ranks, tied embeddings of the first and last stage, everything without the distributed optimizer) is dealt out by
-`reshard.assignment.worst_fit`.
+Replicated elements are saved once. A rank saves the elements that no other rank updates. `reshard.assignment.worst_fit`
+distributes those that several ranks update identically: norms over tensor ranks, tied embeddings of the first and last
+stage, and everything without the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_dapo.reshard.slices import Coordinates, flat_range_slices, interse
 from megatron_dapo.rounding import round_up
 
 EXPERTS = ".mlp.experts."
-MAX_PIECE = 1 << 22  # elements: pieces of a tensor are at most as large, so that ranks can share the reading of one
+MAX_PIECE = 1 << 22  # elements; bounds the pieces of a tensor, so that ranks can share the reading of one
 MIN_PIECE = 1 << 14
-_PIECES_PER_RANK = 32  # at least so many, where nothing but their number balances the ranks
+_PIECES_PER_RANK = 32  # minimum, if only the number of pieces balances the ranks
 _PARAMETER_ALIGNMENT = 64  # elements, in megatron-core's buffers (param_and_grad_buffer.py)
 _BUCKET_ALIGNMENT = 128
-# Parameters of a layer in the order in which megatron-core's modules register them, where no Transformer Engine is.
+# Parameters of a layer in the order in which megatron-core's modules without Transformer Engine register them.
 LAYER_ORDER = (
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.post_layernorm.weight",
@@ -46,7 +46,7 @@ LAYER_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.post_layernorm.weight",
-    "linear_fc1.weight",  # of an expert
+    "linear_fc1.weight",  # an expert's
     "linear_fc2.weight",
 )
 
@@ -54,7 +54,7 @@ Range = tuple[int, int]  # elements [start, end) of a flattened local parameter
 
 
 class Owners(NamedTuple):
-    """Ranks that hold the same local parameters of one kind, in the order in which they share the optimizer's state."""
+    """Ranks that hold the same local parameters of one kind, in the order that splits the optimizer state."""
 
     key: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -71,14 +71,14 @@ class _Instance:
 
 
 class StateLayout:
-    """Training state of a model of layout `weights`, with the distributed optimizer or without it.
+    """Training state of a model of layout `weights`, with or without the distributed optimizer.
 
     Args:
         weights: the layout of the parameters.
-        distributed: the optimizer's state is cut over data- and context-parallel ranks.
+        distributed: the optimizer state is split over data- and context-parallel ranks.
         order: names of a layer's parameters in the order in which the modules register them. Ranges depend on it.
-        grouped: a layer has a matrix of all its experts before the next one (`moe_grouped_gemm`), not expert after expert.
-        ranges: of every rank, where they are known and not those of one buffer a model chunk.
+        grouped: a layer registers one matrix of all experts before the next (`moe_grouped_gemm`), not expert by expert.
+        ranges: the known ranges of every rank, if they differ from those of one buffer per model chunk.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StateLayout:
         return self.weights.num_ranks
 
     def updated(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank's optimizer updates: shards that lie contiguous in the flattened local parameter."""
+        """Return the shards that a rank's optimizer updates, each contiguous in the flattened local parameter."""
         if rank not in self._updated:
             found = [
                 shard
@@ -114,7 +114,7 @@ class StateLayout:
         return self._updated[rank]
 
     def ranges(self, rank: int) -> dict[str, Range]:
-        """Return the range of each local parameter that a rank's optimizer updates; none of those of which it is empty."""
+        """Return the range of each local parameter that a rank's optimizer updates, without empty ranges."""
         return {
             local: owned
             for owners in self._owners_of(rank)
@@ -122,7 +122,7 @@ class StateLayout:
         }
 
     def saved(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank saves, as `updated`; all ranks together have every element once."""
+        """Return the shards that a rank saves, in the form of `updated`; all ranks together save every element once."""
         return self._saved.get(rank, ())
 
     @cached_property
@@ -136,12 +136,12 @@ class StateLayout:
 
     @cached_property
     def _dealt_out(self) -> int:
-        """Largest number of elements in one part of what is dealt out among replicas."""
+        """Maximum number of elements in one of the parts that are distributed among replicas."""
         elements = sum(spec.num_elements for spec in self.weights.tensors.values())
         return max(MIN_PIECE, min(MAX_PIECE, elements // (_PIECES_PER_RANK * self.num_ranks)))
 
     def _assigned(self) -> Iterator[tuple[int, str, int, int]]:
-        """Yield (rank, local parameter, start, end) of what is saved, padding included."""
+        """Yield (rank, local parameter, start, end) of everything saved, padding included."""
         loads: dict[int, int] = {}
         shared: list[tuple[list[tuple[int, str]], int, int]] = []
         for instances in self._by_content().values():
@@ -160,12 +160,12 @@ class StateLayout:
             yield rank, dict(holders)[rank], start, end
 
     def _cut(self, instances: Sequence[_Instance]) -> Iterator[tuple[list[tuple[int, str]], int, int]]:
-        """Yield ((rank, local name) of everyone who updates it, start, end) of each part of a parameter."""
+        """Yield ([(rank, local name) of each rank that updates it], start, end) for each part of a parameter."""
         shape = instances[0].owners.parameters[instances[0].local]
         size = prod(shape)
         if not self.distributed:
             holders = [(rank, instance.local) for instance in instances for rank in instance.owners.ranks]
-            # At borders of rows where rows are short enough: fewer boxes.
+            # Cut at row boundaries if rows are short enough: that makes fewer boxes.
             row = prod(shape[1:])
             step = max(self._dealt_out // row, 1) * row if row <= self._dealt_out else self._dealt_out
             yield from ((holders, start, min(start + step, size)) for start in range(0, size, step))
@@ -188,7 +188,7 @@ class StateLayout:
             shards = self._by_local(owners.ranks[0])
             for local in owners.parameters:
                 content = tuple((s.tensor, s.global_offset, s.shape, s.local_offset) for s in shards.get(local, ()))
-                if content:  # a buffer of padding alone is not saved
+                if content:  # a buffer of only padding is not saved
                     found.setdefault(content, []).append(_Instance(owners, local, content))
         return found
 
@@ -196,7 +196,7 @@ class StateLayout:
         return [self._owners[key] for key in self._owner_keys(rank) if key in self._owners]
 
     def _owner_keys(self, rank: int) -> list[tuple[int, ...]]:
-        """Return the keys of a rank among the owners of dense parameters, and of experts."""
+        """Return the keys of the owners of dense parameters, and of experts, that a rank belongs to."""
         parallel = self.weights.parallel
         dense = parallel.coordinates(rank)
         keys: list[tuple[int, ...]] = [(dense.tensor, dense.pipeline)]
@@ -208,7 +208,7 @@ class StateLayout:
     @cached_property
     def _owners(self) -> dict[tuple[int, ...], Owners]:
         ranks: dict[tuple[int, ...], list[int]] = {}
-        # In the order of ranks, which is that of megatron-core's groups.
+        # In rank order, as in megatron-core's groups.
         for rank in range(self.num_ranks):
             for key in self._owner_keys(rank):
                 ranks.setdefault(key, []).append(rank)
@@ -222,7 +222,7 @@ class StateLayout:
         return found
 
     def _order(self, local: str) -> tuple[int, ...]:
-        """Return the place of a parameter among those of a rank: chunk, layer, expert and place in the layer."""
+        """Return the sort key of a parameter on its rank: chunk, layer, expert and place in the layer."""
         stage, _, path = local.partition(".")
         if path.startswith("decoder.layers."):
             layer, _, name = path.removeprefix("decoder.layers.").partition(".")
@@ -236,7 +236,7 @@ class StateLayout:
         return int(stage), kind, 0, 0, int(path.endswith("bias"))
 
     def _ranges_of(self, owners: Owners) -> list[dict[str, Range]]:
-        """Return the ranges of each of the owners, in their order."""
+        """Return the ranges of each owner, in order."""
         if owners.key not in self._ranges:
             sizes = {local: prod(shape) for local, shape in owners.parameters.items()}
             if self._known is not None:
@@ -255,16 +255,16 @@ class StateLayout:
         return self._ranges[owners.key]
 
     def _is_alone(self, local: str) -> bool:
-        """Return True for a tied embedding of a pipeline, which megatron-core gives a bucket of its own."""
+        """Return True for a tied embedding under pipeline parallelism, which megatron-core gives a separate bucket."""
         architecture = self.weights.architecture
         if not architecture.tie_word_embeddings or self.weights.parallel.pipeline == 1:
             return False
-        # The output layer of a value head is no copy of the embedding.
+        # A value head's output layer is not a copy of the embedding.
         is_copy = architecture.head == LANGUAGE_MODEL and local.endswith(".output_layer.weight")
         return is_copy or local.endswith(".word_embeddings.weight")
 
     def _by_local(self, rank: int) -> dict[str, list[Shard]]:
-        # One table for all replicas of a rank, which share one tuple.
+        # Replicas of a rank share one tuple of shards, and so one table.
         shards = self.weights.shards(rank)
         if id(shards) not in self._shards_of:
             found: dict[str, list[Shard]] = {}
@@ -274,7 +274,7 @@ class StateLayout:
         return self._shards_of[id(shards)]
 
     def _pieces(self, rank: int, local: str, start: int, end: int) -> Iterator[Shard]:
-        """Yield elements [start, end) of a flattened local parameter as boxes of global tensors, padding left out."""
+        """Yield elements [start, end) of a flattened local parameter as boxes of global tensors, without padding."""
         shape = self.weights.local_specs(rank)[local].shape
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         for box in flat_range_slices(shape, start, end):
@@ -290,7 +290,7 @@ class StateLayout:
 def _share(sizes: dict[str, int], is_alone: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
     """Add the ranges of the parameters of one model chunk, as megatron-core cuts its buffer among the ranks.
 
-    From the last parameter to the first; each starts at a multiple of 64 elements, each bucket is padded to be cut evenly.
+    From the last parameter to the first. Each starts at a multiple of 64 elements; buckets are padded to split evenly.
     """
     count = len(ranges)
     multiple = lcm(count, _BUCKET_ALIGNMENT)

@@ -1,7 +1,7 @@
 """Names of a model's tensors in megatron-core's `torch_dist` checkpoints, whatever layout saved them.
 
-Their global tensors are the buffers of one rank without parallelism (`MegatronLayout`), with layers and experts either stacked along
-leading axes or each under a name of its own:
+Their global tensors are the buffers of one rank without parallelism (`MegatronLayout`), with layers and experts either
+stacked along leading axes or stored under separate names:
 
 | local buffer | global tensors |
 |---|---|
@@ -40,7 +40,7 @@ class TorchDistPlace(NamedTuple):
 def places(local: str, architecture: ModelArchitecture) -> Iterator[tuple[TorchDistPlace, ...]]:
     """Yield where a buffer may be, `local` without its model chunk; two places hold its upper and its lower half of rows.
 
-    The first one is where megatron-core puts it by default in a model whose layers are alike.
+    The first one is megatron-core's default for a model with identical layers.
     """
     for name in _names(local):
         for place in _places(name, architecture):

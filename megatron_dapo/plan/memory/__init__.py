@@ -1,12 +1,12 @@
-"""Memory of a run on a device and on a node, as arithmetic over a configuration and the sizes of its model.
+"""Memory of a run on devices and nodes, computed from a configuration and the sizes of its model.
 
-    parameters    elements that a trainer rank holds, exactly those of `checkpoints.layouts.megatron`
+    parameters    elements that a trainer rank holds, exactly as in `checkpoints.layouts.megatron`
     activations   bytes kept for the backward pass, by kernels and recomputation
-    head          buffers of the log-prob head, and the tiles that it computes in
-    communication buffers of NCCL's groups
+    head          buffers of the log-prob head, and its tiles
+    communication buffers of NCCL groups
     batch         a step's samples
     model         weights, gradients, optimizer and activations of a trained model on its fullest rank
-    engine        weights of a server's rank and the tokens its KV cache holds
+    engine        weights of a server's rank and the capacity of its KV cache in tokens
     run           every GPU by phase and component, and the host memory of a node, for all models and servers of a run
 
 The only home of these rules: the validator, the dry run and `megatron-dapo plan` read the same numbers. Imports no torch.

@@ -1,4 +1,4 @@
-"""Bytes of a step's samples on a trainer rank and on its node, all of them taken to be as long as may be."""
+"""Bytes of a step's samples on a trainer rank and on its node, assuming that all have the largest length."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.memory.parameters import FP32
 
-TOKEN_BYTES = 72  # of a packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
-NUM_TERMS = 3  # numbers of a trained token until its optimizer step: old and reference log-probs, importance weight
-SERVED_CHOICE = 4  # bytes of a chosen expert in a server
+TOKEN_BYTES = 72  # per packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
+NUM_TERMS = 3  # per trained token until its optimizer step: old and reference log-probs, importance weight
+SERVED_CHOICE = 4  # bytes per chosen expert in a server
 
 
 def step_responses(config: Config) -> int:
-    """Return the responses that a train step is made from."""
+    """Return the number of responses in a train step."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
 def choice_bytes(config: Config, architecture: ModelArchitecture) -> int:
-    """Return the bytes of a token's chosen experts in all layers, 0 where they are not replayed."""
+    """Return the bytes of a token's chosen experts in all layers, 0 without routing replay."""
     if not config.rollout.routing_replay:
         return 0
     item = 1 if architecture.num_experts <= 256 else 2
@@ -27,7 +27,7 @@ def choice_bytes(config: Config, architecture: ModelArchitecture) -> int:
 
 
 def share_tokens(config: Config, responses: int, processes: int) -> int:
-    """Return the tokens of a replica's share of so many responses."""
+    """Return the tokens in a replica's share of these responses."""
     p = config.parallel
     replicas = max(1, processes // (p.tp_size * p.pp_size * p.cp_size))
     return -(-responses // replicas) * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
@@ -44,8 +44,11 @@ def batch_bytes(config: Config, architecture: ModelArchitecture, processes: int)
 def host_batch_bytes(
     config: Config, architecture: ModelArchitecture, processes: int, ranks_of_node: int, served_tokens: int
 ) -> int:
-    """Return the bytes of a step's samples on the first node: every rank has its replica's mini-batches in pinned memory, rank 0 the
-    chosen experts of all responses, and the node's servers those of the `served_tokens` in their caches."""
+    """Return the bytes of a step's samples on the first node.
+
+    Every rank holds its replica's mini-batches in pinned memory, rank 0 the chosen experts of all responses, and the
+    node's servers the chosen experts of the `served_tokens` in their caches.
+    """
     chosen, responses = choice_bytes(config, architecture), step_responses(config)
     packed = (TOKEN_BYTES + chosen) * share_tokens(config, responses, processes)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

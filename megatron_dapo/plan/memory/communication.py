@@ -1,4 +1,5 @@
-"""Device memory of NCCL: buffers of every process group with more than one rank, by published measurements (docs/plan.md)."""
+"""Device memory of NCCL: buffers of process groups with more than one rank, from published measurements
+(docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -8,23 +9,24 @@ from dataclasses import dataclass
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.plan.cluster import GIB, Cluster
 
-PAIR_BYTES, GROUP_BYTES = 544 << 20, 688 << 20  # of a group of two ranks, and of a larger one: NVIDIA/nccl issue 964
-# NVLS, NCCL's default on Hopper, adds this to a group with more than two ranks on a node: what verl pull request 6408 measured in a
-# dense model's groups (TP2 PP2 DP2 on 8 H100: 7 GB) beyond the above. Its model with experts, 9.5 GB, is a prediction.
+PAIR_BYTES, GROUP_BYTES = 544 << 20, 688 << 20  # group of two ranks, larger group: NVIDIA/nccl issue 964
+# NVLS, NCCL's default on Hopper, adds this to a group with more than two ranks on a node. It is the excess over the
+# above that verl pull request 6408 measured in a dense model's groups (TP2 PP2 DP2 on 8 H100: 7 GB). For its model with
+# experts, 9.5 GB, the plan's figure is a prediction.
 NVLS_BYTES = int(1.8 * GIB)
 NVLS_RANKS = 3
-SERVER_GROUP = 1 * GIB  # of a server's rank whose server has several: vLLM pull request 51485, at TP4
+SERVER_GROUP = 1 * GIB  # per rank of a server with several ranks: vLLM pull request 51485, at TP4
 
 
 @dataclass(frozen=True)
 class NcclGroup:
-    """A process group: its ranks, and how many of them are on one node."""
+    """A process group: its number of ranks, and how many of them are on one node."""
 
     ranks: int
     ranks_of_node: int
 
     def num_bytes(self, nvls: bool) -> int:
-        """Return the bytes that NCCL holds on each rank, with or without NVLS."""
+        """Return the bytes that NCCL holds on each rank for this group, with or without NVLS."""
         if self.ranks < 2:
             return 0
         more = NVLS_BYTES if nvls and self.ranks_of_node >= NVLS_RANKS else 0
@@ -34,15 +36,15 @@ class NcclGroup:
 def model_groups(
     parallel: ParallelConfig, processes: int, has_experts: bool, ranks_of_node: int
 ) -> Mapping[str, NcclGroup]:
-    """Return megatron-core's groups that a model on `processes` communicates in."""
+    """Return megatron-core's groups for a model on `processes`."""
     stage = processes // parallel.pp_size
     tensor = parallel.tp_size
-    # Size and distance of neighbors in the numbering of ranks, in which a node is a range.
+    # Size of the group and stride between its ranks; a node is a range of ranks.
     sizes = {
         "tensor": (tensor, 1),
         "context": (parallel.cp_size, tensor),
         "pipeline": (parallel.pp_size, stage),
-        "data": (stage // tensor, tensor),  # with context ranks: gradients and weights
+        "data": (stage // tensor, tensor),  # includes context ranks: gradients and weights
         "optimizer": (processes, 1),  # the gradient's norm
     }
     if has_experts:
@@ -60,14 +62,14 @@ def model_groups(
 
 
 def weight_sync_groups(engines: int, replicas: int, engine_ranks: int) -> list[NcclGroup]:
-    """Return the groups of the transport p2p on a trainer rank: one for each server that it sends to.
+    """Return the groups of the p2p transport on a trainer rank: one per server that it sends to.
 
-    The bytes of all servers are cut evenly over the replicas of what a rank holds.
+    The bytes for all servers are divided evenly over the replicas of a rank's parameters.
     """
     count = min(engines, -(-engines // replicas) + 1)
     return [NcclGroup(engine_ranks + 2, engine_ranks)] * count
 
 
 def communication_bytes(groups: Iterable[NcclGroup], cluster: Cluster) -> int:
-    """Return the bytes that NCCL holds on a rank for these groups; none on CPUs."""
+    """Return the bytes that NCCL holds on a rank for these groups; 0 on CPUs."""
     return sum(group.num_bytes(cluster.nvls) for group in groups) if cluster.gpus_per_node else 0

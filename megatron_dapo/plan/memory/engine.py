@@ -1,6 +1,6 @@
-"""Bytes of a server's rank: its weights, and the tokens that its KV cache holds.
+"""Bytes of weights on a server's rank, and the tokens that its KV cache holds.
 
-After SGLang 0.5.17, `DefaultPoolConfigurator` and `KVCacheConfigurator._profile_available_bytes`.
+Follows SGLang 0.5.17's `DefaultPoolConfigurator` and `KVCacheConfigurator._profile_available_bytes`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from megatron_dapo.plan.memory.model import CUDA_CONTEXT
 from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, padded
 
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
-SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; short of them it cuts responses silently
+SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; without them it cuts responses silently
 FP8_BLOCK = 128
-# Of what no formula gives: measured orders of magnitude on H100, rounded up.
+# No formula gives these: orders of magnitude measured on H100, rounded up.
 ENGINE_CONTEXT = 1 * GIB  # CUDA context of a server's rank
-ENGINE_ASLEEP = 3 * GIB  # what a sleeping server of one rank keeps: its context, CUDA graphs and workspaces
-# SGLang 0.5.17 reserves at least as much beside mem_fraction_static on GPUs above 60 GB (server_args.py,
-# pre_capture_activation_reserve_mb): CUDA graphs, activations of a prefill, logits.
+ENGINE_ASLEEP = 3 * GIB  # kept by a sleeping server of one rank: its context, CUDA graphs and workspaces
+# SGLang 0.5.17 reserves at least this much outside mem_fraction_static on GPUs above 60 GB (server_args.py,
+# pre_capture_activation_reserve_mb) for CUDA graphs, prefill activations and logits.
 ENGINE_WORKSPACE = 10 * GIB
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one engine, on each of its ranks."""
+    """Memory of one engine on each of its ranks."""
 
     weights: int  # bytes
     bytes_per_token: int  # of the KV cache
@@ -42,12 +42,12 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """Bytes of a server rank's parameters by what they are."""
+    """Bytes of a server rank's parameters by kind."""
 
-    layer: int  # of each layer, without its experts
-    experts: int  # of each layer
-    row: int  # of a token in the embedding, or in the output matrix
-    rows: int  # of either on this rank, padding included
+    layer: int  # per layer, without its experts
+    experts: int  # per layer
+    row: int  # per row of the embedding or the output matrix
+    rows: int  # rows of either on this rank, padding included
     matrices: int  # 1: the output matrix is the embedding
     norm: int  # after the last layer
 
@@ -75,7 +75,7 @@ def engine_weights(
     vectors = (
         architecture.num_norms * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
     )
-    # SGLang ties the output matrix to the embedding in its dense models alone.
+    # SGLang ties the output matrix to the embedding only in its dense models.
     num_matrices = 1 if architecture.tie_word_embeddings and not architecture.num_experts else 2
     rows = padded(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
     if architecture.is_gemma3:
@@ -97,17 +97,19 @@ def _matrix_bytes(shapes: list[tuple[int, int]], item: int, is_fp8: bool) -> int
 
 
 def _kv_heads(architecture: ModelArchitecture, tensor: int) -> int:
-    """Return the key-value heads of an engine's rank; with fewer heads than ranks, neighbors hold the same one."""
+    """Return the key-value heads of an engine's rank; with fewer heads than ranks, neighboring ranks hold the same
+    head."""
     return max(1, architecture.num_key_value_heads // tensor)
 
 
 def kv_bytes_per_token(architecture: ModelArchitecture, tensor: int, dtype: str) -> int:
-    """Return the bytes that a rank's KV cache holds for a token: keys and values of its heads in all layers."""
+    """Return the KV cache bytes per token on a rank: keys and values of its heads in all layers."""
     return 2 * _kv_heads(architecture, tensor) * architecture.head_dim * architecture.num_layers * ITEM_SIZES[dtype]
 
 
 def engine_context(config: Config) -> int:
-    """Return the bytes of a server's rank beside weights, cache and graphs: its context, and NCCL's where it has several ranks."""
+    """Return the bytes of a server's rank besides weights, cache and graphs: its context, and NCCL's if it has several
+    ranks."""
     return ENGINE_CONTEXT + (SERVER_GROUP if config.sglang.tp_size > 1 else 0)
 
 
@@ -117,16 +119,16 @@ def engine_asleep(config: Config) -> int:
 
 
 def free_at_start(config: Config, cluster: Cluster) -> int:
-    """Return the bytes by which a server's rank sizes its cache: those that are free when it starts.
+    """Return the bytes that are free when a server's rank starts, from which it sizes its cache.
 
-    On the trainer's GPUs the trainer's process is there before it, with neither a model nor groups.
+    On the trainer's GPUs, the trainer process is already running then, without a model or process groups.
     """
     shared = CUDA_CONTEXT if config.sglang.placement == "colocated" else 0
     return cluster.gpu_bytes - engine_context(config) - shared
 
 
 def engine_memory(config: Config, architecture: ModelArchitecture, cluster: Cluster) -> EngineMemory:
-    """Return the memory of a rank of an SGLang server, or of an embedded engine with all its slots full."""
+    """Return the memory of a rank of an SGLang server, or of an embedded engine with all slots full."""
     sglang, dtype = config.sglang, config.model.dtype
     if config.rollout.engine == "embedded":
         weights, cell = (

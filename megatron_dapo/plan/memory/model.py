@@ -1,4 +1,4 @@
-"""Bytes of a trained model on a rank: weights, gradients, optimizer, activations, the log-prob head."""
+"""Bytes of a trained model on a rank: weights, gradients, optimizer, activations and log-prob head."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from megatron_dapo.plan.memory.parameters import (
     rank_parameters,
 )
 
-# A weight for FP8 products is kept twice, for the forward and for the backward pass: a byte each.
+# An FP8 weight is kept twice, for the forward and for the backward pass, at one byte per element each.
 FP8_COPIES = 2
-OVERLAP_BUFFERS = 12  # of Transformer Engine, [tokens of a context rank, hidden size], one for each product of a layer and its gradients
-# Of what no formula gives: measured orders of magnitude on one H100, whose groups have one rank, rounded up.
+# Transformer Engine's buffers [tokens of a context rank, hidden size], one per product of a layer and its gradients.
+OVERLAP_BUFFERS = 12
+# No formula gives these: orders of magnitude measured on one H100 with single-rank groups, rounded up.
 CUDA_CONTEXT = int(0.5 * GIB)
-WORKSPACES = 1 * GIB  # of Transformer Engine and cuBLAS
+WORKSPACES = 1 * GIB  # Transformer Engine and cuBLAS
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class ModelMemory:
     gradients: int = 0
     main_params: int = 0
     moments: int = 0
-    # Those of them that are on the device in an optimizer step, where they are in host memory otherwise; None: all, always.
+    # Those on the device during an optimizer step if the others are in host memory; None: all are always on the device.
     piece: int | None = None
     activations: int = 0  # kept for the backward pass, at their peak
-    working: int = 0  # gradients inside the layer that the backward pass is in
-    head: int = 0  # of the log-prob head
-    overlap: int = 0  # buffers of tp_comm_overlap; all models of a process have the same
-    forward: int = 0  # of a pass without gradients, with the head's
-    saved: int = 0  # of its part of a checkpoint, which is copied in host memory while the run continues
+    working: int = 0  # gradients inside the layer whose backward pass is running
+    head: int = 0  # the log-prob head
+    overlap: int = 0  # buffers of tp_comm_overlap, shared by all models of a process
+    forward: int = 0  # a pass without gradients, including the head
+    saved: int = 0  # its part of a checkpoint, copied to host memory while the run continues
 
     @property
     def optimizer(self) -> int:
@@ -52,20 +53,20 @@ class ModelMemory:
 
     @property
     def state_parts(self) -> dict[str, int]:
-        """Bytes on the device between steps where nothing is offloaded, by what they are."""
+        """Bytes on the device between steps if nothing is offloaded, by component."""
         parts = {"weights": self.weights, "gradients": self.gradients}
         return parts if self.piece is not None else {**parts, "main_params": self.main_params, "moments": self.moments}
 
     @property
     def training_parts(self) -> dict[str, int]:
-        """Bytes at the peak of a training step, by what they are: in its passes, or in its update."""
+        """Bytes at the peak of a training step, by component; the peak is in the passes or in the update."""
         passes = {"activations": self.activations, "working": self.working, "head": self.head}
         is_update = self.piece is not None and self.piece > sum(passes.values())
         return self.state_parts | ({"update": self.piece or 0} if is_update else passes)
 
     @property
     def state(self) -> int:
-        """Bytes on the device between steps where nothing is offloaded."""
+        """Bytes on the device between steps if nothing is offloaded."""
         return sum(self.state_parts.values())
 
     @property
@@ -74,7 +75,7 @@ class ModelMemory:
         return sum(self.training_parts.values())
 
     def resident(self, offload: str) -> int:
-        """Return the bytes on the GPU while others use it."""
+        """Return the bytes on the GPU while other models or engines use it."""
         return {"none": self.state, "optimizer": self.weights, "all": 0}[offload]
 
     def on_host(self, offload: str) -> int:
@@ -83,7 +84,7 @@ class ModelMemory:
         return optimizer + (self.weights if offload == "all" else 0)
 
     def moved(self, offload: str) -> int:
-        """Return the bytes that leave the device for others and come back."""
+        """Return the bytes that are offloaded and brought back."""
         return self.on_host(offload) - (self.optimizer if self.piece is not None else 0)
 
 
@@ -95,8 +96,8 @@ def model_memory(
     kernels: Kernels = "transformer_engine",
 ) -> ModelMemory:
     """Return the memory of the policy, or of the critic given `as_policy`, on the rank of `processes` that needs most."""
-    # Behind the second, which may have more layers than the first, stages have fewer micro-batches in flight, and neither
-    # embedding nor head.
+    # Stages after the second need not be checked: they have fewer micro-batches in flight, and neither embedding nor
+    # head. The second may have more layers than the first.
     stages = {0, min(1, config.parallel.pp_size - 1), config.parallel.pp_size - 1}
     return max(
         (stage_memory(config, architecture, processes, stage, has_value_head, kernels) for stage in stages),
@@ -133,7 +134,8 @@ def stage_memory(
         working=working,
         head=head,
         overlap=_overlap_bytes(config, architecture),
-        # One layer after the other: what it reads and writes, and the products inside, are as large as their gradients.
+        # Layers run one after the other; their inputs, outputs and inner products are as large as the gradients of
+        # these.
         forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
         saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, held, processes),
     )

@@ -1,4 +1,5 @@
-"""Elements of the parameters on a rank, exactly those of `checkpoints.layouts.megatron`, and who shares the optimizer's state."""
+"""Number of parameters on a rank, exactly as in `checkpoints.layouts.megatron`, and the ranks that share optimizer
+state."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NUM_MOMENTS = 2
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
+    """Return the rows of the embedding over all tensor-parallel ranks; Megatron pads it with zero rows."""
     return padded(vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
 
 
@@ -27,7 +28,7 @@ def padded(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements of the parameters on a rank; `experts` are replicated over other ranks than the rest."""
+    """Number of parameters on a rank; `experts` are replicated over different ranks than the rest."""
 
     dense: int  # attention, dense MLPs, norms, routers, a value head
     experts: int
@@ -39,7 +40,7 @@ class RankParameters:
 
 
 def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
-    """Return the layers of a pipeline stage; of sizes that do not split them, which a rule refuses, an even share."""
+    """Return the layers of a pipeline stage; an even share for sizes that do not divide them, which a rule refuses."""
     ends = parallel.first_stage_layers, parallel.last_stage_layers
     try:
         return layers_of_stages(architecture.num_layers, parallel.pp_size, parallel.vpp_size, *ends)[stage]
@@ -52,7 +53,7 @@ def rank_parameters(
 ) -> RankParameters:
     """Return the elements on each rank of a pipeline stage.
 
-    A model in which some layers have experts is taken as one in which all have.
+    If some layers have experts, all are assumed to.
     """
     tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
     layers = layers_of_stage(architecture, parallel, stage)
@@ -67,14 +68,15 @@ def rank_parameters(
     else:
         dense += 3 * hidden * architecture.intermediate_size // tensor
     rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
-    # A tied model has a copy of the embedding on a last stage of its own; a value head replaces the output matrix.
+    # A tied model has a second copy of the embedding if the last stage is not the first; a value head replaces the
+    # output matrix.
     has_output = is_last and not has_value_head and (stage > 0 or not architecture.tie_word_embeddings)
     outside = hidden * is_last + (hidden + 1) * (is_last and has_value_head)
     return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
 
 
 def num_parameters(architecture: ModelArchitecture, has_value_head: bool = False) -> int:
-    """Return the elements of the whole model, without padding and each counted once."""
+    """Return the number of unique parameters of the whole model, without padding."""
     held = rank_parameters(architecture, ParallelConfig(), has_value_head=has_value_head)
     padding = padded_vocabulary(architecture.vocab_size, 1) - architecture.vocab_size
     matrices = 1 if architecture.tie_word_embeddings or has_value_head else 2
@@ -82,7 +84,8 @@ def num_parameters(architecture: ModelArchitecture, has_value_head: bool = False
 
 
 def checkpoint_bytes(architecture: ModelArchitecture, dtype: str, has_value_head: bool = False) -> int:
-    """Return the unique bytes of a model in a checkpoint: weights, fp32 main params (an fp32 weight is its own) and moments."""
+    """Return the unique bytes of a model in a checkpoint: weights, fp32 main params (none for fp32 weights) and
+    moments."""
     main_param = FP32 if dtype != "float32" else 0
     return num_parameters(architecture, has_value_head) * (ITEM_SIZES[dtype] + main_param + NUM_MOMENTS * FP32)
 
@@ -93,13 +96,13 @@ def optimizer_share(parallel: ParallelConfig, held: RankParameters, processes: i
 
 
 def own_share(parallel: ParallelConfig, held: RankParameters, processes: int) -> int:
-    """Return the elements of a rank where replicas share what they hold alike, as they do the writing of checkpoints."""
+    """Return the elements per rank if replicas split what they hold in common, as they do when writing checkpoints."""
     replicas, of_experts = optimizer_ranks(parallel, processes)
     return -(-(held.dense + held.vocabulary) // replicas) + -(-held.experts // of_experts)
 
 
 def optimizer_ranks(parallel: ParallelConfig, processes: int) -> tuple[int, int]:
-    """Return the ranks that share the optimizer's state of dense layers, and of experts."""
+    """Return the number of ranks that share the optimizer state of dense layers, and that of experts."""
     stage_size = processes // parallel.pp_size
     return stage_size // parallel.tp_size, stage_size // ((parallel.etp_size or parallel.tp_size) * parallel.ep_size)
 

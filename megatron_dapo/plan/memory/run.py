@@ -1,4 +1,4 @@
-"""Memory of a run: every kind of GPU by phase and component, and the host memory of a node."""
+"""Memory of a run: each kind of GPU by phase and component, and the host memory of a node."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron_dapo.plan.memory.engine import (
 )
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
 
-FRAGMENTATION = 0.05  # of the trainer's tensors, lost between the allocator's blocks
+FRAGMENTATION = 0.05  # share of the trainer's tensors lost to allocator fragmentation
 TRAINER_PROCESS = 4 * GIB  # host memory of a trainer process without its tensors: libraries and CUDA's mappings
 SERVER_PROCESS = 5 * GIB  # host memory of a server's rank
-NUM_SLOTS = 2  # buckets of a weight sync in memory for each engine rank
+NUM_SLOTS = 2  # buckets in memory per engine rank during a weight sync
 
-# Who uses the GPU: trainer and engine in turns, or one of them alone.
+# User of the GPU: trainer and engine in turns, or only one of them.
 Device = Literal["shared", "trainer", "engine"]
 GENERATING = ("generate", "weight_update", "evaluation")
 
@@ -53,10 +53,10 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Peaks of a run, in bytes; 0 where there is no such thing."""
+    """Peaks of a run, in bytes; 0 for components that it does not have."""
 
     trainer: int  # of a GPU while a model is trained
-    engine: int  # of a GPU while it generates or receives weights, the trainer's part included where they share it
+    engine: int  # of a GPU while it generates or receives weights, with the trainer's part if they share it
     host: int  # of a node
     num_engines: int  # of the whole run
     engine_memory: EngineMemory | None  # None: servers are not started by this run
@@ -74,9 +74,9 @@ class _Roles:
     critic: ModelMemory | None
     reference: ModelMemory | None
     engine: EngineMemory | None
-    critic_is_apart: bool  # on processes of its own
+    critic_is_apart: bool  # on separate processes
     shares: bool  # an engine is on the trainer's GPUs
-    communication: int  # bytes of a trainer process's buffers, which it keeps from its first step to its end
+    communication: int  # bytes of a trainer process's buffers, kept from its first step to its end
     batch: int  # bytes of samples while a model is trained
 
     @property
@@ -85,7 +85,7 @@ class _Roles:
 
     @property
     def models(self) -> list[tuple[ModelMemory, str]]:
-        """Models on the policy's processes, with what leaves the GPU while others use it."""
+        """Models on the policy's processes, each with its offload setting."""
         offload, of_critic = self.config.model.offload, self.config.critic.offload
         models: list[tuple[ModelMemory, str]] = [(self.policy, offload)]
         models += [(self.reference, offload)] if self.reference else []
@@ -98,7 +98,7 @@ class _Roles:
 
 
 def run_memory(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> RunMemory:
-    """Return the memory of a run of `processes` whose layouts fit the model."""
+    """Return the memory of a run of `processes`; its layouts must fit the model."""
     kernels: Kernels = "transformer_engine" if cluster.gpus_per_node else "torch"
     roles = _roles(config, architecture, processes, cluster, kernels)
     phases = tuple(_phases(roles))
@@ -135,7 +135,7 @@ def _roles(
     if config.has_critic:
         critic = model_memory(as_critic(config), architecture, own or processes, has_value_head=True, kernels=kernels)
     if config.algorithm.needs_reference:
-        # It makes no step, so Adam has no moments for it; gradient buffers and main params are there.
+        # It is never updated, so there are no Adam moments, but gradient buffers and main params exist.
         reference = replace(policy, moments=0, activations=0, working=0, head=0, saved=0)
     starts = not config.sglang.urls or config.rollout.engine != "sglang"
     engine = engine_memory(config, architecture, cluster) if starts else None
@@ -147,7 +147,7 @@ def _roles(
 
 
 def _groups(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> int:
-    """Return the bytes of NCCL's groups on the rank that has most of them."""
+    """Return the bytes of NCCL groups on the rank that has most of them."""
     own, node = config.num_critic_processes, cluster.processes_per_node(processes)
     has_experts = bool(architecture.num_experts)
     policy = model_groups(config.parallel, processes - own, has_experts, node)
@@ -169,14 +169,14 @@ def _groups(config: Config, architecture: ModelArchitecture, processes: int, clu
 
 
 def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
-    """Yield the phases of a step in their order, on every kind of GPU that works in them."""
+    """Yield the phases of a step in order, for each kind of GPU that works in them."""
     device: Device = "shared" if roles.shares else "trainer"
     if roles.engine and roles.is_sglang:
         generating = _engine_parts(roles, trainer_bytes=roles.resident)
         yield PhaseMemory("generate", "shared" if roles.shares else "engine", generating)
     policy, offload = roles.policy, roles.config.model.offload
     others = roles.resident - policy.resident(offload)
-    if roles.reference:  # its weights are there while log-probs are computed or the policy is trained
+    if roles.reference:  # its weights are onloaded while log-probs are computed or the policy is trained
         others += max(0, roles.reference.weights - roles.reference.resident(offload))
     held = policy.state_parts if offload == "none" else {"weights": policy.weights}
     batch = {"batch": roles.batch}
@@ -187,7 +187,7 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
         where: Device = "trainer" if roles.critic_is_apart else device
         yield PhaseMemory("train_critic", where, _trainer_parts(roles, {**roles.critic.training_parts, **batch}, beside))
     if roles.engine and roles.is_sglang:
-        # The policy's weights are on the GPU until the servers have theirs and their caches.
+        # The policy's weights stay on the GPU until the servers have their weights and caches.
         trainer = others + max(policy.weights, policy.resident(offload))
         yield PhaseMemory(
             "weight_update", "shared" if roles.shares else "engine", _engine_parts(roles, trainer_bytes=trainer)
@@ -198,7 +198,7 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
 
 
 def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict[str, int]:
-    """Return `parts` with what other models, the allocator, the process and an engine on the same GPU hold."""
+    """Return `parts` plus the memory of other models, the allocator, the process and an engine on the same GPU."""
     found = {**parts, "other_models": others}
     found["slack"] = int(FRAGMENTATION * sum(found.values()))
     found |= {"context": CUDA_CONTEXT, "communication": roles.communication}
@@ -208,7 +208,7 @@ def _trainer_parts(roles: _Roles, parts: Mapping[str, int], others: int) -> dict
 
 
 def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
-    """Return the components of a server's rank that is awake, with what the trainer keeps beside it."""
+    """Return the components of an awake server's rank, plus the memory that the trainer keeps next to it."""
     assert roles.engine is not None, "servers are started by this run"
     found = {
         "engine_weights": roles.engine.weights,
@@ -217,15 +217,15 @@ def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
         "engine_context": engine_context(roles.config),
     }
     if roles.config.sglang.weight_sync_transport == "p2p":
-        found["engine_context"] += GROUP_BYTES  # of the group that receives weights
+        found["engine_context"] += GROUP_BYTES  # the group that receives weights
     if roles.shares:
         found |= {"trainer": trainer_bytes, "context": CUDA_CONTEXT, "communication": roles.communication}
     return found
 
 
 def _copied_bytes(checkpoint: CheckpointConfig, saved: int) -> int:
-    """Return the bytes of copies of checkpoints on a node whose ranks save `saved`, at most those that it may have."""
-    # During a save those of the one before are there too.
+    """Return the bytes of checkpoint copies on a node whose ranks save `saved` bytes, up to the configured limit."""
+    # During a save, the copies of the previous checkpoint still exist.
     num_bytes = {"none": 0, "node": 2, "peer": 4}[checkpoint.memory_copies] * saved
     limit = int(checkpoint.memory_copies_gib * GIB)
     return min(num_bytes, limit) if limit else num_bytes
@@ -238,11 +238,11 @@ def _host_bytes(
     engine: EngineMemory | None,
     processes: int,
 ) -> int:
-    """Return the host memory of the fullest node, that of rank 0, which has the verifiers."""
+    """Return the host memory of the fullest node: that of rank 0, which runs the verifiers."""
     sglang = config.sglang
-    # The copy for a checkpoint stays for the next one, once the first was saved.
+    # After the first save, the buffer of the checkpoint copy is kept for the next one.
     after_save = sum(model.on_host(how) + model.saved for model, how in models)
-    # While a 16-bit model is loaded an fp32 copy of it is there, beside the models that were built before.
+    # While a 16-bit model is loaded, an fp32 copy of it exists in addition to the models built before.
     loading = max((model.gradients for model, _ in models), default=0) if config.model.dtype != "float32" else 0
     of_rank = TRAINER_PROCESS + max(after_save, loading)
     if separate:

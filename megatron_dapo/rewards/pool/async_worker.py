@@ -1,4 +1,4 @@
-"""The verifier process of a user's `async def`: it works on every task that it has been sent at a time."""
+"""The verifier process for a user's `async def`: works on all tasks it was sent at the same time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Send = Callable[[Mapping[str, Any]], None]
 def serve_many(verifier: Verifier, requests: BinaryIO, send: Send, timeout_s: float, batch_size: int = 0) -> None:
     """Serve tasks until the parent closes the pipe. `send` writes a reply; each answer may take `timeout_s` seconds.
 
-    With a `batch_size` the verifier's function takes a list of up to so many samples.
+    With a `batch_size`, the verifier's function takes a list of up to that many samples.
     """
     asyncio.run(_serve(verifier, requests, send, timeout_s, batch_size))
 
 
 async def _serve(verifier: Verifier, requests: BinaryIO, send: Send, timeout_s: float, batch_size: int) -> None:
-    """Work on every task from when it is read, and reply in the order of the tasks, until the parent closes the pipe."""
+    """Start every task as soon as it is read, and reply in task order, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
     started: asyncio.Queue[asyncio.Future[dict[str, Any]]] = asyncio.Queue()
 
@@ -40,9 +40,9 @@ async def _serve(verifier: Verifier, requests: BinaryIO, send: Send, timeout_s: 
             running.add(task := loop.create_task(_answer_batch_later(verifier, batch, timeout_s)))
             task.add_done_callback(running.discard)
 
-    running: set[asyncio.Task[None]] = set()  # the loop holds its tasks by weak references alone
+    running: set[asyncio.Task[None]] = set()  # the loop only holds weak references to its tasks
     replying = loop.create_task(reply())
-    # A thread of its own: the default ones may all be taken by the user's function.
+    # Use a separate thread, because the user's function may occupy all the default ones.
     with ThreadPoolExecutor(1) as reader:
         while line := await loop.run_in_executor(reader, requests.readline):
             task = json.loads(line)
@@ -61,7 +61,7 @@ async def _serve(verifier: Verifier, requests: BinaryIO, send: Send, timeout_s: 
 
 
 async def _answer_later(verifier: Verifier, task: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Return the reply to one task, as `answer` does; a late one is a `timeout` that costs no process."""
+    """Return the reply to one task, as `answer` does; a late one is a `timeout` but does not cost a process."""
     if task["operation"] != "score":
         return answer(verifier, task)
     assert verifier.score_later is not None

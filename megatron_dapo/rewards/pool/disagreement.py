@@ -1,7 +1,7 @@
-"""A second verifier that records its disagreements with the one that rewards. No reward waits for it.
+"""A second verifier that records where it disagrees with the one that rewards. No reward waits for it.
 
-Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`: the records are right
-answers in a form the reward rejects (or wrong ones it accepts).
+Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`. The records then show right
+answers in a form that the reward rejects (or wrong ones that it accepts).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESPONSE_TAIL_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One response on which two verifiers differ, with enough of it to see which one is right."""
+    """One response on which two verifiers disagree, with enough of it to see which one is right."""
 
     key: str
     response_tail: str

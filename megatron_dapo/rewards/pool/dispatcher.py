@@ -1,7 +1,7 @@
 """The thread that owns the verifier processes: it hands out answers, enforces deadlines, and replaces dead processes.
 
-The dispatcher never lets its own lateness count against an answer: the clock of an answer starts when the dispatcher
-has read its predecessor's reply, and before it kills, it reads once more.
+The dispatcher's own delays never count against an answer: an answer's clock starts when the dispatcher has read the
+previous reply, and the dispatcher reads once more before it kills.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
 MODEL_STARTUP_SECONDS = 1800.0  # of a process that reads a reward model first
-_REAP_SECONDS = 0.05  # between two looks at killed processes
-_BLOCKED_S = 2.0  # beyond the deadline of an answer, after which an asynchronous function is taken for blocked
-STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
+_REAP_SECONDS = 0.05  # between checks of killed processes
+_BLOCKED_S = 2.0  # after an answer's deadline, an asynchronous function counts as blocked
+STALLED_SECONDS = 0.1  # answers queued after one that takes longer move to other processes
 
 
 class Dispatcher:
-    """Owns the workers in a thread of its own. Other threads call `submit` and `stop` only."""
+    """Owns the workers in a separate thread. Other threads only call `submit` and `stop`."""
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int) -> None:
         self.started: Future[Mapping[str, Any]] = Future()  # the first worker's first message, once it is ready
@@ -181,9 +181,9 @@ class Dispatcher:
         task.job.pending.appendleft(task)
 
     def _isolate(self, worker: VerifierProcess) -> bool:
-        """End a worker whose batch failed as a whole, and have its answers scored one by one: one of them may be to blame.
+        """End a worker whose whole batch failed and have its answers scored one by one, since one may be to blame.
 
-        Return False for a worker with a single answer, which is.
+        Return False if the worker has a single answer, which is then to blame.
         """
         if not worker.is_batched or len(worker.queue) < 2:
             return False
@@ -237,7 +237,7 @@ class Dispatcher:
     def _write(self, worker: VerifierProcess) -> None:
         worker.write()
         if not worker.unsent or worker.is_leaving:
-            # A pipe with room is always ready: watched with nothing to write, it would keep this thread spinning.
+            # A pipe with room is always ready, so watching it with nothing to write would keep this thread spinning.
             self._stop_writing(worker)
         elif worker.stdin not in self._selector.get_map():
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
@@ -311,7 +311,7 @@ class Dispatcher:
     def _deadline(self, worker: VerifierProcess) -> float:
         if not worker.is_ready:
             return worker.since + self._startup_s
-        # An asynchronous function's answers end in time by themselves, unless it blocks.
+        # An asynchronous function's answers time out by themselves unless it blocks.
         return worker.since + (self._timeout_s + _BLOCKED_S if worker.concurrency else self._timeout_s)
 
     def _stalling(self) -> list[VerifierProcess]:
@@ -351,7 +351,7 @@ class Dispatcher:
             self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s"))
 
     def _worker_is_gone(self, worker: VerifierProcess, reason: str | None = None) -> None:
-        """Replace a process that ended by itself: its current answer is an error, the others are sent again."""
+        """Replace a process that ended by itself; its current answer is an error, and the others are sent again."""
         if not worker.is_ready:
             self._worker_failed_to_start(worker, reason or "the verifier process ended before it was ready")
             return
@@ -360,7 +360,7 @@ class Dispatcher:
         if exit_code == TOO_MANY_PROCESSES:
             reason = reason or "the user's function had more than reward.max_processes processes"
         if reason is None and exit_code == -signal.SIGKILL and worker.queue and not worker.queue[0].was_retried:
-            # Killed from outside, usually by the kernel for want of memory: retry once before the answer is an error.
+            # Killed from outside, usually by the kernel's OOM killer: retry once before the answer is an error.
             worker.queue[0].was_retried = True
             self._remove(worker)
             return

@@ -1,4 +1,4 @@
-"""A weighted mixture of verifiers, each with processes of its own: one that fails or is late costs its own part alone."""
+"""A weighted mixture of verifiers with separate processes: one that fails or is late only costs its own part."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class MixtureComponent:
 
 
 class MixturePool:
-    """Rewards by the sum of weight times reward; `deciding` names the component whose word on right and wrong counts.
+    """Rewards with the sum of weight times reward; `deciding` names the component that decides what is correct.
 
-    The parts of a reward are in the detail of its score: a component's part is its weighted reward, or its own parts, weighted, as
-    NAME/PART. Errors of components are there too, by name. It owns the components' pools: closing it closes them.
+    A score's detail has the parts of the reward: a component's part is its weighted reward or, as NAME/PART, its own
+    weighted parts. It also has the components' errors, by name. Closing the mixture closes the components' pools.
     """
 
     def __init__(self, components: Sequence[MixtureComponent], deciding: str) -> None:
@@ -66,7 +66,7 @@ class MixturePool:
             try:
                 scores = {name: future.result() for name, future in futures.items()}
                 mixed.set_result({item[0]: self._mixed({n: s[item[0]] for n, s in scores.items()}) for item in items})
-            except Exception as error:  # of a pool that was closed or broke: the caller's to see
+            except Exception as error:  # from a pool that was closed or broke; pass it to the caller
                 mixed.set_exception(error)
 
         for name, future in futures.items():
@@ -104,7 +104,7 @@ class MixturePool:
         return self.components[0].pool.measure_repetition(token_ids)
 
     def validate_answers(self, answers: Iterable[str]) -> dict[str, str]:
-        """Return the gold answers that a component cannot use, each with the reason."""
+        """Return the gold answers that some component cannot use, each with the reason."""
         answers = list(answers)
         problems: dict[str, str] = {}
         for one in self.components:

@@ -3,12 +3,12 @@
     score_many / submit                             any thread
             |  tasks, one queue a call
        dispatcher thread  -- round robin over calls, JSON lines -->  worker processes (`rewards.pool.worker`)
-            |  <-- one JSON line an answer -- kill and replace on deadline, crash, memory
+            |  <-- one JSON line per answer -- kill and replace on deadline, crash, memory
         Future of {key: Score}
 
 Verifiers run model output through parsers and computer algebra: some inputs never return, exhaust memory or end the
 process. Each answer therefore has a deadline that starts when its worker begins it, not while it is queued, and a
-worker that misses it is killed by the kernel and replaced. `timeout` and `error` are outcomes of their own: neither is
+worker that misses it is killed by the kernel and replaced. `timeout` and `error` are separate outcomes: neither is
 `wrong`. An answer whose worker was killed from outside (the kernel's out-of-memory killer) is scored again, once.
 Workers see a short allow-list of environment variables, so no secrets.
 """
@@ -57,7 +57,7 @@ class Scorer(Protocol):
 
 
 def score_request(key: str, prompt: Prompt, completion: Completion, text: str, scorer: Scorer) -> ScoreRequest:
-    """Return a response as the scorer wants it; `key` ends in "/" and the index of the response in its group."""
+    """Return a response in the form that the scorer takes; `key` ends in "/" and the response's index in its group."""
     request = ScoreRequest(key, text, prompt.answer, completion.is_truncated)
     if not getattr(scorer, "takes_sample", False):
         return request
@@ -91,12 +91,12 @@ class VerifierPool:
         timeout_s: seconds one answer may take before its process is killed.
         memory_limit_mb: address space of one process; raise it for a user's function that imports torch.
         file_limit_mb: size of a file that a process may write.
-        max_processes: processes that a worker and all it has started may be; beyond it they are killed, which is an `error`.
+        max_processes: limit on a worker and all processes it has started; beyond it they are killed, an `error`.
         reward_correct, reward_incorrect: rewards of verifiers that do not set their own. A response that is
             truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
-        more_environment: names of variables that the processes get beside the allow-list.
+        more_environment: names of variables that the processes get in addition to the allow-list.
         concurrency: answers at a time in each process of a user's `async def`.
-        batch_size: most answers of one call of a function of `samples`.
+        batch_size: maximum number of answers in one call of a function of `samples`.
         token_ids: send the tokens of responses to functions of samples.
         presets: settings of presets by their names, as plain values.
 
@@ -125,7 +125,7 @@ class VerifierPool:
                 "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency and "
                 f"batch_size >= 1; got {timeout_s}, {', '.join(map(str, counts))}"
             )
-        # Its process runs this package's code on a model of any size, whose libraries map far more memory than they use.
+        # The process runs this package's code on a model of any size; its libraries map far more memory than they use.
         loads_model = verifier == "reward_model"
         self.verifier = verifier
         self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
@@ -169,8 +169,8 @@ class VerifierPool:
         order = dict.fromkeys(key for key, *_ in items)
         if len(order) != len(items):
             raise ValueError(f"score_many: {len(items)} items have only {len(order)} different keys")
-        # A response cut off by its length is never right, even if it contains the answer. A function of samples rewards it as it
-        # likes.
+        # A response cut off by its length is never right, even if it contains the answer. Only a function of samples
+        # may reward it freely.
         never_right = Score(accuracy=0.0, reward=self._reward_incorrect, outcome="truncated")
         cut_off = {key for key, _, _, is_truncated, *_ in items if is_truncated}
         known = {} if self.takes_sample else dict.fromkeys(cut_off, never_right)
@@ -186,7 +186,7 @@ class VerifierPool:
         return scores
 
     def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
-        """Measure the repetition of responses in the workers, truncated ones as well. Blocks."""
+        """Measure the repetition of responses, including truncated ones, in the workers. Blocks."""
         tasks = [
             self._task(key, "repetition", base64.b64encode(np.asarray(tokens, np.int32).tobytes()).decode(), "")
             for key, tokens in token_ids.items()

@@ -13,7 +13,7 @@ _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no token is multipl
 
 @dataclass(frozen=True)
 class TailLoop:
-    """The response ends in `repeats` copies of its last `period` tokens; 0, 0 where it does not loop."""
+    """A loop: the response ends in `repeats` copies of its last `period` tokens; 0, 0 if it does not loop."""
 
     period: int
     repeats: int
@@ -41,7 +41,7 @@ def ngram_repetition(token_ids: Sequence[int] | np.ndarray, n: int = 20) -> floa
 
 def _matching_tail(tokens: np.ndarray, period: int) -> int:
     """Count the tokens at the end that equal the token `period` before them."""
-    width = 64  # few responses loop: look at the whole of those alone
+    width = 64  # few responses loop; only those are scanned in full
     while True:
         start = max(period, len(tokens) - width)
         differs = np.flatnonzero(tokens[start:] != tokens[start - period : len(tokens) - period])

@@ -1,4 +1,6 @@
-"""The process between the pool and a verifier process: it ends all that a user's function started. Linux, standard library only.
+"""The process between the pool and a verifier process: ends everything that a user's function started.
+
+Linux only; uses only the standard library.
 
     pool -- SIGTERM --> supervisor (adopts orphans) -> verifier process -> whatever the user's function starts
 
@@ -18,7 +20,7 @@ from contextlib import suppress
 
 TOO_MANY_PROCESSES = 77  # exit code of a supervisor that ended everything for their number
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-_TICK_S = 0.1  # between two counts of the processes
+_TICK_S = 0.1  # between counts of the processes
 _END_S = 5.0
 
 
@@ -58,17 +60,19 @@ def start_supervised(max_processes: int) -> None:
 
 
 def _take_precedence() -> None:
-    """Run before every process of a user's function, where root or a capability allows it: processes that double twenty times a second
-    otherwise get all the time that it takes to end them."""
+    """Raise this process's priority above a user's function's, if root or a capability allows it.
+
+    Otherwise processes that double twenty times a second would take all the time needed to end them.
+    """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         return
-    with suppress(OSError):  # of a container without real-time priorities
+    with suppress(OSError):  # in a container without real-time priorities
         os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 
 def _reap(child: int) -> int | None:
-    """Collect every child that ended, adopted ones too. Return the wait status of `child` if it was among them."""
+    """Reap every ended child, including adopted ones. Return the wait status of `child` if it was among them."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -80,7 +84,7 @@ def _reap(child: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, ended ones that were not collected too."""
+    """Return the processes below `pid`, including ended ones that have not been reaped."""
     found, left = [], [pid]
     while left:
         parent = left.pop()
@@ -106,7 +110,7 @@ def _children(pid: int, thread: str) -> list[int]:
 
 
 def end_descendants(pid: int) -> None:
-    """Kill until none is left: a killed process's children become children of this one."""
+    """Kill until none is left, because a killed process's children become children of this one."""
     end = time.monotonic() + _END_S
     while (alive := descendants(pid)) and time.monotonic() < end:
         for process in alive:

@@ -29,7 +29,7 @@ def worker_environment(environ: Mapping[str, str], more: Sequence[str] = ()) -> 
     allowed = {name: environ[name] for name in (*ENVIRONMENT_ALLOW_LIST, *more) if name in environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    # A fixed hash seed: sympy's order of terms, and with it what it manages to simplify, depends on it.
+    # Fix the hash seed: sympy's order of terms depends on it, and with that what it manages to simplify.
     return {**allowed, **threads, "PYTHONPATH": import_path, "PYTHONHASHSEED": "0"}
 
 
@@ -55,7 +55,7 @@ class Task:
     holder: VerifierProcess | None = None  # the worker it was last sent to; None while it is pending
     is_done: bool = False
     was_retried: bool = False  # after a kill that did not come from the pool
-    is_alone: bool = False  # it was in a batch that failed as a whole: it may be the one that made it fail
+    is_alone: bool = False  # score it by itself: it was in a failed batch and may be the cause
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class VerifierProcess:
         """Remove and return the first answer of the queue, which has been scored, and update the speed."""
         now = time.monotonic()
         seconds = now - self.since
-        # Falls at once after a fast answer, rises slowly: replies that arrive together look instantaneous.
+        # Fall at once after a fast answer but rise slowly, because replies that arrive together look instantaneous.
         self.seconds_per_answer = min(seconds, 0.8 * self.seconds_per_answer + 0.2 * seconds)
         self.since = now
         return self.queue.popleft()

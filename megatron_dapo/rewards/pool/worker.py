@@ -1,4 +1,4 @@
-"""The verifier process: reads tasks as JSON lines, writes one JSON line an answer. Started by `VerifierPool` only.
+"""The verifier process: reads tasks as JSON lines and writes one JSON line per answer. Only `VerifierPool` starts it.
 
     parent -> worker   {"verifier": ..., "presets": ..., "timeout_s": ..., limits}             once
     worker -> parent   {"ready": version, "takes_sample": bool, "is_async": bool, "is_batched": bool}
@@ -7,11 +7,12 @@
                         "answer": ..., "sample": the other fields of a RewardSample or null}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
 
-Replies come in the order of the tasks. An asynchronous function works on all tasks it was sent at a time, a function of
-`samples` on up to `batch_size` of them in one call.
+Replies come in the order of the tasks. An asynchronous function works on all tasks it was sent at the same time, a
+function of `samples` on up to `batch_size` of them in one call.
 
-Messages are JSON, never pickles. The process limits its own memory, files and processes before it loads the verifier, keeps the pipes
-away from a user's `print` and `input`, and carries limits of time that the kernel enforces even if the parent is gone.
+Messages are JSON, never pickles. Before it loads the verifier, the process limits its memory, files and processes. It
+keeps the pipes away from a user's `print` and `input`, and has time limits that the kernel enforces even if the parent
+is gone.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from megatron_dapo.rewards.verifiers.verifier import Verifier, load_verifier, re
 MAX_MESSAGE_CHARACTERS = 500
 OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
 BATCH_WAIT_S = 0.01  # for a batch to fill
-_THREADS = 4  # that may work for one answer all the time until the last resort
+_THREADS = 4  # threads that may work on one answer all the time until the last resort
 
 
 def main() -> None:
     """Serve tasks until the parent closes the pipe."""
-    # Slurm signals every process of a job: an answer cut off by that would be an error that the response did not make.
-    # A handler and not SIG_IGN, which programs started by a user's function would inherit.
+    # Slurm signals every process of a job; an answer cut off by that would be an error not caused by the response.
+    # Use a handler, not SIG_IGN, which programs started by a user's function would inherit.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _claim_pipes()
     settings = json.loads(requests.readline())
@@ -58,7 +59,7 @@ def main() -> None:
     kinds = {"takes_sample": verifier.takes_sample, "is_async": is_async, "is_batched": verifier.is_batched}
     _send(replies, {"ready": verifier.version, **kinds})
     if is_async:
-        # Here, so that a worker of any other verifier starts without asyncio.
+        # Imported here, so that workers of other verifiers start without asyncio.
         from megatron_dapo.rewards.pool.async_worker import serve_many
 
         size = settings["batch_size"] if verifier.is_batched else 0
@@ -67,7 +68,7 @@ def main() -> None:
         )
         return
     for tasks in _batches(requests, settings["batch_size"] if verifier.is_batched else 1):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set a handler of its own
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set another handler
         signal.setitimer(signal.ITIMER_REAL, last_resort_s)
         _limit_cpu_time(last_resort_s)
         answers = [answer(verifier, tasks[0])] if len(tasks) == 1 else answer_batch(verifier, tasks)
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def _batches(requests: io.FileIO, size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield tasks: those to score up to `size` at a time, as many as arrive within BATCH_WAIT_S; others alone."""
+    """Yield tasks: those to score in batches of up to `size` that arrive within BATCH_WAIT_S, others one at a time."""
     waiting: list[dict[str, Any]] = []
     unread, is_open = b"", True
     while is_open or waiting:
@@ -130,7 +131,7 @@ def answer_batch(verifier: Verifier, tasks: Sequence[Mapping[str, Any]]) -> list
 
 
 def arguments_of(verifier: Verifier, task: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the verifier's function is called with, of a function of batches one element of its list."""
+    """Return the argument for the verifier's function or, for a function of batches, one element of its list."""
     if not verifier.takes_sample:
         return task["response"], task["answer"]
     fields = dict(task["sample"])
@@ -146,7 +147,7 @@ def _validate(verifier: Verifier, answer: str) -> VerifierResult:
 
 def _measure_repetition(token_ids: str) -> VerifierResult:
     """Measure the repetition of token ids, int32 in base64."""
-    # Here, so that a worker that only verifies starts without numpy.
+    # Imported here, so that a worker that only verifies starts without numpy.
     from megatron_dapo.rewards.pool.repetition import repetition_numbers
 
     numbers = repetition_numbers(memoryview(base64.b64decode(token_ids)).cast("i"))
@@ -170,7 +171,7 @@ def _limit_resources(memory_limit_mb: int, file_limit_mb: int) -> None:
         if megabytes == 0:  # no limit, see `VerifierPool`
             continue
         wanted, hard = megabytes * 2**20, resource.getrlimit(limited)[1]
-        # A limit that the site has set lower stands: only root may raise it.
+        # Keep a lower limit set by the site, because only root may raise it.
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(limited, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file for every answer that crashes

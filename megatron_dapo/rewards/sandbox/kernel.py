@@ -1,6 +1,6 @@
 """Isolation by the Linux kernel, through ctypes: namespaces, mounts, Landlock and seccomp. Standard library only.
 
-`runner` uses it. Each function raises OSError where the kernel or the site does not allow what it does.
+`runner` uses these functions. Each raises OSError if the kernel or the site does not allow what it does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import struct
 from collections.abc import Iterable
 
-UNPRIVILEGED = 65534  # the user that has nothing, where root starts programs
+UNPRIVILEGED = 65534  # the user for programs started by root; owns nothing
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
@@ -21,14 +21,14 @@ _MS_RELATIME = 1 << 21
 _MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
-_SYS_MOUNT_SETATTR = 442  # these four have one number on all architectures
+_SYS_MOUNT_SETATTR = 442  # these four have the same number on all architectures
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(function: str, *arguments: object) -> int:
-    """Call a function of the C library. Raises OSError where it returns a negative number."""
+    """Call a C library function. Raises OSError if it returns a negative number."""
     found = getattr(_libc, function)(*arguments)
     if found < 0:
         number = ctypes.get_errno()
@@ -42,69 +42,69 @@ def prctl(option: int, argument: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process to new namespaces, its later children to a new one of processes."""
+    """Move this process to new namespaces; a new PID namespace applies to its later children."""
     _call("unshare", flags)
 
 
 def enter_user_namespace(uid: int, gid: int) -> None:
-    """Map this process's own ids into the user namespace it has just made, and no other."""
+    """Map this process's ids, and no others, into the user namespace it has just created."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as stream:
             stream.write(text)
 
 
 def become(uid: int) -> None:
-    """Give up root for `uid`, its groups too."""
+    """Drop root and its groups for `uid`."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, those of a user namespace too, and the means to get any by running a program."""
+    """Drop every capability, including those in a user namespace, and prevent regaining any by running a program."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     _call("capset", header, ctypes.create_string_buffer(24))
 
 
-# ---- a root directory of its own
+# ---- a separate root directory
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Mount: the arguments of mount(2)."""
+    """Mount a file system; the arguments are those of mount(2)."""
     names = [None if text is None else text.encode() for text in (source, target, kind)]
     _call("mount", *names, ctypes.c_ulong(flags), options.encode())
 
 
 def _read_only(target: str) -> None:
-    """Make a bind mount, and those below it, read-only."""
+    """Make a bind mount and the mounts below it read-only."""
     attributes = ctypes.create_string_buffer(struct.pack("QQQQ", 1 | 2, 0, 0, 0))  # read-only, no set-user-id
     try:
         _call("syscall", _SYS_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, ctypes.c_size_t(32))
-    except OSError:  # before Linux 5.12: the mount itself, with the flags that it must keep
+    except OSError:  # before Linux 5.12: only the mount itself, with the flags that it must keep
         kept = os.statvfs(target).f_flag & 0xFFF
         mount("none", target, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_RELATIME | kept)
 
 
 def make_mounts_private() -> None:
-    """Keep mounts that follow to this mount namespace."""
+    """Keep later mounts within this mount namespace."""
     mount("none", "/", None, _MS_REC | _MS_PRIVATE)
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or directory, with what is mounted below it, at another place, which exists."""
+    """Bind-mount a file or directory, with the mounts below it, onto an existing path."""
     mount(source, target, None, _MS_BIND | _MS_REC)
 
 
 def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
-    """Leave the file system for one that has `readable`, a few devices, /proc, and /tmp of `workspace_mb`, alone writable.
+    """Switch to a root with `readable`, a few devices, /proc, and a /tmp of `workspace_mb`, the only writable part.
 
-    It needs a mount namespace of this process's own.
+    This process must have a separate mount namespace.
     """
     make_mounts_private()
     devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
     links = {path: os.readlink(path) for path in readable if os.path.islink(path)}
-    # Opened before anything is mounted over the place that the path leads through.
+    # Open these before anything is mounted over a part of their paths.
     sources = {
         path: os.open(path, os.O_PATH) for path in (*readable, *devices) if path not in links and os.path.exists(path)
     }
@@ -112,7 +112,7 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     before = os.umask(0o022)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
     os.mkdir(f"{root}/tmp")
-    # First: an interpreter that is installed below /tmp has its place in it.
+    # Mount /tmp first: an interpreter may be installed below it.
     options = (
         f"mode=700,uid={uid},gid={uid if uid == UNPRIVILEGED else os.getgid()},size={workspace_mb}m,nr_inodes=4096"
     )
@@ -136,7 +136,7 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     os.umask(before)
     try:
         mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    except OSError:  # containers that hide parts of /proc: programs do without
+    except OSError:  # in containers that hide parts of /proc, programs do without it
         pass
     os.chdir(root)
     _call("syscall", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")
@@ -145,11 +145,11 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     mount("none", "/", None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
 
 
-# ---- where namespaces are not allowed
+# ---- without namespaces
 
 
 def restrict_files(readable: Iterable[str], workspace: str) -> None:
-    """Let this process and its children read `readable`, write `workspace`, and use nothing else (Landlock)."""
+    """Let this process and its children read `readable`, write `workspace`, and access nothing else (Landlock)."""
     abi = _call("syscall", _SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     read = 0b1101  # execute, read files, read directories
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
@@ -176,7 +176,7 @@ def restrict_files(readable: Iterable[str], workspace: str) -> None:
 _EPERM, _EACCES, _ENOSYS = 1, 13, 38
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-# Numbers of x86-64. Network, mounts, namespaces, other processes' memory, memory that no limit counts, the kernel's own.
+# x86-64 numbers: network, mounts, namespaces, other processes' memory, memory that no limit counts, kernel management.
 _DENIED = {
     "socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "pidfd_getfd": 438,
     "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "open_tree": 428,
@@ -195,19 +195,19 @@ _CLONE, _CLONE3, _PRCTL, _PRLIMIT = 56, 435, 157, 302
 
 
 def restrict_calls(has_namespaces: bool) -> None:
-    """Deny this process and its children system calls that programs of a test do not need (seccomp; x86-64 alone).
+    """Deny this process and its children the system calls that test programs do not need (seccomp; x86-64 only).
 
-    Without namespaces also new processes, and everything that is done to other processes of the same user.
+    Without namespaces, also deny new processes and all actions on other processes of the same user.
     """
     if platform.machine() != "x86_64":
         raise OSError(_ENOSYS, f"no table of system calls for {platform.machine()}")
     denied = set(_DENIED.values()) | (set() if has_namespaces else set(_DENIED_BESIDE_OTHERS.values()))
     load_nr, load_arch, load_first, load_second = (_statement(0x20, offset) for offset in (0, 4, 16, 16))
     program = [load_arch, _jump(0x15, _ARCHITECTURE, 1, 0), _statement(0x06, _KILL), load_nr]
-    program += [_jump(0x35, 0x40000000, 0, 1), _statement(0x06, _ERRNO | _ENOSYS)]  # the x32 calls, numbered again
+    program += [_jump(0x35, 0x40000000, 0, 1), _statement(0x06, _ERRNO | _ENOSYS)]  # the x32 calls
     for number in sorted(denied):
         program += [_jump(0x15, number, 0, 1), _statement(0x06, _ERRNO | _EACCES)]
-    # Its flags are in memory, which a filter cannot read: the C library then takes clone.
+    # clone3 has its flags in memory, which a filter cannot read; if denied, the C library uses clone.
     program += [_jump(0x15, _CLONE3, 0, 1), _statement(0x06, _ERRNO | _ENOSYS)]
     namespaces = NAMESPACES | CLONE_NEWUSER | 0x2000000
     program += [_jump(0x15, _CLONE, 0, 3), load_first, _jump(0x45, namespaces, 0, 1), _statement(0x06, _ERRNO | _EPERM)]
@@ -215,7 +215,7 @@ def restrict_calls(has_namespaces: bool) -> None:
     if not has_namespaces:
         program += [_jump(0x15, _CLONE, 0, 3), load_first, _jump(0x45, _CLONE_THREAD, 1, 0)]
         program += [_statement(0x06, _ERRNO | _EPERM), load_nr]
-        # A process that outlives the one that started it; limits of another process.
+        # Deny outliving the parent process and changing the limits of another process.
         program += [_jump(0x15, _PRCTL, 0, 3), load_first, _jump(0x15, PR_SET_PDEATHSIG, 0, 1)]
         program += [_statement(0x06, _ERRNO | _EPERM), load_nr]
         program += [_jump(0x15, _PRLIMIT, 0, 3), load_second, _jump(0x15, 0, 1, 0)]

@@ -1,14 +1,15 @@
-"""The sandbox's own processes, started by `rewards.sandbox.sandbox` as `python -I runner.py`. Standard library only.
+"""The sandbox's processes, started by `rewards.sandbox.sandbox` as `python -I runner.py`. Standard library only.
 
     worker (rewards.verifiers.code) -> template: one process, waits with everything imported, never runs a program
         -> a job, one response: outer, makes the namespaces -> runner, their process 1 -> a process for each test
 
-    worker -> template   {"program": text, "tests": [...], limits}                                        a line a job
+    worker -> template   {"program": text, "tests": [...], limits}                                        a line per job
     template -> worker   {"isolation": ..., "missing": [...]}                                             once
     runner -> worker     {"test": n, "status": ..., "stdout": ..., "result": ..., "stderr": ...}, {"end": status}
 
-The runner is of the same user as the programs, but cannot be traced, and as process 1 of its namespace gets no signal of theirs. It
-knows inputs and no expected outputs. Between two tests it kills all other processes of the namespace.
+The runner has the same user as the programs, but they cannot trace it or, since it is process 1 of its namespace, send
+it signals. It knows the inputs but not the expected outputs. Between tests it kills all other processes of the
+namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 _DIRECTORY = Path(__file__).resolve().parent
-_TICK_S = 0.02  # between two looks at the memory of all processes of a test
+_TICK_S = 0.02  # between checks of the memory of all processes of a test
 _STDERR_BYTES = 2000
 _RESULT_BYTES = 2**20
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -37,7 +38,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _import_file(name: str, path: Path) -> Any:
-    """Import a file by its path: isolated mode has no other way to this package."""
+    """Import a file by its path, because isolated mode cannot find this package otherwise."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,11 +52,11 @@ supervisor = _import_file("supervisor", _DIRECTORY.parent / "pool" / "supervisor
 
 
 def readable_paths() -> tuple[str, ...]:
-    """Return what programs may read: the system's libraries, this interpreter and its packages."""
+    """Return the paths that programs may read: system libraries, this interpreter and its packages."""
     own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)} | {sys.prefix}
     own |= {path for path in sys.path if os.path.isdir(path)}
     paths = [*_SYSTEM, *sorted(own)]
-    # A directory below another one is there already; the whole system or a home is never meant.
+    # A directory below another one is already included. Never allow the whole system or a home directory.
     above = [path for path in paths if path not in ("/", os.path.expanduser("~")) and os.path.lexists(path)]
     return tuple(path for path in above if not any(path != other and path.startswith(f"{other}/") for other in above))
 
@@ -66,7 +67,7 @@ def readable_paths() -> tuple[str, ...]:
 def main() -> None:
     """Serve jobs until the worker closes the pipe."""
     os.umask(0o077)
-    # The worker's limit of processor time is for one answer: this process serves them all.
+    # The worker's CPU time limit is for one answer, but this process serves them all.
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,7 +106,7 @@ def _in_child(work: Any) -> int:
 
 
 def _probe() -> tuple[str, list[str]]:
-    """Return how programs are isolated, and what this kernel or site does not allow."""
+    """Return the kind of isolation, and the parts that this kernel or site does not allow."""
     missing = []
     has_calls = _in_child(lambda: kernel.restrict_calls(True)) == 0
     if not has_calls:
@@ -122,7 +123,7 @@ def _probe() -> tuple[str, list[str]]:
 
 
 def _run_isolated(job: dict[str, Any], isolation: str, replies: int) -> int:
-    """Run the tests of a job behind the given isolation and return an exit code."""
+    """Run a job's tests under the given isolation and return an exit code."""
     if isolation.startswith("namespaces"):
         return _isolate("namespaces", "/tmp", job["workspace_mb"], lambda: _run_tests(job, isolation, replies))
     workspace = tempfile.mkdtemp(prefix="megatron-dapo-sandbox-")
@@ -133,14 +134,14 @@ def _run_isolated(job: dict[str, Any], isolation: str, replies: int) -> int:
 
 
 def _isolate(kind: str, workspace: str, workspace_mb: int, work: Any) -> int:
-    """Call `work` as process 1 of new namespaces, with a root directory of its own, as an ordinary user without capabilities."""
+    """Call `work` as process 1 of new namespaces with a separate root directory, as a user without capabilities."""
     is_root = os.getuid() == 0
     if is_root:
         try:
             kernel.unshare(kernel.NAMESPACES)
         except OSError:  # root of a container without CAP_SYS_ADMIN
             kernel.become(kernel.UNPRIVILEGED)
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the maps of its user namespace belong to root
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns its user namespace's id maps
             is_root = False
     if not is_root:
         uid, gid = os.getuid(), os.getgid()
@@ -149,12 +150,12 @@ def _isolate(kind: str, workspace: str, workspace_mb: int, work: Any) -> int:
     uid = kernel.UNPRIVILEGED if is_root else os.getuid()
 
     def inside() -> int:
-        # A signal to the process group of its caller crosses namespaces: the verifier process must be in another group.
+        # A signal to the caller's process group crosses namespaces, so the verifier process must be in another group.
         os.setsid()
         kernel.enter_root(readable_paths(), workspace_mb, uid)
         if is_root:
             kernel.become(kernel.UNPRIVILEGED)
-            # The kernel counts a user's processes in each user namespace: here, those of this job alone.
+            # The kernel counts a user's processes per user namespace, so only this job's processes count here.
             kernel.unshare(kernel.CLONE_NEWUSER)
         _become_untouchable()
         os.chdir(workspace)
@@ -164,7 +165,7 @@ def _isolate(kind: str, workspace: str, workspace_mb: int, work: Any) -> int:
 
 
 def _beside_others(job: dict[str, Any], isolation: str, workspace: str, replies: int) -> int:
-    """Run the tests among the other processes of this machine: files by Landlock, no second process."""
+    """Run the tests without namespaces: Landlock restricts files, and programs start no second process."""
     if os.getuid() == 0:
         os.chown(workspace, kernel.UNPRIVILEGED, kernel.UNPRIVILEGED)
         kernel.become(kernel.UNPRIVILEGED)
@@ -178,7 +179,7 @@ def _beside_others(job: dict[str, Any], isolation: str, workspace: str, replies:
 def _become_untouchable() -> None:
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    # As process 1 it gets only signals that it has a handler for: Python has one of SIGINT.
+    # Process 1 only gets signals that it has a handler for, and Python has one for SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL if os.getpid() == 1 else signal.SIG_IGN)
 
@@ -200,7 +201,7 @@ def _run_tests(job: dict[str, Any], isolation: str, replies: int) -> int:
 def _run_test(
     job: dict[str, Any], test: dict[str, Any], seconds: float, isolation: str, replies: int
 ) -> dict[str, Any]:
-    """Run the program once, in a process of its own, and return what it wrote and how it ended."""
+    """Run the program once in a separate process and return its output and how it ended."""
     pipes = {name: os.pipe() for name in ("stdout", "stderr", "result")}
     control, script = os.pipe(), test.get("asserts", "")
     child = os.fork()
@@ -261,7 +262,7 @@ def _answer(descriptor: int, line: bytes) -> None:
 
 
 def _end_all(child: int, code: int | None) -> None:
-    """Kill every process of the namespace but this one; without one the program, which could start no other."""
+    """Kill every other process of the namespace or, without one, the program, which could start no other process."""
     if os.getpid() == 1:
         try:
             os.kill(-1, signal.SIGKILL)
@@ -277,7 +278,7 @@ def _end_all(child: int, code: int | None) -> None:
 
 
 def _resident_bytes(child: int) -> int:
-    """Return the memory of the processes of the namespace, or of the program alone."""
+    """Return the memory of all processes of the namespace or, without one, of the program."""
     pids = (
         [pid for pid in os.listdir("/proc") if pid.isdigit()]
         if os.getpid() == 1 and os.path.isdir("/proc/1")
@@ -288,7 +289,7 @@ def _resident_bytes(child: int) -> int:
         try:
             with open(f"/proc/{pid}/statm", encoding="ascii") as stream:
                 total += int(stream.read().split()[1]) * _PAGE
-        except OSError:  # it has ended, or /proc is not to be read
+        except OSError:  # it has ended, or /proc is not readable
             continue
     return total
 
@@ -303,7 +304,7 @@ def _limit(job: dict[str, Any], isolation: str) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if isolation.startswith("namespaces"):  # without one the kernel counts all processes of the user
+    if isolation.startswith("namespaces"):  # without one, the kernel counts all of the user's processes
         limits[resource.RLIMIT_NPROC] = job["max_processes"] + 1  # and the runner
     for limited, value in limits.items():
         hard = resource.getrlimit(limited)[1]
@@ -325,7 +326,7 @@ def _become_program(
     stdin.write(test.get("stdin", "").encode())
     stdin.seek(0)
     sources = (stdin.fileno(), pipes["stdout"][1], pipes["stderr"][1], pipes["result"][1], control[0])
-    # First out of the way, as one of them may lie where another one has to go.
+    # Move them out of the way first: one may have the number that another one needs.
     moved = [fcntl.fcntl(source, fcntl.F_DUPFD, 24) for source in sources]
     for descriptor, source in enumerate(moved):
         os.dup2(source, descriptor)
@@ -360,7 +361,7 @@ def _become_program(
 
 
 def _execute(test: dict[str, Any], program: str) -> None:
-    """Run the program as `__main__`; then call a function of it, or run asserts on its names."""
+    """Run the program as `__main__`, then call one of its functions or run asserts in its namespace."""
     is_called = "call" in test
     module = type(sys)("__main__" if not is_called else "solution")
     module.__file__ = "solution.py"
@@ -384,7 +385,7 @@ def _function(module: Any, name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return sets and the scalars of libraries as JSON has them."""
+    """Convert sets and library scalars to JSON values."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)

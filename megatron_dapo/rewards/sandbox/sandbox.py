@@ -1,9 +1,9 @@
 """A sandbox for programs that a model wrote: runs one against tests, within limits that the kernel enforces.
 
-Namespaces of users, processes, files, network and System V objects, a root directory in which only a small temporary /tmp can be
-written, no capabilities, and a filter of system calls; where a site allows no namespaces, Landlock and a stricter filter, under which
-programs start no other process. `Sandbox.isolation` says which. Nothing is installed and root is not needed; started by root,
-programs run as uid 65534.
+A program runs without capabilities, under a filter of system calls, in namespaces for users, processes, files, network
+and System V objects, with a root directory where only a small temporary /tmp is writable. If a site does not allow
+namespaces, programs run under Landlock and a stricter filter, and cannot start other processes. `Sandbox.isolation`
+says which. This needs no installation and no root; programs started by root run as uid 65534.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 _RUNNER = Path(__file__).with_name("runner.py")
 _START_S = 60.0
-_GRACE_S = 3.0  # for a job to end after its own budget
+_GRACE_S = 3.0  # for a job to end after its budget
 _MAX_LINE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of one program. Memory, time and output are of a test; files and processes of all that it starts."""
+    """Limits of one program. Memory, time and output are per test; files and processes cover all that it starts."""
 
-    cpu_s: float = 5.0  # processor time of each process; twice as much by the clock
+    cpu_s: float = 5.0  # CPU time of each process; twice that in wall-clock time
     memory_mb: int = 1024
     max_processes: int = 16
     file_mb: int = 16
@@ -39,7 +39,7 @@ class SandboxLimits:
 
 
 class Sandbox:
-    """Runs programs, one at a time. Starts its processes at the first use; close it, or let this process end."""
+    """Runs programs one at a time. Starts its processes at first use; they end on close or with this process."""
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
@@ -60,7 +60,7 @@ class Sandbox:
         return list(self._start["missing"])
 
     def run(self, program: str, tests: Sequence[Mapping[str, Any]], budget_s: float) -> list[Mapping[str, Any]]:
-        """Run the program once a test and return the outcomes, fewer than tests where the `budget_s` seconds did not suffice.
+        """Run the program once per test and return the outcomes: fewer than tests if `budget_s` seconds ran out.
 
         A test is {"stdin": text}, {"call": {"name", "arguments"}} or {"asserts": Python}; an outcome has `status` ("ended",
         "time", "memory", "output", "budget"), the exit `code`, `stdout`, `stderr` (its end) and `result`.
@@ -89,12 +89,12 @@ class Sandbox:
         if self._process is None or self._process.poll() is not None:
             self._unread = b""
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_RUNNER), str(os.getpid())],  # so that `ps` tells whose it is
+                [sys.executable, "-I", str(_RUNNER), str(os.getpid())],  # lets `ps` show whose it is
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                # Not even the variables of the verifier process, which may have a key.
+                # Pass none of the verifier process's variables, which may include a key.
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
                 | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 cwd="/",
@@ -103,7 +103,7 @@ class Sandbox:
         return self._process
 
     def _read(self, end: float) -> Mapping[str, Any]:
-        """Return the next message. Raises TimeoutError after `end`, ValueError where there is none."""
+        """Return the next message. Raises TimeoutError after `end`, and ValueError if there is none."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._unread:
             if not select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -7,9 +7,10 @@ A row's tests, as JSON text or nested values, in the gold answer or in the colum
     [{"input": "1 2", "output": "3"}, ...]                                    as the first form
     ["assert add(1, 2) == 3", ...]  or {"test_list": [...]}                   asserts that follow the program
 
-These are the columns of verl, prime-rl, APPS and TACO (inputs, outputs, fn_name), LiveCodeBench (input, output) and MBPP (test_list).
-Outputs never enter the sandbox: what a program wrote is compared here. Lines count without the spaces at their ends, and numbers
-with a decimal point to 1e-6. Asserts run in the program's own process: one that attacks them, rather than the problem, can pass.
+These are the columns of verl, prime-rl, APPS and TACO (inputs, outputs, fn_name), LiveCodeBench (input, output) and
+MBPP (test_list). Expected outputs never enter the sandbox: a program's output is compared here, ignoring spaces at line
+ends, with numbers that have a decimal point compared to 1e-6. Asserts run in the program's own process, so a program
+that attacks them instead of the problem can pass.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ProgramTest:
 
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
-    """Return the verifier. ValueError where the kernel allows no isolation and reward.code.allow_weak_sandbox is off."""
+    """Return the verifier. ValueError if the kernel allows no isolation and reward.code.allow_weak_sandbox is off."""
     cpu_s, most_mb = own.get("seconds_per_test", 5.0), pool.get("memory_limit_mb") or 1024
     limits = SandboxLimits(
         cpu_s=cpu_s,
@@ -106,7 +107,7 @@ def program_of(response: str) -> str | None:
 
 
 def row_tests(sample: RewardSample, column: str) -> Any:
-    """Return the tests of a row: the gold answer, or the column by its dotted name. ValueError where there is none."""
+    """Return a row's tests: the gold answer, or the column with the dotted name. ValueError if there are none."""
     value: Any = sample.answer
     for name in column.split(".") if column else ():
         value = sample.extra_info if value is sample.answer else value

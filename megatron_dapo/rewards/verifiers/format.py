@@ -1,4 +1,4 @@
-"""Preset `format`: 1 for a response of the wanted form, else 0. The form is that of [reward.format]: markers, a pattern or both."""
+"""Preset `format`: 1 if a response has the form of [reward.format] (markers, a pattern or both), and 0 otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REVISION = "1"
 
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
-    """Return the verifier. ValueError where [reward.format] describes no form."""
+    """Return the verifier. ValueError if [reward.format] describes no form."""
     markers, pattern = own.get("markers", ()), own.get("pattern", "")
     if not markers and not pattern:
         raise ValueError("verifier 'format': set reward.format.markers or reward.format.pattern")
@@ -26,7 +26,7 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
 
 
 def has_form(text: str, markers: Sequence[str], pattern: str) -> bool:
-    """Return True if every marker occurs once in `text`, one behind the other, and `pattern` matches the whole of it."""
+    """Return True if every marker occurs once in `text`, in order, and `pattern` matches all of `text`."""
     place = 0
     for marker in markers:
         found = text.find(marker, place)

@@ -1,8 +1,8 @@
 """Preset `judge`: a language model behind an OpenAI-compatible endpoint grades the response.
 
-The verdict's score is the last match of `score_pattern`, or the value of `score_key` in the last JSON object of the reply, over
-`max_score`. Words count as numbers: yes, true, correct and pass are 1; no, false, incorrect, wrong and fail 0. What the judge says is
-cached on disk by model, messages and sampling, so that a new pattern needs no new request.
+The verdict's score is the last match of `score_pattern`, or the value of `score_key` in the reply's last JSON object,
+divided by `max_score`. Words count as numbers: yes, true, correct and pass are 1; no, false, incorrect, wrong and fail
+are 0. The judge's replies are cached on disk by model, messages and sampling, so a new pattern needs no new request.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _cached(path: Path | None) -> str | None:
 
 
 def _keep(path: Path, verdict: str) -> None:
-    """Write a verdict at once or not at all: other processes read the same directory."""
+    """Write a verdict atomically, because other processes read the same directory."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -123,7 +123,7 @@ def extract(response: str) -> str | None:
 @dataclass(frozen=True)
 class _Box:
     start: int  # of the macro
-    end: int  # behind the closing brace
+    end: int  # after the closing brace
     content: str
 
 
@@ -161,7 +161,7 @@ def _joined_boxes(text: str, boxes: Sequence[_Box]) -> str:
 
 
 def _announced_value(text: str) -> str | None:
-    """The value in the text behind a marker: all of it, or what a sentence says the answer is. None: no value."""
+    """The value in the text after a marker: all of it, or what a sentence says the answer is. None: no value."""
     first, *others = _SENTENCE_END.split(text, maxsplit=1)
     text = first if others and _HAS_VALUE.search(first) else text
     clauses = _VERB.split(text)
@@ -188,7 +188,7 @@ def _bold_of_last_line(response: str) -> str | None:
 # ---- notation
 
 _TEXT_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed|fbox)\s*\{([^{}]*)\}")
-# Separators that TeX sets without the space of a list: thousands wherever they stand.
+# Separators that TeX sets without the space of a list; these separate thousands everywhere.
 _TIGHT_NUMBER = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\s?\{\s?,\s?\}|,\\!|\\[,! ])\s?\d{3})+(?!\d)")
 # A plain comma separates thousands outside of brackets only: `(3,100)`, `[3,100]`, `\gcd(12,180)` have two elements.
 _BRACKET_OR_NUMBER = re.compile(

@@ -2,8 +2,9 @@
 
     reward.verifier = "megatron_dapo.rewards.verifiers.reasoning_gym:reward"
 
-The answer is what follows the last "Answer:" of the response, else what is between the last <answer> tags. Rows of other sources,
-which no task made, are compared with their gold answer as the preset `dapo` does, so that both may be in one mixture.
+The answer is the text after the response's last "Answer:" or, without one, between its last <answer> tags. Rows from
+other sources, which no task made, are compared with their gold answer as in the preset `dapo`, so one mixture may have
+both.
 """
 
 from __future__ import annotations

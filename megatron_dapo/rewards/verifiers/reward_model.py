@@ -1,7 +1,7 @@
-"""Preset `reward_model`: the score of a Hugging Face sequence classifier that each verifier process loads, or that a server holds.
+"""Preset `reward_model`: the score of a Hugging Face sequence classifier, in each verifier process or on a server.
 
-The conversation (prompt and response) goes through the classifier's own chat template. A classifier with one output gives that
-number; of several, `label` chooses one by its index or name, as a probability.
+The conversation (prompt and response) goes through the classifier's own chat template. The score is a classifier's
+single output or, with several outputs, the probability of the one that `label` names by index or name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REVISION = "1"
 
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
-    """Return the verifier, of a model that is loaded here, or of the server at `url`.
+    """Return the verifier for a model loaded here, or for the server at `url`.
 
     ValueError for a directory without a usable classifier.
     """
@@ -94,7 +94,7 @@ def logits_of(reply: Any, num_samples: int, num_labels: int) -> torch.Tensor:
 
 
 def tokens_of(tokenizer: Any, sample: RewardSample, max_tokens: int) -> list[int]:
-    """Return the token ids of prompt and response; of a longer text the last `max_tokens`, which have the response."""
+    """Return the token ids of prompt and response; if longer, the last `max_tokens`, which have the response."""
     messages = [*map(dict, sample.messages), {"role": "assistant", "content": sample.response}]
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(messages, tokenize=False)

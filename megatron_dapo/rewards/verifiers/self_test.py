@@ -50,7 +50,7 @@ def check_contract(
     answer_format: str = "auto",
     max_prompts: int = 64,
 ) -> SelfTestReport:
-    """Raise ValueError when prompts and verifier disagree.
+    """Raise ValueError if prompts and verifier disagree.
 
     Args:
         prompts: (rendered prompt text, gold answer), as the engine will see them.
@@ -115,7 +115,7 @@ def _checked_template(template: str) -> str:
 
 
 def _synthetic_requests(answers: Sequence[str], template: str) -> dict[tuple[int, str], ScoreRequest]:
-    """Return four responses to each answer by (index of the answer, what the response is), which is their key, too."""
+    """Return four responses to each answer, keyed by (index of the answer, kind of response)."""
     requests: dict[tuple[int, str], ScoreRequest] = {}
     for index, answer in enumerate(answers):
         # The synthetic wrong answer must not be the gold one by chance.

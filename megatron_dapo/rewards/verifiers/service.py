@@ -1,4 +1,4 @@
-"""Requests of presets to a service over HTTP: concurrent, with retries and backoff, and what a failure scores."""
+"""Requests from presets to an HTTP service: concurrent, with retries, backoff, and a score for failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class ServiceError(Exception):
-    """A request that failed for good, with what every attempt met."""
+    """Raised when a request has failed for good, with each attempt's failure."""
 
 
 class Service:
@@ -30,7 +30,7 @@ class Service:
         own: `url`, `key_variable` (environment variable with a bearer token; "": none), `request_seconds`, `retries` (attempts
             after the first), `failure` ("error", or the reward of a response whose request failed).
         timeout_s: seconds for all attempts of one call together.
-        path: what is added to the URL.
+        path: suffix added to the URL.
     """
 
     def __init__(self, own: Mapping[str, Any], timeout_s: float, path: str = "") -> None:
@@ -46,7 +46,7 @@ class Service:
         self._client: httpx.AsyncClient | None = None
 
     async def within_deadline(self, work: Awaitable[Result], num: int = 1) -> Result | list[VerifierResult]:
-        """Await `work`; of a failure return the results of the `num` responses that it was about."""
+        """Await `work`; if it fails, return the results for its `num` responses."""
         try:
             return await asyncio.wait_for(work, self._deadline_s)
         except asyncio.TimeoutError:
@@ -56,8 +56,8 @@ class Service:
         return [VerifierResult(outcome, reward=self._failure, detail={"error": why})] * num
 
     async def post(self, body: Mapping[str, Any]) -> Any:
-        """Return the JSON of the reply. Raises ServiceError where no attempt got one, and at once for a refusal (4xx)."""
-        if self._client is None:  # here: it belongs to the loop that runs
+        """Return the JSON of the reply. Raises ServiceError if no attempt got one, and at once for a refusal (4xx)."""
+        if self._client is None:  # created here because it belongs to the running loop
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=self._request_s, limits=limits)
         why = ""

@@ -9,7 +9,7 @@ if that parameter is called `samples`; then it returns a list of results. A resu
 - `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`, or with the fields of a `RewardResult`;
 - a `Score` (its outcome decides: only "correct" is right).
 
-With `async def` many answers are waited for at a time, see `reward.concurrency`.
+With `async def`, many answers are awaited at the same time; see `reward.concurrency`.
 
 Nothing here imports torch: this module is loaded by every verifier process.
 """
@@ -62,7 +62,7 @@ def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verif
     if name in PRESETS:
         return _load_preset(name)
     if name in SET_PRESETS:
-        # Here, so that a worker of one preset starts without the libraries of another.
+        # Imported here, so that a worker of one preset starts without another's libraries.
         module = importlib.import_module(f"megatron_dapo.rewards.verifiers.{name}")
         settings = settings or {}
         return module.load(settings.get("presets", {}).get(name, {}), settings)
@@ -84,7 +84,7 @@ def _load_user_function(path: str) -> Verifier:
     module_name, _, function_name = path.rpartition(":")
     try:
         module = import_place(module_name)
-    except Exception as error:  # an import runs whatever the module has
+    except Exception as error:  # importing runs arbitrary code
         words = f"cannot import module {module_name!r} ({type(error).__name__}: {error})"
         raise ValueError(f"verifier {path!r}: {words}") from error
     function = getattr(module, function_name, None)
@@ -102,7 +102,7 @@ def _load_user_function(path: str) -> Verifier:
         return convert(await function(*arguments))
 
     def gold_problem(gold: str) -> str | None:
-        # The form of an answer is the function's own: only an empty one is refused, where the function gets nothing else.
+        # The function defines the form of an answer. Only an empty one is rejected, if the function gets nothing else.
         return None if takes_sample or gold.strip() else "it is empty"
 
     version, is_async = f"{path}@{_source_hash(module)}", inspect.iscoroutinefunction(function)
@@ -110,7 +110,7 @@ def _load_user_function(path: str) -> Verifier:
 
 
 def _number_of_arguments(path: str, function: Any) -> int:
-    """Return 1 or 2, by what a user's function takes. ValueError for another one."""
+    """Return the number of parameters of a user's function, 1 or 2. ValueError for any other number."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in
@@ -129,7 +129,7 @@ def _number_of_arguments(path: str, function: Any) -> int:
 def _source_hash(module: Any) -> str:
     try:
         source = inspect.getsource(module)
-    except (OSError, TypeError):  # compiled: there is no source to tell versions apart by
+    except (OSError, TypeError):  # compiled code has no source to tell versions apart
         return "unknown"
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
@@ -152,9 +152,9 @@ def result_of(result: Any) -> VerifierResult:
 
 
 def results_of(results: Any, expected: int) -> list[VerifierResult]:
-    """Convert the return value of a function of `samples`: one result a sample. A bad result is the error of its own sample.
+    """Convert the return value of a function of `samples`: one result per sample. A bad result is its sample's error.
 
-    Raises ValueError for another number of them.
+    Raises ValueError if the number of results differs.
     """
     if not isinstance(results, (list, tuple)) or len(results) != expected:
         found = len(results) if isinstance(results, (list, tuple)) else type(results).__name__
@@ -165,7 +165,7 @@ def results_of(results: Any, expected: int) -> list[VerifierResult]:
 def _own_result(result: Any) -> VerifierResult:
     try:
         return result_of(result)
-    except Exception as error:  # of values that are no numbers, say: whatever the conversion raises
+    except Exception as error:  # whatever the conversion raises, for example on non-numbers
         return VerifierResult("error", detail={"error": f"{type(error).__name__}: {error}"[:500]})
 
 

@@ -237,7 +237,7 @@ def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:
 
 
 def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
-    """arXiv 2205.05198, equation 4 with heads of its own for every key, an MLP without a gate, and dropout:
+    """arXiv 2205.05198, equation 4 with separate heads for every key, an MLP without a gate, and dropout:
     34 sbh / t without the scores, of which 2 sbh are dropout's masks."""
     facts = facts_of(
         {**DENSE, "architectures": None, "head_dim": None, "model_type": "llama", "num_key_value_heads": 8}
@@ -250,7 +250,7 @@ def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
 
     for tensor in (1, 2, 4):
         parallel = ParallelConfig(tp_size=tensor, sequence_parallel=tensor > 1)
-        gate = 2 * inner // tensor  # bytes: the gated MLP keeps [gate; up] where the published one keeps one
+        gate = 2 * inner // tensor  # bytes: the gated MLP keeps [gate; up], the published one keeps one
         published = (34 - 2) * hidden // tensor
         assert inner == 4 * hidden
         assert layer_bytes(facts, parallel, 2).whole - gate - scales(tensor) == published
@@ -361,7 +361,7 @@ def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_
     tokens = 64
     formula = tokens * layer_bytes(facts, ParallelConfig(), 4).whole
     exact = saved_bytes(tokens)
-    # Unfused norms, rotary embeddings and SiLU keep intermediates of their own that fused kernels compute again.
+    # Unfused norms, rotary embeddings and SiLU keep intermediates that fused kernels recompute.
     assert 0.45 * exact < formula < exact
 
 

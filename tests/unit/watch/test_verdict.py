@@ -34,7 +34,7 @@ def rank(number: int, **values) -> RankView:
 
 
 def spinning(number: int, **values) -> RankView:
-    """A rank on a GPU that has waited for NCCL for 200 s: it is busy, and where its main thread is tells nothing."""
+    """A rank on a GPU that has waited for NCCL for 200 s: it is busy, and its main thread's place is no evidence."""
     return rank(number, **{"is_on_gpu": True, "idle_s": 0.0, "wait": "", "stalled_s": 200.0, **values})
 
 
@@ -62,7 +62,7 @@ def alone(view: RankView, **values) -> NodeView:
         ({"wait": "", "file_operation": "append x", "idle_s": 900.0}, 0.0, ""),
         ({"wait": "", "file_operation": "append x", "idle_s": 900.0}, 9.0, "file system hung"),
         ({"wait": COLLECTIVE}, 9.0, ""),  # the probe hangs, but not this rank
-        # On a GPU sleep is no sign where ranks wait for the device, and the same sign elsewhere.
+        # On a GPU, sleep is no evidence of a hang while ranks wait for the device; elsewhere it is the same evidence.
         ({"wait": "", "is_on_gpu": True}, 0.0, ""),
         ({"wait": "", "is_on_gpu": True, "phase": "generate"}, 0.0, "hang"),
     ],
