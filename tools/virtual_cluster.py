@@ -508,7 +508,7 @@ def unavailable() -> str:
 
 
 def install() -> None:
-    """Install the packages with apt-get if programs are missing. A failure is printed; `unavailable` reports what is missing."""
+    """Install missing programs with apt-get. A failure is printed; `unavailable` reports what is still missing."""
     if os.geteuid() != 0 or not missing_programs() or shutil.which("apt-get") is None:
         return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed_packages(name: str) -> Path | None:
-    """Return `.venv-NAME`, where `make .venv-NAME` installs `requirements/NAME-cpu-py311.txt`; None if it is missing."""
+    """Return `.venv-NAME`, the target of `requirements/NAME-cpu-py311.txt`; None if it is missing."""
     directory = ROOT / f".venv-{name}"
     return directory if (directory / ".installed").exists() else None
 

@@ -1,4 +1,4 @@
-"""The same 8,192 responses on clusters and engines of different size: what windows save on each, and whether contexts fit."""
+"""What windows save on clusters and engines of several sizes, and whether contexts fit, for the same 8,192 responses."""
 
 from __future__ import annotations
 

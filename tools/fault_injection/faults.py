@@ -56,7 +56,7 @@ class Injector:
         self._repairs: list[Callable[[], object]] = []
 
     def prepare(self, fault: str, run: ClusterRun, rank: int) -> Callable[[], None]:
-        """Return the fault, ready to be injected within milliseconds. rank: the target, or a rank of the node that is hit."""
+        """Return the fault, ready to be injected within milliseconds. rank: the target, or one on the target node."""
         cluster, node = self._cluster, run.ranks[rank].node
         if fault in ("sigkill", "sigstop"):
             pid, number = run.ranks[rank].pid, signal.SIGKILL if fault == "sigkill" else signal.SIGSTOP

@@ -80,7 +80,7 @@ def _one_checkpoint(first: Path, second: Path) -> Iterator[str]:
 
 
 def document_differences(first: Path, second: Path) -> Iterator[str]:
-    """Yield one line for each difference between two checkpoints outside of their models, whatever layouts saved them."""
+    """Yield a line for each difference between two checkpoints outside their models, whatever layouts saved them."""
     for name in ("run.json", "collector.json"):
         yield from value_differences(_json(first / name), _json(second / name), f"{first.name}/{name}")
     yield from _tensor_differences(first / "collector.safetensors", second / "collector.safetensors")
