@@ -229,7 +229,7 @@ def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
 
 
 def summary(arguments: argparse.Namespace, rows: program.Rows) -> dict[str, Any]:
-    """Return each case's tokens per second over those of the case `alone`."""
+    """Return the ratio of each case's tokens per second to those of the case named `alone`."""
     speeds = {name: row["tokens_per_second"] for name, row in rows.items() if "tokens_per_second" in row}
     return {"vs_alone": {name: speed / speeds["alone"] for name, speed in speeds.items()} if "alone" in speeds else {}}
 

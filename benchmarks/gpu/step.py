@@ -28,8 +28,8 @@ stops. Sides run one after the other, each on a separate model from the same see
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
 `--profile` adds one more step under torch's profiler: `busy`, the share of its time in which the device works, and `kernels`,
-the milliseconds of the longest kernels. `--syncs` adds one more step and a log-prob pass, and counts the places where
-the host waits for the device (`syncs`: place -> times; torch sees only the waits of its own operators).
+the milliseconds of the longest kernels. `--syncs` adds one more step and a log-prob pass, and counts how often
+each line of code makes the host wait for the device (`syncs`: line -> count; torch reports only waits in torch operators).
 `fragmentation_gb` is the allocator's peak memory minus that of tensors.
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_dapo.telemetry.summary import RunSummary
 
 Turns = Sequence[Mapping[str, str]]  # chat turns: {"role": ..., "content": ...}
-_DEFAULT_TOKENS = 256  # of a response, if neither the call nor a recipe sets it
+_DEFAULT_TOKENS = 256  # response length if neither the call nor a recipe sets one
 
 
 class TrainingError(RuntimeError):

@@ -14,7 +14,7 @@ A group always has gloo connections. With the "nccl" backend they carry control 
 NCCL: its operations on a pair of ranks ignore tags and run one after the other, so that a reply awaited there would block
 the bytes sent after it.
 
-The store and gloo's connections have no authentication of their own. They listen only on the given host (loopback
+The store and gloo's connections are not authenticated. They listen only on the given host (loopback
 unless a caller names an interface); what arrives must be checked against what an authenticated channel announced.
 """
 
