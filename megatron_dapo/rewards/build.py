@@ -55,7 +55,7 @@ def _open_pool(reward: RewardConfig, name: str) -> VerifierPool:
 
 def _open_mixture(reward: RewardConfig) -> MixturePool:
     """Start the processes of every table [[reward.mix]]."""
-    with ExitStack() as stack:  # closes those that started where one does not
+    with ExitStack() as stack:  # closes the pools that started if one fails to
         components = [
             MixtureComponent(name, stack.enter_context(_open_pool(reward, one.verifier)), one.weight)
             for name, one in zip(reward.part_names, reward.mix, strict=True)

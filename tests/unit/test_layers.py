@@ -13,7 +13,7 @@ import megatron_dapo
 
 PACKAGE = Path(megatron_dapo.__file__).parent
 
-# From the bottom up: a package imports only from layers above it in this list, and none of its own layer.
+# From the bottom up: a package imports only from layers above it in this list, and none of the same layer.
 ORDER = (
     ("types", "rounding", "untrusted", "affinity", "device_thread", "_version"),
     ("precision", "hooks", "files"),

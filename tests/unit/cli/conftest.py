@@ -1,4 +1,4 @@
-"""A recipe whose model is a config.json alone."""
+"""A recipe whose model directory has only a config.json."""
 
 from __future__ import annotations
 
