@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.plan_scale import DENSE  # noqa: E402
-from megatron_dapo.models.architecture import ModelArchitecture  # noqa: E402
+from megatron_dapo.models.config_json import parse_architecture  # noqa: E402
 from megatron_dapo.checkpoints.formats.saved_model import rank_file, state_index  # noqa: E402
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout  # noqa: E402
 from megatron_dapo.checkpoints.layouts.state import StateLayout  # noqa: E402
@@ -40,7 +40,7 @@ def measure(world_size: int) -> dict[str, Any]:
     """Plan one save in this process."""
     parallel = ParallelLayout(world_size, tensor=8, pipeline=4)
     start = time.perf_counter()
-    weights = megatron_layout(ModelArchitecture.from_config(DENSE), parallel, torch.bfloat16)
+    weights = megatron_layout(parse_architecture(DENSE), parallel, torch.bfloat16)
     layout = StateLayout(weights, distributed=True)
     layout.saved(0)
     other_rank = time.perf_counter() - start

@@ -34,6 +34,7 @@ from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
 from megatron_dapo.reshard.layout import Layout, shard_view
@@ -134,7 +135,7 @@ def measure_filling(architecture: ModelArchitecture, dtype: torch.dtype, repeats
 
 def filling(repeats: int, served: Mapping[str, Any] = SERVED) -> dict[str, Any]:
     """Measure both source types for the model with the config.json `served`."""
-    architecture = ModelArchitecture.from_config(dict(served))
+    architecture = parse_architecture(dict(served))
     sides = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     return {
         "parameters": architecture.num_parameters,
@@ -160,7 +161,7 @@ def gradient(num_layers: int, recipe: str, dtype: str) -> torch.Tensor:
     from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
     from megatron_dapo.megatron.model_config import ModelSettings
 
-    architecture = ModelArchitecture.from_config({**TRAINED, "num_hidden_layers": num_layers})
+    architecture = parse_architecture({**TRAINED, "num_hidden_layers": num_layers})
     layout = ParallelLayout(1, token_multiple=token_multiple(FP8_BLOCKWISE))
     settings = ActorSettings(model=ModelSettings(dtype=dtype, precision=PrecisionConfig(recipe=recipe)))
     actor = MegatronActor(architecture, layout, settings, load_random)

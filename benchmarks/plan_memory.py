@@ -37,7 +37,7 @@ from peers.ranks import run_ranks
 
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.model_schema import ModelConfig
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.memory import stage_memory
 
 PEER = Path(__file__).resolve().parent / "peers" / "memory_rank.py"
@@ -173,7 +173,7 @@ def planned(case: Mapping[str, Any], stage: int, directory: Path) -> dict[str, i
             "parallel": {**parallel, "use_distributed_optimizer": case["distributed"]},
         }
     )
-    memory = stage_memory(config, ModelArchitecture.from_directory(directory), case["processes"], stage, kernels="torch")
+    memory = stage_memory(config, read_architecture(directory), case["processes"], stage, kernels="torch")
     return {name: getattr(memory, name) for name in COMPONENTS}
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.step import StepPlan, plan_step
@@ -188,7 +188,7 @@ def planned(row: Published) -> StepPlan:
         )
         # Disaggregated servers have as many nodes as the trainer.
         cluster = Cluster(processes // GPUS_PER_NODE, GPUS_PER_NODE, GPUS["H100"].memory_gib, HOST_GIB)
-        facts = ModelArchitecture.from_directory(config.model.path)
+        facts = read_architecture(config.model.path)
         return plan_step(config, facts, processes, cluster, GPUS["H100"], row.mean - PROMPT)
 
 

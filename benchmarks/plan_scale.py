@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.planner import plan
@@ -95,7 +95,7 @@ class Case:
     engine_ep: int = 1
 
     def layouts(self, dtype: torch.dtype) -> tuple[MegatronLayout, SglangLayout]:
-        architecture = ModelArchitecture.from_config(self.config)
+        architecture = parse_architecture(self.config)
         engines = self.parallel.world_size // self.engine_tp
         source = megatron_layout(architecture, self.parallel, dtype)
         return source, sglang_layout(architecture, self.engine_tp, dtype, engines, expert_parallel=self.engine_ep)

@@ -51,6 +51,7 @@ from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -148,7 +149,7 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> ModelArchitecture
     directory.mkdir()
     full = {**step.QWEN, **config, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
     (directory / "config.json").write_text(json.dumps(full), encoding="utf-8")
-    return ModelArchitecture.from_directory(directory)
+    return read_architecture(directory)
 
 
 # ---- colocated
@@ -160,7 +161,7 @@ class Trainer:
     def __init__(
         self, directory: Path, device: torch.device, arguments: argparse.Namespace, client: SglangClient
     ) -> None:
-        self.architecture = ModelArchitecture.from_directory(directory / "model")
+        self.architecture = read_architecture(directory / "model")
         self.actor, self.layout = step.build(step.SIDES["bf16"], self.architecture, "none")
         self._work = step.Work(700, 256, 200) if arguments.tiny else step.Work(16384, 8192, 8192)
         self._client, self._device, self._version = client, device, 0

@@ -60,6 +60,7 @@ from megatron_dapo.config.model_schema import OptimizerConfig, PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
@@ -182,7 +183,7 @@ class Work:
 
 
 def architecture_of(model: str) -> ModelArchitecture:
-    return ModelArchitecture.from_config({**QWEN, **MODELS[model]})
+    return parse_architecture({**QWEN, **MODELS[model]})
 
 
 def draw_lengths(work: Work, step: int = 0) -> list[int]:
@@ -383,7 +384,7 @@ def speedups(rows: Rows) -> dict[str, float]:
 def model_of(arguments: argparse.Namespace) -> ModelArchitecture:
     if has_experts(arguments):
         config = {**QWEN, **MODELS[arguments.model], **(TINY_EXPERTS if arguments.tiny else {})}
-        return ModelArchitecture.from_config(config)
+        return parse_architecture(config)
     return architecture_of("tiny" if arguments.tiny else arguments.model)
 
 

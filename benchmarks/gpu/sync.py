@@ -57,7 +57,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -74,7 +74,7 @@ class Trainer:
     """The weights and the updates that carry them."""
 
     def __init__(self, directory: Path, device: torch.device, bucket_bytes: int, control: ServerControl) -> None:
-        architecture = ModelArchitecture.from_directory(directory / "model")
+        architecture = read_architecture(directory / "model")
         tensors = megatron_layout(architecture, ParallelLayout(1), DTYPE)
         self.engine = sglang_layout(architecture, 1, DTYPE, device=device.type)
         self.parameters = {

@@ -40,7 +40,7 @@ from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, n
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
@@ -421,7 +421,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     layout = ParallelLayout(dist.get_world_size(), tensor=specification["tensor"], pipeline=specification["pipeline"])
     actor = MegatronActor(
-        ModelArchitecture.from_directory(specification["model"]),
+        read_architecture(specification["model"]),
         layout,
         ActorSettings(model=ModelSettings(dtype="float32")),
         lambda parameters, tensors: initialize_randomly(0, tensors, dist.get_rank(), parameters),

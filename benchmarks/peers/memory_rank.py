@@ -24,7 +24,7 @@ from megatron_dapo.megatron import state
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops import logprob
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
@@ -191,7 +191,7 @@ def loss(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[to
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Return bytes of each component on this rank."""
     layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
-    architecture = ModelArchitecture.from_config(case["model"])
+    architecture = parse_architecture(case["model"])
     settings = ActorSettings(
         model=ModelSettings(dtype=case["dtype"], recompute=case["recompute"], megatron=case["megatron"]),
         use_distributed_optimizer=case["distributed"],

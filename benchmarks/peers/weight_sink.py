@@ -23,7 +23,7 @@ import torch
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerGroup, join
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 
 DEADLINE_S = 300.0
 
@@ -95,7 +95,7 @@ class Sink:
 
     def _specs(self) -> dict[str, Any]:
         specification = self._specification
-        architecture = ModelArchitecture.from_directory(specification["model"])
+        architecture = read_architecture(specification["model"])
         layout = sglang_layout(
             architecture,
             specification["engine_tensor"],

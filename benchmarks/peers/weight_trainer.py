@@ -33,7 +33,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.versions import api_version_of
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -55,7 +55,7 @@ class Trainer:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.dtype = getattr(torch, specification["dtype"])
         self.directory = Path(specification["directory"])
-        self.architecture = ModelArchitecture.from_directory(specification["model"])
+        self.architecture = read_architecture(specification["model"])
         layout = ParallelLayout(self.size, tensor=specification["tensor"], pipeline=specification["pipeline"])
         settings = ActorSettings(model=ModelSettings(dtype=specification["dtype"]))
         self.actor = MegatronActor(

@@ -37,7 +37,7 @@ from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.megatron.parallel_state import initialize_parallel_state
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel import coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer import build_engines
@@ -308,7 +308,7 @@ def _measure(config: Any, case: dict[str, Any], ledger: Ledger, others: OtherRan
     layout = topology.policy_layout
     initialize_parallel_state(layout)
     seconds = {"groups": time.perf_counter() - start}
-    architecture = ModelArchitecture.from_directory(config.model.path)
+    architecture = read_architecture(config.model.path)
     tensors = megatron_layout(architecture, layout, torch.bfloat16)
     weights = {
         name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensors.local_shapes(case["rank"]).items()

@@ -25,6 +25,7 @@ from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.models.architecture import HEADS, LANGUAGE_MODEL, VALUE_BIAS, VALUE_WEIGHT, ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice
@@ -57,9 +58,9 @@ def critic_architecture(directory: str | Path, policy_directory: str | Path | No
     Raises ValueError if the head has more than one label and, given a `policy_directory`, if layers, vocabulary or
     tokenizer are not the policy's.
     """
-    source = ModelArchitecture.from_directory(directory, heads=HEADS)
+    source = read_architecture(directory, heads=HEADS)
     if policy_directory is not None:
-        _check_same_layers(directory, source, policy_directory, ModelArchitecture.from_directory(policy_directory))
+        _check_same_layers(directory, source, policy_directory, read_architecture(policy_directory))
         _check_same_tokens(directory, policy_directory)
     if source.head != LANGUAGE_MODEL:
         with HFCheckpoint(directory) as stored:
@@ -74,7 +75,7 @@ def load_critic(
 
     Head tensors that the directory lacks start fresh, which is logged. Raises ValueError if the directory does not fit.
     """
-    source = ModelArchitecture.from_directory(directory, heads=HEADS)
+    source = read_architecture(directory, heads=HEADS)
     with HFCheckpoint(directory) as stored:
         if source.head != LANGUAGE_MODEL:
             _check_labels(stored, source)

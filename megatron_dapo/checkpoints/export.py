@@ -18,6 +18,7 @@ from megatron_dapo.checkpoints.formats.safetensors import StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import check_buffers
 from megatron_dapo.models.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.reshard.execution import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.pieces import pieces
@@ -101,7 +102,7 @@ def export_stored_model(
     model: its tensors by their Hugging Face names, of the shapes of `source_directory`'s model, a critic's with a value
     head. Raises ValueError if it is a different model or `target` exists, and OSError; neither leaves anything behind.
     """
-    architecture = ModelArchitecture.from_directory(source_directory, heads=HEADS)
+    architecture = read_architecture(source_directory, heads=HEADS)
     if has_value_head:
         architecture = architecture.with_value_head()
     _check_same_tensors(model, architecture, source_directory)
@@ -151,7 +152,7 @@ def _checked_source(stored: HFCheckpoint, architecture: ModelArchitecture) -> St
         stored.check(architecture)
         return stored
     # A critic may have started from a policy or a reward model, whose own head is checked and then dropped.
-    started = ModelArchitecture.from_directory(stored.path, heads=HEADS)
+    started = read_architecture(stored.path, heads=HEADS)
     stored.check(started)
     return _CriticSource(stored, started, architecture)
 

@@ -26,6 +26,7 @@ from megatron_dapo.cli.plan_picture import to_svg
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.check import check
 from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
 from megatron_dapo.plan.device import GPUS, Gpu
@@ -78,7 +79,7 @@ def plan_recipe(
         refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
     try:
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
-        architecture = ModelArchitecture.from_directory(config.model.path)
+        architecture = read_architecture(config.model.path)
         machines = cluster_for(
             config,
             -(-gpus // gpus_per_node) if gpus else None,

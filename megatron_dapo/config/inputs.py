@@ -12,6 +12,7 @@ from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 
 
 def check_inputs(config: Config) -> tuple[ModelArchitecture | None, list[Violation]]:
@@ -20,7 +21,7 @@ def check_inputs(config: Config) -> tuple[ModelArchitecture | None, list[Violati
     if any(problem.path == "model.path" for problem in problems):
         return None, problems
     try:
-        policy = ModelArchitecture.from_directory(config.model.path)
+        policy = read_architecture(config.model.path)
     except ValueError as error:
         return None, [*problems, Violation("model.path", "a model directory this package knows", str(error))]
     return policy, [*problems, *critics_of_other_models(config, policy)]
@@ -56,7 +57,7 @@ def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[V
     if not (config.has_critic and config.critic.path and (directory / "config.json").is_file()):
         return []
     try:
-        critic = ModelArchitecture.from_directory(directory, heads=HEADS)
+        critic = read_architecture(directory, heads=HEADS)
     except ValueError as error:
         return [Violation("critic.path", "a model directory this package knows", str(error))]
     # A critic may have been trained at another length, and its head differs.

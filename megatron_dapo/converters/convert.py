@@ -32,7 +32,8 @@ from megatron_dapo.converters.megatron_checkpoint import (
     one_replica,
     rank_file,
 )
-from megatron_dapo.models.architecture import HEADS, ModelArchitecture
+from megatron_dapo.models.architecture import HEADS
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
@@ -82,7 +83,7 @@ def huggingface_to_megatron(
     Raises ValueError if the source is incomplete or does not fit its config.json or the parallel sizes, or if `target`
     exists, and OSError if the disk is full. Then nothing of `target` is left.
     """
-    architecture = ModelArchitecture.from_directory(source, heads=HEADS)
+    architecture = read_architecture(source, heads=HEADS)
     parallel = one_replica(
         tensor=tensor,
         pipeline=pipeline,
@@ -187,7 +188,7 @@ def _compare_tensors(a: StoredModel, b: StoredModel, names: Iterable[str]) -> It
 
 
 def _compare_buffers(source: HFCheckpoint, converted: MegatronCheckpoint) -> Iterator[TensorDifference]:
-    architecture = ModelArchitecture.from_directory(source.path, heads=HEADS)
+    architecture = read_architecture(source.path, heads=HEADS)
     source.check_aliases(architecture)
     reshard = plan(source.layout(architecture), converted.layout)
     for rank in range(converted.layout.num_ranks):

@@ -18,6 +18,7 @@ from megatron_dapo.checkpoints.formats.huggingface import check_weight_dtypes, n
 from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture, tensor_name
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
@@ -77,7 +78,7 @@ class MegatronCheckpoint(StoredModel):
         super().__init__()
         self.path = Path(path)
         # Value heads are converted like language models.
-        self.architecture = architecture or ModelArchitecture.from_directory(self.path, heads=HEADS)
+        self.architecture = architecture or read_architecture(self.path, heads=HEADS)
         parallel, stored, files = _read_manifest(self.path / MANIFEST_FILE)
         self.specs = {tensor_name(name): spec for name, spec in stored.items()}
         self.stored_names = names_in_files(stored)

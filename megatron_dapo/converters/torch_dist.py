@@ -29,6 +29,7 @@ from megatron_dapo.checkpoints.layouts.torch_dist import (
     written_places,
 )
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, shard_view, slice_view
@@ -95,7 +96,7 @@ class TorchDistModel(StoredModel):
     def __init__(self, path: str | Path, model: str | Path) -> None:
         super().__init__()
         self.path = iteration_directory(Path(path))
-        self.architecture = ModelArchitecture.from_directory(model, heads=HEADS)
+        self.architecture = read_architecture(model, heads=HEADS)
         stored = _read_metadata(self.path)
         self._prefix = _prefix(stored, self.path)
         probe = megatron_layout(self.architecture, _ONE_RANK, torch.float32)
@@ -219,7 +220,7 @@ def write_torch_dist_model(
     """
     from megatron_dapo.megatron.torch_dist import write_torch_dist
 
-    architecture = ModelArchitecture.from_directory(model, heads=HEADS)
+    architecture = read_architecture(model, heads=HEADS)
     layout = megatron_layout(
         architecture, _ONE_RANK, {n: source.specs[n].dtype for n in _checked(source, architecture, model)}
     )

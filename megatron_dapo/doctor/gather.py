@@ -35,7 +35,7 @@ from megatron_dapo.doctor.machine import (
 from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 from megatron_dapo.launch.environment import DRIVER_DEVICE
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.memory import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,9 +241,7 @@ def _rollout_engine(config: Config) -> str:
 
 def attention_shape(config: Config) -> tuple[int, int, int]:
     """Return (head_dim, query heads, key-value heads) of a tensor-parallel rank."""
-    from megatron_dapo.models.architecture import ModelArchitecture
-
-    architecture = ModelArchitecture.from_directory(config.model.path)
+    architecture = read_architecture(config.model.path)
     tensor = max(1, config.parallel.tp_size)
     # At least 1 each: a layout that does not fit is reported by its own rules.
     groups = max(1, architecture.num_key_value_heads // tensor)
@@ -273,11 +271,10 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 def model_problem(config: Config) -> tuple[str, str]:
     """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
     from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
-    from megatron_dapo.models.architecture import ModelArchitecture
 
     path = config.model.path
     try:
-        architecture = ModelArchitecture.from_directory(path)
+        architecture = read_architecture(path)
         if not any((path / name).is_file() for name in _TOKENIZERS):
             return f"{path}: no tokenizer files there", ""
         detail = f"{architecture.model_type}, {architecture.num_parameters:.4g} parameters"
@@ -314,7 +311,7 @@ def sglang_facts(config: Config) -> SglangFacts:
 
 def model_bytes(config: Config) -> int:
     """Return the bytes of the served weights."""
-    return ModelArchitecture.from_directory(config.model.path).num_parameters * ITEM_SIZES[config.model.dtype]
+    return read_architecture(config.model.path).num_parameters * ITEM_SIZES[config.model.dtype]
 
 
 def key_problem(path: str) -> str:

@@ -92,12 +92,12 @@ def implementation_table(
     from megatron_dapo.config.model_schema import PrecisionConfig
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
-    from megatron_dapo.models.architecture import ModelArchitecture
+    from megatron_dapo.models.config_json import parse_architecture, read_architecture
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.precision import token_multiple
 
     asked = PrecisionConfig(**precision)
-    architecture = ModelArchitecture.from_directory(model) if model else ModelArchitecture.from_config(_SMALL)
+    architecture = read_architecture(model) if model else parse_architecture(_SMALL)
     layout = ParallelLayout(1, token_multiple=token_multiple(asked.recipe))
     config = transformer_config(architecture, layout, ModelSettings(dtype, precision=asked))
     return [asdict(row) for row in implementations(config, head)]

@@ -16,7 +16,7 @@ from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.check import validate_and_check
 from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
 from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
@@ -166,7 +166,7 @@ def _servers(config: Config, torch: machine.TorchFacts, model_bytes: int | None)
 
 def _storage(config: Config) -> Iterator[Finding]:
     try:
-        architecture = ModelArchitecture.from_directory(config.model.path)
+        architecture = read_architecture(config.model.path)
     except ValueError:
         return  # the recipe's findings say so
     space, run = checkpoint_space(config, architecture), config.run.output_dir

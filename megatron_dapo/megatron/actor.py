@@ -26,6 +26,7 @@ from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.models.architecture import LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.ops.divergence import Divergence, vocab_parallel_divergence
 from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
@@ -194,7 +195,7 @@ class MegatronActor(TrainedModel):
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
 
-        return cls(ModelArchitecture.from_directory(model_dir), layout, settings, load, beside, part)
+        return cls(read_architecture(model_dir), layout, settings, load, beside, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
         """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's token order

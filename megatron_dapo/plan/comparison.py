@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.device import GPUS, Gpu
 from megatron_dapo.plan.memory import RunMemory, run_memory
@@ -51,7 +52,7 @@ class PlannedRun:
         gpu = known_gpu(device_name)
         if gpu is None or not cluster.gpus_per_node:
             return None
-        return cls(config, ModelArchitecture.from_directory(config.model.path), processes, cluster, gpu)
+        return cls(config, read_architecture(config.model.path), processes, cluster, gpu)
 
     @cached_property
     def memory(self) -> RunMemory:

@@ -27,6 +27,7 @@ from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, T
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture, read_architecture
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
@@ -88,9 +89,9 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
         for name, (loss, loss_scale) in numbers.items()
     }
     architecture = (
-        ModelArchitecture.from_directory(directory)
+        read_architecture(directory)
         if directory
-        else ModelArchitecture.from_config(broadcast_json(config))
+        else parse_architecture(broadcast_json(config))
     )
     return LossProblem(samples, answers, architecture, _loader(directory, weights))
 

@@ -26,7 +26,7 @@ from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.formats.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.quantization import calibrate
 from megatron_dapo.quantization.engine_check import engine_logprobs
 from megatron_dapo.quantization.experts import separate_experts
@@ -139,7 +139,7 @@ def _check_source(source: Path, entry: Format) -> int:
     """Return the bytes of the source's tensors. Raises ValueError if it is not a model or does not fit the format."""
     if not source.is_dir():
         raise ValueError(f"{source} is not a directory; give the Hugging Face directory that a run has written")
-    architecture = ModelArchitecture.from_directory(source)
+    architecture = read_architecture(source)
     with HFCheckpoint(source) as directory:
         directory.check(architecture)
         num_bytes = directory.num_bytes

@@ -27,7 +27,7 @@ from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
 from megatron_dapo.watch.heartbeat import watched_alone
@@ -90,7 +90,7 @@ def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngi
         return
     with _servers(config) as servers:
         running = config.sglang.max_running_requests
-        vocab_size = ModelArchitecture.from_directory(model_dir).vocab_size
+        vocab_size = read_architecture(model_dir).vocab_size
         version = f"sglang {servers[0].info.api_version.version}" if servers[0].info else ""
         with serving_engine(servers, running, vocab_size, client_timeouts(config)) as engine:
             # Twice what they run at a time: a server that finishes one finds the next.

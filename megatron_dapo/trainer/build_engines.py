@@ -42,7 +42,7 @@ from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, S
 from megatron_dapo.engines.sglang.supervised import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import collective_timeout, coordinate, default_store
 from megatron_dapo.parallel.nodes import node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -187,7 +187,7 @@ class SglangBuilder(EngineBuilder):
         return client
 
     def _start(self, stack: ExitStack) -> None:
-        self._architecture = ModelArchitecture.from_directory(self._config.model.path)
+        self._architecture = read_architecture(self._config.model.path)
         # Raises ValueError before anything starts if servers cannot hold the model in these shards.
         self._expected_engine().shards(0)
         self._servers = self._build_servers()

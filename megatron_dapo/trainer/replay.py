@@ -13,7 +13,7 @@ from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.parallel_state import initialize_process_group
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.telemetry.batch_dump import load_batch
 from megatron_dapo.trainer.build import build_actor, build_learner
@@ -31,7 +31,7 @@ def run_replay(loaded: LoadedConfig, dump: Path, rank: int, world_size: int) -> 
     ValueError if that checkpoint is not kept.
     """
     config = loaded.config
-    require_valid(config, world_size, ModelArchitecture.from_directory(config.model.path))
+    require_valid(config, world_size, read_architecture(config.model.path))
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     metrics = replay(config, dump)
     if rank == 0:

@@ -30,7 +30,7 @@ from megatron_dapo.hooks import Callbacks
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import connect_groups, initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.nodes.sampler import SamplerSettings, start_sampler
 from megatron_dapo.nodes.watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.parallel.coordination import collective_timeout
@@ -193,7 +193,7 @@ def prepared_run(
     With `stop_rule`, only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
     config = loaded.config
-    architecture = ModelArchitecture.from_directory(config.model.path)
+    architecture = read_architecture(config.model.path)
     cluster = cluster_here(num_nodes, world_size)
     require_runnable(config, cluster, architecture, world_size)
     if rank == 0:
@@ -261,7 +261,7 @@ def _build(
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
     with watch(CONNECT):
-        num_bytes = connect_groups(ModelArchitecture.from_directory(config.model.path).num_experts > 0)
+        num_bytes = connect_groups(read_architecture(config.model.path).num_experts > 0)
     if num_bytes:
         logger.info("process groups are connected and take %.2f GiB of device memory", num_bytes / GIB)
     if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:

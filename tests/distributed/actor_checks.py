@@ -27,6 +27,7 @@ from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutp
 from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.architecture import MixtureOfExperts, ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
@@ -152,7 +153,7 @@ class Reference:
             for kind in ("weight/", "gradient/")
         }
         logprobs = tuple(tensors[f"logprobs/{index}"] for index in range(len(LENGTHS)))
-        architecture = ModelArchitecture.from_config(config)
+        architecture = parse_architecture(config)
         return cls(architecture, parts["weight/"], float(tensors["loss"]), parts["gradient/"], logprobs)
 
 

@@ -27,7 +27,7 @@ from megatron_dapo.megatron import layers
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model import DeferredOutputLayer
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, quantized_along_tokens
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
@@ -83,7 +83,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS, "g
 
 def wide_model(**changes: Any) -> Reference:
     """Random weights without a transformers reference."""
-    architecture = ModelArchitecture.from_config({**WIDE, **changes})
+    architecture = parse_architecture({**WIDE, **changes})
     one = 1 if architecture.gemma3 is None else 0  # Gemma 3 stores the difference from 1
     weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
     weights |= {name: one + tensor for name, tensor in weights.items() if "norm" in name}

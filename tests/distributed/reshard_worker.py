@@ -17,7 +17,7 @@ from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.layout import Shard, TensorSpec
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def loaded(directory: Path, parallel: ParallelLayout, rank: int) -> tuple[MegatronLayout, Tensors]:
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), parallel, torch.float32)
+    layout = megatron_layout(read_architecture(directory), parallel, torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
     load_from_huggingface(directory, layout, rank, parameters)
     return layout, parameters

@@ -25,6 +25,7 @@ from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Weight
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -355,7 +356,7 @@ def small_architecture(tied: bool = False, **changes: Any) -> ModelArchitecture:
         "tie_word_embeddings": tied,
         **changes,
     }
-    return ModelArchitecture.from_config(config)
+    return parse_architecture(config)
 
 
 PATIENT = SyncTimeouts(30, 30, 30, 30, 60, 30, 15)

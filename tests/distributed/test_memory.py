@@ -8,7 +8,7 @@ from typing import Any
 from launcher import run_distributed
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.memory import optimizer_ranks, stage_memory
 
 NUM_RANKS = 4
@@ -40,7 +40,7 @@ def test_bytes_of_every_rank_are_the_computed_ones(actor_references: str, tmp_pa
                 "parallel": {**parallel, "use_distributed_optimizer": case.get("distributed", True)},
             }
         )
-        computed = [stage_memory(config, ModelArchitecture.from_directory(directory), NUM_RANKS, rank["stage"]) for rank in ranks]
+        computed = [stage_memory(config, read_architecture(directory), NUM_RANKS, rank["stage"]) for rank in ranks]
         assert [rank["weights"] for rank in ranks] == [memory.weights for memory in computed], case
         assert [rank["gradients"] for rank in ranks] == [memory.gradients for memory in computed], case
         # Replicas cut one padded buffer: their shares differ by its padding, and add up to the whole.

@@ -20,7 +20,7 @@ from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.data.examples import Example, sft_config
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.megatron.actor import ActorSettings
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.rollout.collector import CollectorInputs
@@ -92,7 +92,7 @@ def read(directory: str, name: str, aggregation: str) -> Reference:
         {key.removeprefix(kind): value for key, value in tensors.items() if key.startswith(kind)}
         for kind in ("weight/", "gradient/")
     ]
-    architecture = ModelArchitecture.from_config(json.loads(Path(directory, f"{name}.json").read_text()))
+    architecture = parse_architecture(json.loads(Path(directory, f"{name}.json").read_text()))
     return Reference(architecture, parts[0], float(tensors["loss"]), parts[1], ())
 
 

@@ -21,6 +21,7 @@ from megatron_dapo.megatron.model import build_chunks
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.platform import install_cpu_platform
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.memory import padded_vocabulary
 
@@ -32,7 +33,7 @@ def run(arguments: Mapping[str, Any]) -> list[str]:
     mpu.initialize_model_parallel(
         layout.tensor, layout.pipeline, expert_model_parallel_size=layout.expert, create_gloo_process_groups=False
     )
-    architecture, rank = ModelArchitecture.from_directory(directory), dist.get_rank()
+    architecture, rank = read_architecture(directory), dist.get_rank()
     if arguments["is_plain"]:
         model = plain_model(architecture, layout)
     else:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.validator import require_valid
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.trainer.replay import replay
 
 
@@ -20,5 +20,5 @@ def run(arguments: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def _step(recipe: str, overrides: list[str], batch: str) -> dict[str, float]:
     config = load_config(Path(recipe), overrides).config
-    require_valid(config, dist.get_world_size(), ModelArchitecture.from_directory(config.model.path))
+    require_valid(config, dist.get_world_size(), read_architecture(config.model.path))
     return replay(config, Path(batch))

@@ -22,7 +22,7 @@ from megatron_dapo.checkpoints.layouts.fp8 import SCALES, expected_parameters, r
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
@@ -94,7 +94,7 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
     )  # fmt: skip
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = Fp8World(
-        ModelArchitecture.from_directory(directory),
+        read_architecture(directory),
         parallel,
         tensor_parallel=tensor_parallel,
         dtype=getattr(torch, dtype),

@@ -23,7 +23,7 @@ from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.families import VISION_TENSORS
 from megatron_dapo.parallel.layout import ParallelLayout
 from tools.prove_resume import QUICKSTART, write_recipe
@@ -96,7 +96,7 @@ def test_every_version_arrives(
         (directory / "has_vision").touch()
     server = server_factory(directory, tensor_parallel=tensor_parallel, random_weights=True, max_total_tokens=4096)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
-    architecture, layout = ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=2, pipeline=2)
+    architecture, layout = read_architecture(directory), ParallelLayout(4, tensor=2, pipeline=2)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
     with HFCheckpoint(directory) as stored:
         state = {name: stored.read_tensor(name) for name in architecture.shapes()}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory import engine_memory, free_at_start
 
@@ -50,7 +50,7 @@ def test_tokens_are_those_that_sglang_computes(tmp_path: Path, engine_python: Pa
                 },
             }
         )
-        memory = engine_memory(config, ModelArchitecture.from_directory(directory), cluster)
+        memory = engine_memory(config, read_architecture(directory), cluster)
         expected.append((memory.bytes_per_token, memory.kv_tokens))
         free = free_at_start(config, cluster)
         request.append(

@@ -24,7 +24,7 @@ from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 PROMPT = [5, 6, 7, 200, 9, 31]
@@ -85,7 +85,7 @@ def make_site(server: SglangServer, directory: Path, tensor_parallel: int) -> Si
     assert server.info is not None
     client = SglangClient(server.url, read_key(server.key_file), api_version=server.info.api_version)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
     return Site(server, client, world, directory)
 

@@ -20,7 +20,7 @@ from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
@@ -35,7 +35,7 @@ def filled_by_ranks(server: SglangServer, moe_model: Path, tensor_parallel: int)
     from transformers import AutoModelForCausalLM
 
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
-    architecture, layout = ModelArchitecture.from_directory(moe_model), ParallelLayout(4, pipeline=2, expert=2)
+    architecture, layout = read_architecture(moe_model), ParallelLayout(4, pipeline=2, expert=2)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
     state = load_file(moe_model / "model.safetensors")
     updates = world.updates([client], default_directory(), PATIENT, message_timeout_s=100.0, session="moe")

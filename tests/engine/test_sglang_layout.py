@@ -26,7 +26,7 @@ from transformers import (
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
@@ -146,7 +146,7 @@ def loaded(tmp_path_factory, engine_python, repository):
 def test_layout_matches_what_sglang_loads(case, loaded):
     root, outputs = loaded
     model, tp, ep, device = case
-    architecture = ModelArchitecture.from_directory(root / model)
+    architecture = read_architecture(root / model)
     engine = sglang_layout(architecture, tp, torch.float32, expert_parallel=ep, device=device)
     with HFCheckpoint(root / model) as checkpoint:
         stored = {name: checkpoint.read_tensor(name) for name in engine.tensors}

@@ -25,7 +25,7 @@ from megatron_dapo.bridge.weight_sync import EngineState, SyncReport, SyncTimeou
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 4
@@ -97,7 +97,7 @@ def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     server = filled_server(directory, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = World(
-        ModelArchitecture.from_directory(directory),
+        read_architecture(directory),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
         tensor_parallel=tensor_parallel,
         bucket_bytes=64 << 10,
@@ -210,7 +210,7 @@ def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny
     """The trainer's plan has an lm_head that the engine lacks, or lacks one that the engine has."""
     tied = setup.world.layout.tensor_parallel == 1
     other = World(
-        ModelArchitecture.from_directory(tiny_model_untied if tied else tiny_model),
+        read_architecture(tiny_model_untied if tied else tiny_model),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
         tensor_parallel=setup.world.layout.tensor_parallel,
         bucket_bytes=64 << 10,

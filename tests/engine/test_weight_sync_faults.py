@@ -19,7 +19,7 @@ from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 2
@@ -67,7 +67,7 @@ def test_faults_on_the_way_to_a_server(
 ) -> None:
     server = filled_server(tiny_model_untied, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
-    architecture = ModelArchitecture.from_directory(tiny_model_untied)
+    architecture = read_architecture(tiny_model_untied)
     parallel = ParallelLayout(NUM_RANKS, tensor=2)
     world = World(architecture, parallel, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_untied, dtype=torch.float32)

@@ -18,7 +18,7 @@ from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, Funct
 from megatron_dapo.config.hook_rules import hook_problems
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.plan.check import unshared_hooks
 from megatron_dapo.plan.cluster import Cluster
@@ -285,7 +285,7 @@ def test_a_model_family_of_the_users_own(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "config.json").write_text(MISTRAL)
     family = f"{EXAMPLES}/model_family.py:MISTRAL"
     configuration(tmp_path, {"model": {"family": family}})
-    assert ModelArchitecture.from_directory(tmp_path).num_layers == 2
+    assert read_architecture(tmp_path).num_layers == 2
     with pytest.raises(ValueError, match="it is a type, not a megatron_dapo.Family"):
         configuration(tmp_path, {"model": {"family": f"{EXAMPLES}/callbacks.py:EventLog"}})
     (tmp_path / "config.json").write_text(MISTRAL.replace("mistral", "llama"))

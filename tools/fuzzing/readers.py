@@ -55,10 +55,11 @@ def _json_file(name: str, document: Any) -> Callable[[Path], None]:
 
 def _read_config(directory: Path) -> None:
     from megatron_dapo.engines.sglang.served import Expectation
-    from megatron_dapo.models.architecture import HEADS, ModelArchitecture
+    from megatron_dapo.models.architecture import HEADS
+    from megatron_dapo.models.config_json import read_architecture
 
     readers = (
-        lambda path: ModelArchitecture.from_directory(path, heads=HEADS).shapes(),
+        lambda path: read_architecture(path, heads=HEADS).shapes(),
         lambda path: Expectation.of(
             SimpleNamespace(model_path=path, dtype="float32", tensor_parallel=1, seeded=False, routing=False)
         ),

@@ -47,7 +47,7 @@ PRECISIONS = {
 def test_the_memory_module_covers_what_a_device_measured(step, repository: Path, tmp_path: Path, side: str) -> None:
     """A train step's peak on an H100, in benchmarks/results, is at most the computed one, and no less than 0.9 of it."""
     from megatron_dapo.config.loader import load_config
-    from megatron_dapo.models.architecture import ModelArchitecture
+    from megatron_dapo.models.config_json import read_architecture
     from megatron_dapo.plan import memory
 
     file = repository / "benchmarks" / "results" / "gpu_step_nvidia_h100_80gb_hbm3.json"
@@ -61,7 +61,7 @@ def test_the_memory_module_covers_what_a_device_measured(step, repository: Path,
         "precision": PRECISIONS[side],
     }
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
-    computed = memory.model_memory(config, ModelArchitecture.from_directory(tmp_path), processes=1).training
+    computed = memory.model_memory(config, read_architecture(tmp_path), processes=1).training
     assert 0.9 < found["cases"][side]["peak_gb"] * 1e9 / computed <= 1.0
 
 
@@ -82,7 +82,7 @@ def test_the_memory_module_gives_the_cache_that_a_server_had(step, repository: P
         "sglang": {"placement": "disaggregated", "mem_fraction_static": 0.4},
     }
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
-    engine = memory.engine_memory(config, ModelArchitecture.from_directory(tmp_path), Cluster())
+    engine = memory.engine_memory(config, read_architecture(tmp_path), Cluster())
     assert engine.kv_tokens == pytest.approx(found["cases"]["alone"]["kv_tokens"], rel=0.01)
 
 

@@ -11,7 +11,7 @@ from megatron_dapo.bridge.sources import SOURCES
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, expected_parameters
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 
@@ -36,7 +36,7 @@ DOWN = "0.decoder.layers.0.mlp.linear_fc2.weight"
 @pytest.fixture
 def live():
     """(layout, live parameters, engines) of one rank; the parameters require gradients, as an actor's do."""
-    architecture = ModelArchitecture.from_config(CONFIG)
+    architecture = parse_architecture(CONFIG)
     trainer = megatron_layout(architecture, ParallelLayout(1), torch.float32)
     torch.manual_seed(0)
     parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in trainer.local_shapes(0).items()}

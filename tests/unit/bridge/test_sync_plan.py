@@ -12,7 +12,7 @@ from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, local_slice, plan_sync, write_chunks
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.checksum import signed
 from megatron_dapo.reshard.layout import Shard, ShiftedLayout, TensorSpec
@@ -46,7 +46,7 @@ PARALLELS = [
 
 
 def _plan(parallel=None, *, tied=False, tensor_parallel=2, num_engines=1, dtype=torch.float32, bucket_bytes=2048):
-    architecture = ModelArchitecture.from_config({**CONFIG, "tie_word_embeddings": tied})
+    architecture = parse_architecture({**CONFIG, "tie_word_embeddings": tied})
     source = megatron_layout(architecture, ParallelLayout(4, **(parallel or {})), torch.float32)
     engines = sglang_layout(architecture, tensor_parallel, dtype, num_engines)
     return source, SyncPlan(plan(source, engines, ranks_per_node=4), engines, bucket_bytes)
@@ -179,7 +179,7 @@ def test_work_is_spread_over_replicas():
 
 def test_engines_of_one_node_get_each_byte_through_it_once():
     """Two nodes of four ranks, one pipeline stage on each, two engines on each."""
-    architecture = ModelArchitecture.from_config({**CONFIG, "tie_word_embeddings": False})
+    architecture = parse_architecture({**CONFIG, "tie_word_embeddings": False})
     source = megatron_layout(architecture, ParallelLayout(8, tensor=2, pipeline=2), torch.float32)
     engines = sglang_layout(architecture, 2, torch.float32, 4)
     apart, shared = (plan_sync(source, engines, 2048, ranks_per_node=4, engines_per_node=n) for n in (1, 2))

@@ -21,7 +21,7 @@ from megatron_dapo.converters.convert import (
     huggingface_to_megatron,
     megatron_to_huggingface,
 )
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {
@@ -156,7 +156,7 @@ def test_a_critic_from_another_model_is_exported_as_transformers_loads_it(tmp_pa
 
 
 def test_random_layers_are_the_random_policys(tmp_path) -> None:
-    policy = ModelArchitecture.from_directory(make(tmp_path / "policy"))
+    policy = read_architecture(make(tmp_path / "policy"))
     layouts = [megatron_layout(a, SINGLE, torch.float32) for a in (policy, policy.with_value_head())]
     buffers = [empty(layout, 0) for layout in layouts]
     initialize_randomly(3, layouts[0], 0, buffers[0])
@@ -224,4 +224,4 @@ def test_broken_directories_are_refused(tmp_path) -> None:
 def test_a_critic_is_no_policy(tmp_path) -> None:
     directory = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
     with pytest.raises(ValueError, match="Qwen2ForTokenClassification.*only"):
-        ModelArchitecture.from_directory(directory)
+        read_architecture(directory)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
@@ -18,7 +18,7 @@ from tests.reshard_oracles import execute_in_memory
 @pytest.fixture
 def loaded(make_model_directory):
     directory = make_model_directory("qwen2", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(directory, layout, 0, parameters)
     return directory, layout, parameters
@@ -28,7 +28,7 @@ def loaded(make_model_directory):
 def test_megatron_to_megatron_in_memory(family, make_model_directory):
     """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
     directory = make_model_directory(family, tied=True)
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     layouts = [
         megatron_layout(architecture, parallel, torch.float32)
         for parallel in (
@@ -63,7 +63,7 @@ def test_export_in_another_type(loaded, tmp_path):
     export_to_huggingface(tmp_path / "out", directory, layout, parameters, None, dtype=torch.bfloat16)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(directory / "model.safetensors").items())
-    assert ModelArchitecture.from_directory(tmp_path / "out").dtype == "bfloat16"
+    assert read_architecture(tmp_path / "out").dtype == "bfloat16"
 
 
 def test_export_refuses_an_existing_target(loaded, tmp_path):

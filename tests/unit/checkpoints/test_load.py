@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.reshard.layout import check_layout
@@ -124,7 +125,7 @@ def _expected_experts(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
 def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_model_directory):
     directory = make_model_directory(family, tied=tied)
-    architecture, hf = ModelArchitecture.from_directory(directory), load_file(directory / "model.safetensors")
+    architecture, hf = read_architecture(directory), load_file(directory / "model.safetensors")
     for parallel in PARALLEL + (EXPERT_PARALLEL if architecture.experts else []):
         layout = megatron_layout(architecture, parallel, torch.float32)
         check_layout(layout)
@@ -148,7 +149,7 @@ def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_model
     ],
 )
 def test_experts_that_do_not_divide_are_an_error(family, parallel, message, make_model_directory):
-    architecture = ModelArchitecture.from_directory(make_model_directory(family))
+    architecture = read_architecture(make_model_directory(family))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
@@ -159,7 +160,7 @@ def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_model_dir
     prefix = "model.layers.0.mlp.experts."
     experts = [tensors.pop(f"{prefix}{expert}.down_proj.weight") for expert in range(8)]
     save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, directory / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match="experts.down_proj.*save_pretrained"):
         load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
@@ -167,7 +168,7 @@ def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_model_dir
 def test_fewer_key_value_heads_than_tensor_ranks(make_model_directory):
     """Megatron-core cuts the interleaved rows evenly, through a head's group."""
     directory = make_model_directory("qwen2", num_key_value_heads=2)
-    architecture, hf = ModelArchitecture.from_directory(directory), load_file(directory / "model.safetensors")
+    architecture, hf = read_architecture(directory), load_file(directory / "model.safetensors")
     parallel = ParallelLayout(4, tensor=4)
     layout = megatron_layout(architecture, parallel, torch.float32)
     check_layout(layout)
@@ -180,7 +181,7 @@ def test_fewer_key_value_heads_than_tensor_ranks(make_model_directory):
 
 def test_values_are_cast_to_the_parameters_type(make_model_directory):
     directory = make_model_directory("qwen3", dtype=torch.bfloat16, shard="20KB")
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     layout = megatron_layout(architecture, ParallelLayout(2, tensor=2), torch.float32)
     parameters = _empty_parameters(layout, 1)
     load_from_huggingface(directory, layout, 1, parameters)
@@ -193,7 +194,7 @@ def test_values_are_cast_to_the_parameters_type(make_model_directory):
 def test_rank_of_padding_only(make_model_directory):
     """A vocabulary of 301 over four ranks is padded to 512: the last rank's 128 rows are all padding."""
     directory = make_model_directory("llama", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=4), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(4, tensor=4), torch.float32)
     parameters = _empty_parameters(layout, 3)
     assert load_from_huggingface(directory, layout, 3, parameters).num_padding_elements == 128 * 32
     assert not parameters["0.embedding.word_embeddings.weight"].any()
@@ -214,14 +215,14 @@ def test_rank_of_padding_only(make_model_directory):
     ],
 )
 def test_layouts_that_do_not_fit(parallel, sizes, message, make_model_directory):
-    architecture = ModelArchitecture.from_directory(make_model_directory("llama", **sizes))
+    architecture = read_architecture(make_model_directory("llama", **sizes))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
 
 def test_parameters_that_are_not_the_layouts(make_model_directory):
     directory = make_model_directory("llama")
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     parameters = _empty_parameters(layout, 0)
     lost = parameters.pop("0.output_layer.weight")
     with pytest.raises(ValueError, match=r"1 parameters of the layout are missing \['0.output_layer.weight'\]"):
@@ -236,7 +237,7 @@ def test_tied_model_with_a_stored_head(make_model_directory):
     """Equal copies are accepted; different ones are an error, not a choice."""
     directory = make_model_directory("qwen2", tied=True)
     tensors = load_file(directory / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, directory / "model.safetensors")
     load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
@@ -249,7 +250,7 @@ def test_tied_model_with_a_stored_head(make_model_directory):
 def test_missing_and_unknown_tensors_are_named(make_model_directory):
     directory = make_model_directory("qwen2")
     tensors = load_file(directory / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     moved = {("score.weight" if name == "lm_head.weight" else name): tensor for name, tensor in tensors.items()}
     save_file(moved, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"1 missing: lm_head.weight; 1 unknown: score.weight"):
@@ -260,7 +261,7 @@ def test_config_of_another_size_is_named(make_model_directory):
     directory = make_model_directory("llama")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(48, 32\) instead of \(64, 32\)"):
         load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
@@ -270,6 +271,6 @@ def test_int8_weights_are_not_loaded_as_floats(make_model_directory):
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file({**tensors, name: tensors[name].to(torch.int8)}, directory / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=f"{name} is int8 .*dequantize this one"):
         load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))

@@ -4,7 +4,7 @@ import torch
 
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
@@ -38,7 +38,7 @@ EXPERTS = {
 
 
 def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> dict[str, torch.Tensor]:
-    architecture = ModelArchitecture.from_config(config)
+    architecture = parse_architecture(config)
     layout = megatron_layout(architecture, parallel, torch.float32)
     ranks = []
     for rank in range(parallel.world_size):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from tests.unit.checkpoints.saved_states import State, random_state, save_states
 
 runner = CliRunner()
@@ -33,7 +33,7 @@ def source(make_model_directory: Callable[..., Path]) -> Path:
 @pytest.fixture
 def state(source: Path) -> State:
     stored = load_file(source / "model.safetensors")
-    names = ModelArchitecture.from_directory(source).shapes()
+    names = read_architecture(source).shapes()
     return random_state({name: stored[name] + 1 for name in names})
 
 
@@ -60,7 +60,7 @@ def test_the_model_of_a_step(run: Path, source: Path, state: State, tmp_path: Pa
 
 
 def test_the_critic_of_a_step(source: Path, state: State, tmp_path: Path) -> None:
-    architecture = ModelArchitecture.from_directory(source).with_value_head()
+    architecture = read_architecture(source).with_value_head()
     critic = {
         name: state["parameter"].get(name, torch.full(shape, 0.5)) for name, shape in architecture.shapes().items()
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dapo.cli.precision_plan import precision_lines
 from megatron_dapo.config import Config, config_from_dict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 DENSE = {
@@ -52,7 +52,7 @@ def run_of(dtype: str = "bfloat16", parallel: dict[str, Any] | None = None, **pr
 
 def lines_of(document: dict[str, Any], config: Config, layout: ParallelLayout, tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(document))
-    return precision_lines(config, ModelArchitecture.from_directory(tmp_path), layout)
+    return precision_lines(config, read_architecture(tmp_path), layout)
 
 
 def test_layers_padding_and_main_params_of_experts_in_fp8(tmp_path: Path) -> None:

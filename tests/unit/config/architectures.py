@@ -10,6 +10,7 @@ from typing import Any
 
 
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 
 DENSE: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -154,4 +155,4 @@ def write_model(directory: Path, document: Mapping[str, Any]) -> Path:
 def facts_of(document: Mapping[str, Any]) -> ModelArchitecture:
     """Return the facts that the validator reads from such a config.json."""
     with tempfile.TemporaryDirectory() as directory:
-        return ModelArchitecture.from_directory(write_model(Path(directory), document))
+        return read_architecture(write_model(Path(directory), document))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = {
@@ -50,7 +50,7 @@ def _synthetic(directory: Path, shard_bytes: int) -> tuple[int, int, int]:
     """(bytes, largest shard, one layer) of a model of random bits."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    architecture = ModelArchitecture.from_config(CONFIG)
+    architecture = parse_architecture(CONFIG)
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, shape in architecture.shapes().items():
         tensor = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)

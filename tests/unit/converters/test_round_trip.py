@@ -14,7 +14,7 @@ from typer.main import get_command
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.cli.main import app
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
@@ -110,7 +110,7 @@ def test_files_are_what_each_rank_loads(make_model_directory, tmp_path):
     directory = make_model_directory("qwen2", tied=True)
     hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
     layout = megatron_layout(
-        ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
+        read_architecture(directory), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
     )
     for rank in range(4):
         parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
@@ -122,7 +122,7 @@ def test_files_are_what_each_rank_loads(make_model_directory, tmp_path):
 def test_bytes_are_read_once(make_model_directory, tmp_path, capsys):
     """Norms and their biases, which every tensor rank holds, are the only ones read more than once."""
     directory = make_model_directory("llama")
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     hf_to_megatron(directory, tmp_path / "cut", "--tensor", 4)
     norms = sum(shape[0] for name, shape in architecture.shapes().items() if "norm" in name)
     assert f"{4 * (architecture.num_parameters + 3 * norms):,} bytes read" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from megatron_dapo.doctor.probes import _SMALL
 from megatron_dapo.megatron import implementations as module
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 EXPERTS = {
@@ -30,7 +30,7 @@ EXPERTS = {
 
 def table(**changes: object) -> dict[str, str]:
     config = transformer_config(
-        ModelArchitecture.from_config({**_SMALL, **changes}), ParallelLayout(1), ModelSettings()
+        parse_architecture({**_SMALL, **changes}), ParallelLayout(1), ModelSettings()
     )
     return {row.op: asdict(row)["name"] for row in implementations(config)}
 

@@ -28,7 +28,7 @@ from megatron_dapo.megatron.layers import (
 )
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.precision import has_fp8, linear_backend, precision_fields
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops.fp8 import BLOCK, quantize_hidden, quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 
@@ -177,14 +177,14 @@ def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_shapes_that_fp8_cannot_multiply_are_named(changes: dict[str, Any], layout: ParallelLayout, words: str) -> None:
-    architecture = ModelArchitecture.from_config({**WIDE, **changes})
+    architecture = parse_architecture({**WIDE, **changes})
     with pytest.raises(ValueError, match=words):
         transformer_config(architecture, layout, ModelSettings(precision=BLOCKWISE))
 
 
 def test_the_table_names_recipe_products_and_the_layers_kept_out() -> None:
     precision = PrecisionConfig(recipe="fp8_blockwise", num_layers_at_start_in_bf16=1)
-    config = transformer_config(ModelArchitecture.from_config(WIDE), LAYOUT, ModelSettings(precision=precision))
+    config = transformer_config(parse_architecture(WIDE), LAYOUT, ModelSettings(precision=precision))
     rows = {row.op: row for row in implementations(config)}
     assert rows["precision"].name == "fp8_blockwise" and "no CUDA device" in rows["precision"].reason
     assert rows["linear products"].name == "emulation in fp32"
@@ -193,7 +193,7 @@ def test_the_table_names_recipe_products_and_the_layers_kept_out() -> None:
     plain = {
         row.op: row
         for row in implementations(
-            transformer_config(ModelArchitecture.from_config(WIDE), ParallelLayout(1), ModelSettings())
+            transformer_config(parse_architecture(WIDE), ParallelLayout(1), ModelSettings())
         )
     }
     assert plain["precision"].name == "fp32" and "fp8 weights" not in plain

@@ -21,7 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.models.architecture import Gemma3, ModelArchitecture, RopeScaling
+from megatron_dapo.models.architecture import Gemma3, RopeScaling
+from megatron_dapo.models.config_json import parse_architecture, read_architecture
 from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B, GEMMA3_270M
 
 MODELS = {
@@ -117,7 +118,7 @@ def _with(**fields) -> dict:
 
 
 def test_qwen25_of_transformers_4():
-    architecture = ModelArchitecture.from_config(QWEN25)
+    architecture = parse_architecture(QWEN25)
     assert (architecture.head_dim, architecture.query_groups_ratio, architecture.rope_theta) == (128, 7, 1e6)
     assert architecture.qkv_bias and not architecture.qk_norm and architecture.rope_scaling is None
     assert architecture.dtype == "bfloat16"
@@ -140,7 +141,7 @@ def test_names_and_shapes_are_those_of_transformers(family, tied, tmp_path):
     )
     model = model_class(config)
     model.save_pretrained(tmp_path)
-    architecture = ModelArchitecture.from_directory(tmp_path)
+    architecture = read_architecture(tmp_path)
     assert architecture.shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert architecture.aliases() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert architecture.num_parameters == sum(p.numel() for p in model.parameters())
@@ -165,7 +166,7 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_stores(dense, t
     )
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path)
-    architecture = ModelArchitecture.from_directory(tmp_path)
+    architecture = read_architecture(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118 - no mapping
     assert architecture.shapes() == shapes
@@ -189,13 +190,13 @@ def test_the_published_config_of_smollm2_is_read():
         "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "use_cache": True,
         "vocab_size": 49152,
     }  # fmt: skip
-    assert ModelArchitecture.from_config(fields).num_parameters == 134_515_008
+    assert parse_architecture(fields).num_parameters == 134_515_008
     with pytest.raises(ValueError, match="rope_interleaved = True is not supported"):
-        ModelArchitecture.from_config({**fields, "rope_interleaved": True})
+        parse_architecture({**fields, "rope_interleaved": True})
 
 
 def test_published_mixtures_of_experts():
-    small, large = ModelArchitecture.from_config(QWEN3_30B), ModelArchitecture.from_config(QWEN3_235B)
+    small, large = parse_architecture(QWEN3_30B), parse_architecture(QWEN3_235B)
     assert small.num_parameters == 30_532_122_624 and large.num_parameters == 235_093_634_560
     assert small.experts.normalize and small.experts.layers == frozenset(range(48)) and not small.has_dense_layers
 
@@ -217,12 +218,12 @@ def test_published_mixtures_of_experts():
 )
 def test_problems_of_a_mixture_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        ModelArchitecture.from_config({**QWEN3_30B, **fields})
+        parse_architecture({**QWEN3_30B, **fields})
 
 
 def test_a_dense_family_has_no_experts():
     with pytest.raises(ValueError, match="unknown field num_experts = 8"):
-        ModelArchitecture.from_config(_with(num_experts=8))
+        parse_architecture(_with(num_experts=8))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +235,13 @@ def test_a_dense_family_has_no_experts():
     ],
 )
 def test_rope_of_transformers_4_and_5(fields):
-    architecture = ModelArchitecture.from_config(_with(**fields))
+    architecture = parse_architecture(_with(**fields))
     assert architecture.rope_theta == 5e5
     assert architecture.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 
 
 def test_linear_rope_with_the_old_key():
-    architecture = ModelArchitecture.from_config(_with(rope_scaling={"type": "linear", "factor": 2.0}))
+    architecture = parse_architecture(_with(rope_scaling={"type": "linear", "factor": 2.0}))
     assert architecture.rope_scaling == RopeScaling("linear", 2.0)
 
 
@@ -281,7 +282,7 @@ def test_linear_rope_with_the_old_key():
 )
 def test_unsupported_features_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        ModelArchitecture.from_config(_with(**fields))
+        parse_architecture(_with(**fields))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +290,12 @@ def test_unsupported_features_are_named(fields, message):
 )
 def test_published_gemma_3(config, num_parameters):
     """The sizes that the 4B model's config leaves out are transformers' defaults; transformers 5 writes them out."""
-    architecture = ModelArchitecture.from_config(config)
+    architecture = parse_architecture(config)
     assert architecture.num_parameters == num_parameters
     config_class = Gemma3Config if config is GEMMA3_4B else Gemma3TextConfig
     for use_diff in (True, False):
         written = json.loads(config_class(**config).to_json_string(use_diff=use_diff))
-        assert ModelArchitecture.from_config(written) == architecture
+        assert parse_architecture(written) == architecture
     theirs = config_class(**config).get_text_config()
     local = {layer for layer, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"}
     assert architecture.gemma3 == Gemma3(256**-0.5, frozenset(local), theirs.sliding_window, 10_000.0)
@@ -331,7 +332,7 @@ def test_published_gemma_3(config, num_parameters):
 )
 def test_unsupported_variants_of_gemma_3_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        ModelArchitecture.from_config({**GEMMA3_1B, **fields})
+        parse_architecture({**GEMMA3_1B, **fields})
 
 
 @pytest.mark.parametrize(
@@ -346,34 +347,34 @@ def test_unsupported_variants_of_gemma_3_are_named(fields, message):
 )
 def test_broken_configs_beside_a_vision_tower_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        ModelArchitecture.from_config({**GEMMA3_4B, **fields})
+        parse_architecture({**GEMMA3_4B, **fields})
 
 
 def test_a_window_of_a_family_without_the_switch_is_refused():
     config = {k: v for k, v in QWEN25.items() if k != "use_sliding_window"}
     with pytest.raises(ValueError, match="sliding_window = 131072"):
-        ModelArchitecture.from_config(config)
+        parse_architecture(config)
 
 
 def test_an_unset_unknown_field_is_neutral():
-    assert ModelArchitecture.from_config(_with(trained_by=None, packed=False)).vocab_size == 152064
+    assert parse_architecture(_with(trained_by=None, packed=False)).vocab_size == 152064
 
 
 def test_directory_without_config(tmp_path: Path):
     with pytest.raises(ValueError, match="no config.json"):
-        ModelArchitecture.from_directory(tmp_path)
+        read_architecture(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        ModelArchitecture.from_directory(tmp_path)
+        read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN25))
-    assert ModelArchitecture.from_directory(tmp_path).model_type == "qwen2"
+    assert read_architecture(tmp_path).model_type == "qwen2"
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", '"qwen2"', "[" * 100_000])
 def test_a_config_that_is_no_object_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config.json: (holds a \w+, not an object|not JSON)"):
-        ModelArchitecture.from_directory(tmp_path)
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -390,12 +391,12 @@ def test_a_config_that_is_no_object_is_refused(content, tmp_path):
 )
 def test_numbers_no_model_can_have_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        ModelArchitecture.from_config(_with(**fields))
+        parse_architecture(_with(**fields))
 
 
 def test_too_many_experts_are_refused():
     with pytest.raises(ValueError, match="num_experts = 1000000000 is more than 10000"):
-        ModelArchitecture.from_config({**QWEN3_30B, "num_experts": 10**9})
+        parse_architecture({**QWEN3_30B, "num_experts": 10**9})
 
 
 @pytest.mark.parametrize("config", [QWEN25, QWEN3_30B], ids=["dense", "experts"])
@@ -403,7 +404,7 @@ def test_too_many_experts_are_refused():
 def test_a_value_of_any_type_gives_an_architecture_or_one_line(config, value):
     for field in (*config, "rope_parameters", "layer_types", "num_local_experts", "mlp_only_layers", "dtype"):
         try:
-            ModelArchitecture.from_config({**config, field: value})
+            parse_architecture({**config, field: value})
         except ValueError as error:
             assert str(error).startswith("config.json: ") and "\n" not in str(error), field
 
@@ -417,7 +418,7 @@ def test_attention_takes_as_many_operations_as_the_weights_at_its_parity():
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, use_cache=False, **fields
     )
     model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
-    parity = ModelArchitecture.from_config({**config.to_dict(), "architectures": ["Qwen2ForCausalLM"]}).attention_parity
+    parity = parse_architecture({**config.to_dict(), "architectures": ["Qwen2ForCausalLM"]}).attention_parity
     found = {}
     for length in (parity, 2 * parity):
         with FlopCounterMode(display=False) as counter, torch.no_grad():

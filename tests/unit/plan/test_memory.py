@@ -14,7 +14,7 @@ from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
 from megatron_dapo.plan.cluster import GIB, Cluster
@@ -91,7 +91,7 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
     document: dict[str, Any], sizes: dict[str, Any], processes: int, has_value_head: bool
 ) -> None:
     parallel = ParallelConfig(**sizes)
-    architecture = ModelArchitecture.from_config(document)
+    architecture = parse_architecture(document)
     if has_value_head:
         architecture = architecture.with_value_head()
     layout = layout_of(parallel, processes)
@@ -108,7 +108,7 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
 @pytest.mark.parametrize("has_value_head", [False, True])
 @pytest.mark.parametrize("document", [DENSE, TIED, EXPERTS, GEMMA3])
 def test_elements_of_the_whole_model_are_counted_once(document: dict[str, Any], has_value_head: bool) -> None:
-    architecture, facts = ModelArchitecture.from_config(document), facts_of(document)
+    architecture, facts = parse_architecture(document), facts_of(document)
     if has_value_head:
         architecture = architecture.with_value_head()
     exact = architecture.num_parameters
@@ -132,7 +132,7 @@ def test_weights_of_a_server_are_those_of_its_layout(
     document: dict[str, Any], tensor: int, expert: int, quantization: str
 ) -> None:
     plain = sglang_layout(
-        ModelArchitecture.from_config(document), tensor, torch.bfloat16, expert_parallel=expert, device="cuda"
+        parse_architecture(document), tensor, torch.bfloat16, expert_parallel=expert, device="cuda"
     )
     layout = expected_layouts(quantization, plain)[1]
     expected = {sum(spec.num_bytes for spec in layout.local_specs(rank).values()) for rank in range(tensor)}

@@ -12,7 +12,7 @@ from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.cli.plan_sync import bytes_between_nodes
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds, sync_traffic
@@ -64,7 +64,7 @@ def test_arithmetic_names_the_bytes_that_the_bridge_plans(
     servers = per_node // ranks
     config = config_of(parallel, tp_size=ranks, servers_per_node=servers, shared_memory=memory)
     found = sync_traffic(config, facts_of(document), processes, Cluster(processes // per_node, per_node))
-    architecture, engines = ModelArchitecture.from_config(document), processes // ranks
+    architecture, engines = parse_architecture(document), processes // ranks
     source = megatron_layout(architecture, parallel_layout(config, processes), torch.bfloat16)
     layout = sglang_layout(architecture, ranks, torch.bfloat16, engines, device="cuda")
     source, engine = expected_layouts("none", layout, source)

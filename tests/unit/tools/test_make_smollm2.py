@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from tools import make_smollm2
 
 needs_package = pytest.mark.skipif(
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_file_in_the_order_of_hugging_face(directory: P
 
 @needs_package
 def test_the_directory_is_one_that_a_run_takes(directory: Path) -> None:
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     assert (architecture.num_layers, architecture.vocab_size, architecture.rope_theta) == (30, 49152, 100000.0)
     assert architecture.tie_word_embeddings and architecture.dtype == "float32"
     tokenizer = AutoTokenizer.from_pretrained(directory)

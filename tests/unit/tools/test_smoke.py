@@ -11,7 +11,7 @@ import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.precision import LinearSizes, misfits
 from tools import make_smoke_model
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_the_model_is_one_the_actor_trains_and_fp8_multiplies(model) -> None:
-    a = ModelArchitecture.from_directory(model)
+    a = read_architecture(model)
     with HFCheckpoint(model) as directory:
         directory.check(a)
         assert {spec.dtype for spec in directory.specs.values()} == {torch.bfloat16}
@@ -34,7 +34,7 @@ def test_the_model_is_one_the_actor_trains_and_fp8_multiplies(model) -> None:
 
 def test_the_recipe_is_valid_for_the_model_on_one_gpu(repository, model) -> None:
     config = load_config(repository / "examples" / "gpu" / "smoke.toml", [f"model.path={model}"]).config
-    assert validate(config, world_size=1, architecture=ModelArchitecture.from_directory(model)) == []
+    assert validate(config, world_size=1, architecture=read_architecture(model)) == []
     assert config.precision.recipe == "fp8_blockwise" and config.model.dtype == "bfloat16"
     assert (config.rollout.engine, config.sglang.placement) == ("sglang", "colocated")
     assert config.checkpoint.interval == 1 and config.evaluation.at_end and config.run.total_steps == 3

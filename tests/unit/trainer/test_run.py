@@ -22,8 +22,7 @@ def test_nccl_has_the_servers_settings_before_the_default_group_exists(
     monkeypatch.setattr(os, "environ", {"NCCL_NVLS_ENABLE": "1"})
     sglang = {"placement": "disaggregated", "weight_sync_transport": transport}
     config = config_from_dict({"model": {"path": "model"}, "rollout": {"engine": "sglang"}, "sglang": sglang})
-    monkeypatch.setattr(run.ModelArchitecture, "from_directory", lambda directory: None)
-    for name in ("require_runnable", "cluster_here"):
+    for name in ("read_architecture", "require_runnable", "cluster_here"):
         monkeypatch.setattr(run, name, lambda *arguments: None)
 
     def join(timeout_s: float) -> None:

@@ -13,14 +13,14 @@ from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
 
 @pytest.fixture
 def loaded(make_model_directory):
     directory = make_model_directory("qwen2", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(directory, layout, 0, parameters)
     return directory, layout, parameters

@@ -15,6 +15,7 @@ from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouche
 from megatron_dapo.checkpoints.formats.huggingface_writer import hf_checkpoint_writer
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 
 
 def _copy(source: HFCheckpoint, architecture: ModelArchitecture, target: Path, **options) -> None:
@@ -34,7 +35,7 @@ def _stored(directory: Path) -> dict[str, torch.Tensor]:
 )
 def test_copy_is_bit_identical_and_loads(shard_in, shard_out, num_files, make_model_directory, tmp_path):
     directory = make_model_directory("qwen3", dtype=torch.bfloat16, shard=shard_in)
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     with HFCheckpoint(directory) as source:
         assert source.num_bytes == 2 * architecture.num_parameters
         _copy(source, architecture, tmp_path / "out", shard_bytes=shard_out)
@@ -56,7 +57,7 @@ def test_aliases_and_derived_buffers_are_taken_over(make_model_directory, tmp_pa
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     with HFCheckpoint(directory) as source:
         assert untouched_names(source.specs, architecture) == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
         _copy(source, architecture, tmp_path / "out", dtype=torch.bfloat16)
@@ -72,7 +73,7 @@ def test_tokenizer_files_come_along_and_nothing_else(make_model_directory, tmp_p
     for name in ("tokenizer.json", "tokenizer_config.json", "optimizer.bin", "train.py"):
         (directory / name).write_text("{}")
     with HFCheckpoint(directory) as source:
-        _copy(source, ModelArchitecture.from_directory(directory), tmp_path / "out")
+        _copy(source, read_architecture(directory), tmp_path / "out")
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {
         "config.json",
@@ -87,13 +88,13 @@ def test_existing_target_is_refused_and_untouched(make_model_directory, tmp_path
     directory = make_model_directory("llama")
     (tmp_path / "out").mkdir()
     with HFCheckpoint(directory) as source, pytest.raises(ValueError, match="out exists already"):
-        _copy(source, ModelArchitecture.from_directory(directory), tmp_path / "out")
+        _copy(source, read_architecture(directory), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_incomplete_export_leaves_nothing(make_model_directory, tmp_path):
     directory = make_model_directory("llama")
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     with HFCheckpoint(directory) as source:
         with pytest.raises(ValueError, match="38 tensors were not written"):
             with hf_checkpoint_writer(tmp_path / "out", source, architecture) as writer:
@@ -117,7 +118,7 @@ def test_full_disk_leaves_nothing(make_model_directory, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SafetensorsWriter, "_write_at", fail_late)
     with HFCheckpoint(directory) as source, pytest.raises(OSError, match="No space left"):
-        _copy(source, ModelArchitecture.from_directory(directory), tmp_path / "out")
+        _copy(source, read_architecture(directory), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
@@ -171,7 +172,7 @@ def test_quantized_weights_without_a_quantization_config_are_refused(make_model_
     name = "model.layers.1.mlp.down_proj.weight"
     # The file is written over, and older versions of safetensors leave tensors mapped to it.
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
         save_file({**tensors, name: tensors[name].to(dtype)}, directory / "model.safetensors")
         message = f"{name} is {str(dtype)[6:]} .1 of {len(tensors)} .*no quantization_config: start from the original"
@@ -183,7 +184,7 @@ def test_quantized_weights_without_a_quantization_config_are_refused(make_model_
 def test_every_float_type_is_read(dtype, make_model_directory):
     directory = make_model_directory("qwen2", dtype=dtype)
     with HFCheckpoint(directory) as stored:
-        stored.check(ModelArchitecture.from_directory(directory))
+        stored.check(read_architecture(directory))
 
 
 def test_both_a_single_file_and_an_index(make_model_directory):
@@ -195,7 +196,7 @@ def test_both_a_single_file_and_an_index(make_model_directory):
 
 def test_layout_has_every_tensor_on_its_holder(make_model_directory):
     directory = make_model_directory("qwen2")
-    architecture = ModelArchitecture.from_directory(directory)
+    architecture = read_architecture(directory)
     with HFCheckpoint(directory) as stored:
         layout = stored.layout(architecture, num_ranks=3)
     assert [len(layout.shards(rank)) for rank in range(3)] == [len(architecture.shapes()), 0, 0]

@@ -14,6 +14,7 @@ import torch
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.state import StateLayout
 from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, shard_view, slice_view
 from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
@@ -48,8 +49,8 @@ EXPERTS = {
 
 def architecture(name: str) -> ModelArchitecture:
     if name == "experts":
-        return ModelArchitecture.from_config(EXPERTS)
-    found = ModelArchitecture.from_config({**DENSE, "tie_word_embeddings": name == "tied"})
+        return parse_architecture(EXPERTS)
+    found = parse_architecture({**DENSE, "tie_word_embeddings": name == "tied"})
     return replace(found, head=TOKEN_VALUE) if name == "critic" else found
 
 

@@ -449,8 +449,7 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     builder._config = SimpleNamespace(model=SimpleNamespace(path="model"))
     builder._ranks, builder._coordination = SimpleNamespace(rank=0), Coordination()
     builder._commands = Rank0Commands(Coordination())
-    architecture = SimpleNamespace(from_directory=lambda directory: None)
-    monkeypatch.setattr(build_engines, "ModelArchitecture", architecture)
+    monkeypatch.setattr(build_engines, "read_architecture", lambda directory: None)
     builder._expected_engine = lambda: SimpleNamespace(shards=lambda index: None)
     builder._build_servers = lambda: servers
     builder._shared_device = lambda: SharedDevice(0, 0.0)
