@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -273,10 +274,22 @@ def test_a_filter_that_raises_names_itself(own: str) -> None:
         FunctionFilter(f"{own}:raises").decide(None)  # type: ignore[arg-type]
 
 
-MISTRAL = (
-    '{"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4, '
-    '"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64, '
-    '"vocab_size": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false}'
+MISTRAL = json.dumps(
+    {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 64,
+        "vocab_size": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
 )
 
 
