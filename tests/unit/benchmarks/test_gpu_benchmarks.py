@@ -68,6 +68,7 @@ def test_the_memory_module_covers_what_a_device_measured(step, repository: Path,
 def test_the_memory_module_gives_the_cache_that_a_server_had(step, repository: Path, tmp_path: Path) -> None:
     """Tokens of an SGLang server's KV cache on an H100, in benchmarks/results, within a hundredth."""
     from megatron_dapo.config.loader import load_config
+    from megatron_dapo.models.config_json import read_architecture
     from megatron_dapo.plan import memory
     from megatron_dapo.plan.cluster import Cluster
 
