@@ -148,6 +148,7 @@ def generate(
     from megatron_dapo.data.model_inputs import read_model_inputs
     from megatron_dapo.evaluation.runner import evaluation_seed
     from megatron_dapo.evaluation.runner import generate as drive
+    from megatron_dapo.run.derive import derive
     from megatron_dapo.run.evaluate import opened_engine
     from megatron_dapo.types import GenerationRequest, SamplingParams
 
@@ -157,7 +158,7 @@ def generate(
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     rendered = _rendered(config, inputs, prompts, is_recipe=isinstance(model, Recipe))
     longest = max(map(len, rendered), default=1)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": longest})})
+    config = derive(config, {"data": {"max_prompt_tokens": longest}})
     sampling = SamplingParams(
         temperature, top_p, top_k, config.rollout.max_response_tokens, inputs.stop_tokens.token_ids
     )
@@ -191,6 +192,7 @@ def _generation_config(model: Recipe | str | Path, max_response_tokens: int | No
     """Return the configuration of a recipe, or the defaults for a model directory, with that length of responses."""
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.doctor.hub_inputs import local_model
+    from megatron_dapo.run.derive import derive
 
     recipe = (
         model if isinstance(model, Recipe) else Recipe(model, "none", rollout={"max_response_tokens": _DEFAULT_TOKENS})
@@ -202,15 +204,13 @@ def _generation_config(model: Recipe | str | Path, max_response_tokens: int | No
             raise ConfigError(absent)
         config = load_config(file, copy).config
     length = config.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
-    rollout = config.rollout.model_copy(update={"max_response_tokens": length})
-    # The engine's length is the longest of training and evaluation.
-    evaluation = config.evaluation.model_copy(update={"max_response_tokens": length})
     if not (config.model.path / "config.json").is_file():
         problem = Violation(
             "model.path", "a Hugging Face directory that exists", "name one", {"model.path": str(config.model.path)}
         )
         raise ConfigError([problem])
-    return config.model_copy(update={"rollout": rollout, "evaluation": evaluation})
+    # The engine's length is the longest of training and evaluation.
+    return derive(config, {name: {"max_response_tokens": length} for name in ("rollout", "evaluation")})
 
 
 def _rendered(config: Config, inputs: Any, prompts: Sequence[str | Turns], is_recipe: bool) -> list[tuple[int, ...]]:

@@ -111,7 +111,7 @@ def sft(
     inputs: InputsOption = True,
 ) -> None:
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
-    from megatron_dapo.data.examples import sft_config
+    from megatron_dapo.run.derive import sft_config
 
     machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     adapt = functools.partial(sft_config, directory=output_dir)

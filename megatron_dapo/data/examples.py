@@ -11,7 +11,6 @@ also learns to stop. The loss covers only these tokens, those of the last turn.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,19 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CispoLossConfig, ReinforcePpAdvantageConfig
-from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig, PromptFilterConfig
-from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import prompt_id_of
-from megatron_dapo.data.files import Columns, checked_messages, count_rows, read_table
+from megatron_dapo.data.files import Columns, checked_messages, read_table
 from megatron_dapo.data.template import PromptTemplate, StopTokens
 from megatron_dapo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 EXAMPLE_COLUMNS = Columns((), ("prompt", "response", "messages"))
-SUBDIRECTORY = "sft"  # of the run's directory, and of a separate checkpoint directory
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,59 +125,3 @@ def _checked_row(values: Mapping[str, Any], location: str) -> tuple[tuple[Mappin
     if not isinstance(values["response"], str) or not values["response"].strip():
         raise ValueError(f"{location}: response must be a text, got {values['response']!r:.100}")
     return checked_messages(values["prompt"], location), values["response"]
-
-
-# ---- supervised fine-tuning run
-
-
-def sft_config(config: Config, directory: Path | None = None) -> Config:
-    """Return the configuration with which the recipe's policy learns given responses by maximum likelihood.
-
-    The loss is CISPO's with reward 1 and a ratio of 1 in each step: the negative log-likelihood of the response tokens.
-    `directory`: where the run writes; default: sft in run.output_dir. ValueError if a data file cannot be read.
-    """
-    section = config.sft
-    paths = section.train_paths or config.data.train_paths
-    num_rows = sum(map(count_rows, paths))
-    checkpoints = str(Path(config.checkpoint.output_dir) / SUBDIRECTORY) if config.checkpoint.output_dir else ""
-    changes = {
-        "run": {
-            "output_dir": directory or config.run.output_dir / SUBDIRECTORY,
-            "total_steps": max(1, math.ceil(num_rows * section.epochs / section.batch_size)),
-            "max_generation_steps": 0,
-        },
-        "data": {
-            "train_paths": paths,
-            "sources": () if paths else config.data.sources,
-            "max_epochs": 0,
-            "injection": InjectionConfig(),
-        },
-        # Likelihood means temperature 1; evaluations have their own. Rows come in stream order, each once.
-        "rollout": {
-            "responses": "given",
-            "prompts_per_step": section.batch_size,
-            "group_size": 1,
-            "temperature": 1.0,
-            "filter_groups": False,
-            "dynamic_sampling": "hard",
-            "oversample": 1.0,
-            "max_staleness": 0,
-            "partial_rollout": False,
-            "replay_order": "oldest",
-            "prompt_order": "shuffled",
-            "budget": BudgetConfig(),
-            "prompt_filter": PromptFilterConfig(),
-        },
-        "reward": {"overlong_filter": False, "shadow_verifier": ""},
-        "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
-        "checkpoint": {"output_dir": checkpoints},
-        "telemetry": {"references": ()},
-    }
-    algorithm = AlgorithmConfig(
-        name="dapo",
-        advantage=ReinforcePpAdvantageConfig(),
-        loss=CispoLossConfig(aggregation=section.aggregation),
-    )
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    optimizer = OptimizerConfig(**section.optimizer.model_dump())
-    return config.model_copy(update={**changed, "algorithm": algorithm, "optimizer": optimizer})

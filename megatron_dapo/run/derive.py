@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_dapo.config.algorithm_schema import CriticConfig
+from megatron_dapo.config.algorithm_schema import (
+    AlgorithmConfig,
+    CispoLossConfig,
+    CriticConfig,
+    ReinforcePpAdvantageConfig,
+)
+from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig, PromptFilterConfig
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.files import count_rows
 
 
 def derive(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -32,7 +40,9 @@ def _merged(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-SUBDIRECTORY = "value_pretraining"  # below the run's directory, and below its checkpoint directory if that is separate
+# Below the run's directory, and below its checkpoint directory if that is separate.
+SUBDIRECTORY = "value_pretraining"
+SFT_SUBDIRECTORY = "sft"
 
 
 def pretraining_config(config: Config, directory: Path | None = None) -> Config:
@@ -99,3 +109,54 @@ def for_sampling(config: Config) -> Config:
     """Return the same with the training prompts."""
     data = {"train_paths": config.data.train_paths, "sources": config.data.sources}
     return derive(for_evaluation(config), {"data": data})
+
+
+def sft_config(config: Config, directory: Path | None = None) -> Config:
+    """Return the configuration with which the recipe's policy learns given responses by maximum likelihood.
+
+    The loss is CISPO's with reward 1 and a ratio of 1 in each step: the negative log-likelihood of the response tokens.
+    `directory`: where the run writes; default: sft in run.output_dir. ValueError if a data file cannot be read.
+    """
+    section = config.sft
+    paths = section.train_paths or config.data.train_paths
+    num_rows = sum(map(count_rows, paths))
+    checkpoints = str(Path(config.checkpoint.output_dir) / SFT_SUBDIRECTORY) if config.checkpoint.output_dir else ""
+    changes = {
+        "run": {
+            "output_dir": directory or config.run.output_dir / SFT_SUBDIRECTORY,
+            "total_steps": max(1, math.ceil(num_rows * section.epochs / section.batch_size)),
+            "max_generation_steps": 0,
+        },
+        "data": {
+            "train_paths": paths,
+            "sources": () if paths else config.data.sources,
+            "max_epochs": 0,
+            "injection": InjectionConfig(),
+        },
+        # Likelihood means temperature 1; evaluations have their own. Rows come in stream order, each once.
+        "rollout": {
+            "responses": "given",
+            "prompts_per_step": section.batch_size,
+            "group_size": 1,
+            "temperature": 1.0,
+            "filter_groups": False,
+            "dynamic_sampling": "hard",
+            "oversample": 1.0,
+            "max_staleness": 0,
+            "partial_rollout": False,
+            "replay_order": "oldest",
+            "prompt_order": "shuffled",
+            "budget": BudgetConfig(),
+            "prompt_filter": PromptFilterConfig(),
+        },
+        "reward": {"overlong_filter": False, "shadow_verifier": ""},
+        "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
+        "checkpoint": {"output_dir": checkpoints},
+        "telemetry": {"references": ()},
+    }
+    algorithm = AlgorithmConfig(
+        name="dapo",
+        advantage=ReinforcePpAdvantageConfig(),
+        loss=CispoLossConfig(aggregation=section.aggregation),
+    )
+    return derive(config, {**changes, "algorithm": algorithm, "optimizer": section.optimizer.model_dump()})

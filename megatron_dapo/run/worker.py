@@ -90,8 +90,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def load_run(parsed: argparse.Namespace) -> LoadedConfig:
     """Return the configuration that the arguments name, that of value pretraining or fine-tuning if they ask for it."""
     from megatron_dapo.config.loader import load_config
-    from megatron_dapo.data.examples import sft_config
-    from megatron_dapo.run.derive import pretraining_config
+    from megatron_dapo.run.derive import pretraining_config, sft_config
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     for directory, adapted in ((parsed.pretrain_value, pretraining_config), (parsed.sft, sft_config)):

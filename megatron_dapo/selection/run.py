@@ -19,6 +19,7 @@ from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_datase
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.rewards.build import open_verifier_pool
+from megatron_dapo.run.derive import derive
 from megatron_dapo.run.evaluate import opened_engine
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of
@@ -98,7 +99,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
             "top_k": rollout.top_k,
             "max_response_tokens": rollout.max_response_tokens,
         }
-        sampled = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=sampling)})
+        sampled = derive(config, {"evaluation": sampling})
         protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
         with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
             problems, rows = sample_and_score(

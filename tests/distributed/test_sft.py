@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dapo.algorithms.group_advantages import estimate_group_advantages
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.config import Config, config_from_dict
-from megatron_dapo.data.examples import Example, sft_config
+from megatron_dapo.data.examples import Example
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.models.config_json import parse_architecture
@@ -25,6 +25,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.example_collector import ExampleCollector
+from megatron_dapo.run.derive import sft_config
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.batch_header import BatchHeader, with_numbers
 from megatron_dapo.trainer.offload import DeviceModels

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from megatron_dapo.config import load_config, validate
-from megatron_dapo.data.examples import load_examples, sft_config
+from megatron_dapo.data.examples import load_examples
 from megatron_dapo.data.files import count_rows
 from megatron_dapo.data.template import PromptTemplate, StopTokens
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-RECIPES = sorted((*(EXAMPLES / "quickstart").glob("*.toml"), *(EXAMPLES / "smollm2").glob("*.toml")))
 CHAT = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 PAIR = {"prompt": "3+3?", "response": "6"}
 TURNED = (  # a template whose turns end with a token that is not the tokenizer's end of sequence
@@ -82,51 +76,3 @@ def test_bad_rows_are_named(name: str, write, tokenizer) -> None:
     with pytest.raises(ValueError, match="rows.jsonl") as error:
         load([write("rows.jsonl", [row])], tokenizer)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_its_fine_tuning_is_a_valid_configuration(recipe: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text(f"{json.dumps(PAIR)}\n" * 21)
-    chosen = [f'sft.train_paths=["{data}"]', "sft.batch_size=8", "sft.epochs=2", "checkpoint.output_dir=/ck"]
-    config = load_config(recipe, [*chosen, "sft.optimizer.learning_rate=2e-4"]).config
-    tuned = sft_config(config)
-    assert validate(tuned) == []
-    assert tuned.run.total_steps == 6 and tuned.optimizer.learning_rate == 2e-4 and not tuned.has_critic
-    assert tuned.mismatch_gate is None and tuned.rollout.temperature == 1.0
-    assert tuned.run.output_dir == config.run.output_dir / "sft" and tuned.checkpoint_dir == Path("/ck/sft")
-    assert sft_config(config, tmp_path).run.output_dir == tmp_path
-
-
-SAMPLING = (
-    "rollout.oversample=1.0",
-    "rollout.max_staleness=0",
-    "rollout.dynamic_sampling=soft",
-    "rollout.budget.enabled=true",
-    "rollout.budget.max_size=16",
-    "rollout.budget.min_size=2",
-    "rollout.prompt_order=priority",
-    "rollout.prompt_filter.name=model",
-)
-INJECTION = ('data.injection.templates=["noise"]',)
-
-
-@pytest.mark.parametrize("chosen", [SAMPLING, INJECTION])
-def test_choices_of_what_to_sample_are_those_of_the_recipe_s_own_run_alone(chosen: tuple[str, ...]) -> None:
-    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", chosen).config
-    assert validate(config) == []
-    tuned = sft_config(config)
-    assert validate(tuned) == [] and not tuned.data.injection.templates
-
-
-def test_given_responses_have_no_variants_of_their_prompts() -> None:
-    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", INJECTION).config
-    broken = validate(sft_config(config).model_copy(update={"data": config.data}))
-    (found,) = [one for one in broken if one.path == "data.injection.templates"]
-    assert "rollout.responses" in found.suggestion
-
-
-def test_another_loss_of_given_responses_is_refused() -> None:
-    config = load_config(RECIPES[0], ["rollout.responses=given"]).config
-    (found,) = [one for one in validate(config) if "responses" in one.suggestion]
-    assert "run `megatron-dapo sft` on this recipe" in found.suggestion

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dapo.config import ConfigError, config_from_dict
-from megatron_dapo.run.derive import derive, for_evaluation, for_sampling, pretraining_config
+from megatron_dapo.config import ConfigError, config_from_dict, load_config, validate
+from megatron_dapo.run.derive import derive, for_evaluation, for_sampling, pretraining_config, sft_config
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+RECIPES = sorted((*(EXAMPLES / "quickstart").glob("*.toml"), *(EXAMPLES / "smollm2").glob("*.toml")))
 TREE = {
     "model": {"path": "/m"},
     "data": {"train_paths": ["/t"], "eval_paths": ["/e"]},
@@ -46,3 +49,51 @@ def test_runs_of_a_recipe_are_derived_from_it() -> None:
     assert held_out.sglang.weight_sync_transport == "disk"
     assert for_sampling(config).data.train_paths == config.data.train_paths
     assert pretraining_config(config).run.total_steps == config.value_pretraining.max_steps
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_its_fine_tuning_is_a_valid_configuration(recipe: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "3+3?", "response": "6"}\n' * 21)
+    chosen = [f'sft.train_paths=["{data}"]', "sft.batch_size=8", "sft.epochs=2", "checkpoint.output_dir=/ck"]
+    config = load_config(recipe, [*chosen, "sft.optimizer.learning_rate=2e-4"]).config
+    tuned = sft_config(config)
+    assert validate(tuned) == []
+    assert tuned.run.total_steps == 6 and tuned.optimizer.learning_rate == 2e-4 and not tuned.has_critic
+    assert tuned.mismatch_gate is None and tuned.rollout.temperature == 1.0
+    assert tuned.run.output_dir == config.run.output_dir / "sft" and tuned.checkpoint_dir == Path("/ck/sft")
+    assert sft_config(config, tmp_path).run.output_dir == tmp_path
+
+
+SAMPLING = (
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "rollout.dynamic_sampling=soft",
+    "rollout.budget.enabled=true",
+    "rollout.budget.max_size=16",
+    "rollout.budget.min_size=2",
+    "rollout.prompt_order=priority",
+    "rollout.prompt_filter.name=model",
+)
+INJECTION = ('data.injection.templates=["noise"]',)
+
+
+@pytest.mark.parametrize("chosen", [SAMPLING, INJECTION])
+def test_fine_tuning_drops_what_the_recipe_samples_by(chosen: tuple[str, ...]) -> None:
+    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", chosen).config
+    assert validate(config) == []
+    tuned = sft_config(config)
+    assert validate(tuned) == [] and not tuned.data.injection.templates
+
+
+def test_given_responses_have_no_variants_of_their_prompts() -> None:
+    config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", INJECTION).config
+    broken = validate(sft_config(config).model_copy(update={"data": config.data}))
+    (violation,) = [one for one in broken if one.path == "data.injection.templates"]
+    assert "rollout.responses" in violation.suggestion
+
+
+def test_another_loss_of_given_responses_is_refused() -> None:
+    config = load_config(RECIPES[0], ["rollout.responses=given"]).config
+    (violation,) = [one for one in validate(config) if "responses" in one.suggestion]
+    assert "run `megatron-dapo sft` on this recipe" in violation.suggestion
