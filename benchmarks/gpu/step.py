@@ -322,7 +322,7 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "last_nll": losses[-1],
         "peak_gb": (peak_bytes - held_bytes) / 1e9 if peak_bytes else None,
         "fragmentation_gb": (reserved_bytes - peak_bytes) / 1e9 if peak_bytes else None,
-        "held_gb": held_bytes / 1e9,  # by leftovers of the previous side
+        "held_gb": held_bytes / 1e9,  # memory that the previous side left allocated
         **(profiled(lambda: train(micro_batches), device) if arguments.profile else {}),
         **(syncs_of(actor, train, micro_batches, device) if arguments.syncs else {}),
     }

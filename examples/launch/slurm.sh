@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains under Slurm, one task an accelerator that trains; every node's SGLang servers are started by the run itself. What runs where is
+# Trains under Slurm, one task per accelerator that trains; every node's SGLang servers are started by the run itself. What runs where is
 # decided by the layout file; colocated and disaggregated differ in nothing else.
 #
 #   sbatch --nodes=16 --ntasks-per-node=8 examples/launch/slurm.sh examples/layouts/colocated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...

@@ -36,7 +36,7 @@ from megatron_dapo.config.loader import overrides_of, read_toml
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.section import Section
 
-BEFORE_TRAINING = "before training"  # as a baseline: each run's evaluation of its initial policy
+BEFORE_TRAINING = "before training"  # the baseline is each run's evaluation of its initial policy
 
 
 class VariantTable(Section):
@@ -98,7 +98,7 @@ class Variant:
 
     name: str
     recipe: Path
-    overrides: tuple[str, ...]  # as passed to --set, without seed and output directory
+    overrides: tuple[str, ...]  # arguments of --set, without seed and output directory
     written: Mapping[str, Any]  # the variant's own overrides as the grid writes them, dotted
     pretrains_value: bool = False
     program: Path | None = None  # trains instead of `megatron-dapo train`

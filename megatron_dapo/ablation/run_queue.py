@@ -78,7 +78,7 @@ class RunQueue:
         self._waiting: list[Run] = []
         self._jobs: list[_Job] = []
         self._done = QueueResult()
-        self._stop_at: float | None = None  # on the monotonic clock; set when the runs get the stop signal
+        self._stop_at: float | None = None  # monotonic time; set when the runs get the stop signal
 
     def make(self, runs: Sequence[Run]) -> QueueResult:
         """Execute `runs` in order, as far as the limits allow. SIGINT or SIGTERM ends the call; a second one kills."""
@@ -135,7 +135,7 @@ class RunQueue:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=run_environment(os.environ, slot, self._limits.jobs, run.num_processes, self._devices),
-                start_new_session=True,  # so that only this process passes on a terminal's Ctrl-C
+                start_new_session=True,  # only this process passes on a terminal's Ctrl-C
                 preexec_fn=signal_at_parents_death(signal.SIGTERM),
             )
         self._jobs.append(_Job(run, log, process, slot, pretrains))

@@ -27,9 +27,9 @@ class CheckpointSpace:
     """Space of a run's checkpoints, in bytes."""
 
     directory: Path
-    needed: int  # in addition to what exists
+    needed: int  # bytes beyond those already on disk
     free: int
-    formula: str  # for `needed`, with its numbers
+    formula: str  # how `needed` is computed, with its numbers
 
     def require(self) -> None:
         """Raise ConfigError with both numbers if the free space is too small."""

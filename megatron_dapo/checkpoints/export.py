@@ -24,7 +24,7 @@ from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import plan
 
-DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors gathered on rank 0 between two writes
+DEFAULT_BATCH_BYTES = 256 << 20  # whole tensors that rank 0 gathers between two writes
 # transformers derives num_labels from id2label; without it a head has two labels.
 _LABELS = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 

@@ -38,7 +38,7 @@ from megatron_dapo.files.linux import require_same_user
 SHARED_MEMORY = "/dev/shm"
 MESSAGE_BYTES = 1 << 14  # of one request or answer
 _MAX_CONNECTIONS = 256  # over TCP
-_CONNECT_S, _SILENCE_S = 3.0, 10.0  # for another keeper, whose node may be lost
+_CONNECT_S, _SILENCE_S = 3.0, 10.0  # limits for another keeper, whose node may be lost
 _LOST_S = 60.0  # before asking a keeper again that did not answer
 _TICK_S = 0.2
 _FIRST_RANK_S = 600.0  # until the first trainer rank connects: it may import from a slow file system
@@ -132,7 +132,7 @@ class Keeper:
 
     def __init__(self, copies: CopyStore, keep_s: float) -> None:
         self.copies, self.keep_s = copies, keep_s
-        self.token = ""  # of the run; nothing is received or sent over TCP before it is known
+        self.token = ""  # the run's; nothing is received or sent over TCP before it is known
         self.address = ""  # host and port of the TCP socket
         self.is_over = False
         self._lock = threading.Lock()

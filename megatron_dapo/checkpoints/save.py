@@ -58,7 +58,7 @@ class Saved:
 
     step: int
     directory: Path
-    seconds: float  # from the start of the save to the renamed directory on disk; 0 on ranks other than 0
+    seconds: float  # time between the start of the save and the renamed directory on disk; 0 on ranks other than 0
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Save:
     step: int
     begun: float  # on the monotonic clock, which processes of one machine share
     is_noted: threading.Event = field(default_factory=threading.Event)  # set once the content may be copied
-    problem: Exception | None = None  # from noting, copying or starting to write
+    problem: Exception | None = None  # raised while noting, copying or starting to write
     copying: threading.Thread | None = None
     part: BackgroundJob | None = None  # this rank's files; None until they are copied
     commit: BackgroundJob | None = None  # on rank 0

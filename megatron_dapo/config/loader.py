@@ -36,7 +36,7 @@ else:
 
 DEFAULT_ORIGIN = "default"
 SET_ORIGIN = "--set"
-VERSION = 1  # of a run directory's config.json
+VERSION = 1  # format of a run directory's config.json
 
 # Names in other frameworks and papers: field -> their name -> our value.
 FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(

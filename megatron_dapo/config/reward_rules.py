@@ -12,7 +12,7 @@ BUILT_IN_PARTS = (
     "overlong",
     "perplexity",
     "format",
-)  # of a reward, in addition to those of a mixture or a user's function
+)  # a reward's parts besides those of a mixture or a user's function
 _SERVICES = ("judge", "remote", "reward_model")
 
 REWARD_RULES = (

@@ -181,7 +181,7 @@ class EvaluationConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
 
-    top_p: ProbabilityMass = 0.7  # as in the evaluation of DAPO's paper
+    top_p: ProbabilityMass = 0.7  # DAPO's paper evaluates with it
     """Nucleus mass."""
 
     top_k: NonNegativeInt = 0

@@ -24,7 +24,7 @@ class Bounds:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    min_length: int = 0  # of a text or list; not combined with the others
+    min_length: int = 0  # length of a text or list; not combined with the others
 
     def hold(self, value: Any) -> bool:
         """Return whether `value` is within the bounds; a word such as "off" always is."""

@@ -20,7 +20,7 @@ from megatron_dapo.untrusted import one_line
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0  # for the first request: without a network it must fail within a dry run's ten seconds
+TIMEOUT_S = 5.0  # limit of the first request: without a network it must fail within a dry run's ten seconds
 _PREFIX = "hf:"
 _REFERENCE = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.+))?")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")

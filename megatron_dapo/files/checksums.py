@@ -53,7 +53,7 @@ class PieceSums:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._done: list[str] = []
-        self._read = self._sum = 0  # of the unfinished piece
+        self._read = self._sum = 0  # bytes and checksum of the unfinished piece
 
     def update(self, chunk: memoryview) -> None:
         """Take the next bytes."""
@@ -71,6 +71,6 @@ class PieceSums:
 
     def text(self) -> str:
         """Return the checksums, after the last byte."""
-        self._end_pieces()  # in case all are empty
+        self._end_pieces()  # all may be empty
         assert len(self._done) == len(self._sizes), f"{len(self._done)} of {len(self._sizes)} pieces were written"
         return " ".join(self._done)

@@ -37,9 +37,9 @@ from typing import Any
 from megatron_dapo.files.durable import FILE_PROCESS, FileEntry, Files, OpenFile, Work
 from megatron_dapo.files.linux import end_with_parent
 
-_NUM_PARTS = 16  # of the shared memory: one is written while the next ones are filled
+_NUM_PARTS = 16  # parts of the shared memory: one is written while the next ones are filled
 _MEMORY_BYTES = 1 << 26
-_END_S = 2.0  # for a clean exit; a process blocked in the kernel is abandoned
+_END_S = 2.0  # limit of a clean exit; a process blocked in the kernel is abandoned
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -327,8 +327,8 @@ class _Server:
         self._memory, self._copy = memoryview(memory), copy
         self._log = _Log()
         self._file: OpenFile | None = None
-        self._problem: Exception | None = None  # with the file being written; reported when it is closed
-        self._cancelled: dict[int, threading.Event] = {}  # of started functions, by request number
+        self._problem: Exception | None = None  # of the file being written; reported when it is closed
+        self._cancelled: dict[int, threading.Event] = {}  # request number -> event of a started function
         logging.basicConfig(level=logging.INFO, handlers=[self._log])
 
     def do(self, request: Mapping[str, Any]) -> None:

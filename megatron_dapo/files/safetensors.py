@@ -16,7 +16,7 @@ from typing import Any
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-MAX_DIMENSIONS = 64  # as in torch; reading a slice takes time quadratic in it
+MAX_DIMENSIONS = 64  # torch's limit; reading a slice takes time quadratic in it
 
 # Code -> (torch's name of the type, bytes of an element).
 DTYPES: Mapping[str, tuple[str, int]] = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")  # exists if the NVIDIA driver does
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; older, but still read
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new in torch 2.9, and its older name
 SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts server supervisors
 
 

@@ -43,7 +43,7 @@ class TokenOutputs:
 
     logprobs: torch.Tensor  # [P_local]
     entropy: torch.Tensor  # [P_local]
-    head: HeadInput | None = None  # in training, if the settings keep it
+    head: HeadInput | None = None  # kept in training, if the settings say so
 
 
 # (context-sliced micro-batch, its outputs, its index) -> (scalar loss, scalar sums by name)
@@ -58,7 +58,7 @@ class HeadSettings:
     temperature: float = 1.0
     chunk_tokens: int | None = None  # tokens whose logits are in memory at once; None: chosen by size
     implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for the rule there
-    keep_bytes: int = 0  # at most this much memory for logits between a forward and its backward pass
+    keep_bytes: int = 0  # largest memory for logits between a forward and its backward pass
     keeps_input: bool = False  # give the head's input to the loss, to compute a divergence from another model
 
 

@@ -227,7 +227,7 @@ class PackedSequences(PackedSeqParams):
     context_rank: int = 0
     context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
-    routing: EngineRouting | None = None  # for this rank's tokens, in models that replay it
+    routing: EngineRouting | None = None  # routes of this rank's tokens, in models that replay them
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
     _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
 

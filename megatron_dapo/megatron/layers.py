@@ -22,7 +22,7 @@ from megatron_dapo.ops.fp8 import blockwise_linear, blockwise_linear_padded
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import RowParallelLinear as _RowParallel
 else:
-    _RowParallel = object  # at run time PostNorm is a mixin: its base is the row-parallel layer it is combined with
+    _RowParallel = object  # PostNorm is a mixin at run time: its base is the row-parallel layer it is combined with
 
 
 class RMSNorm(torch.nn.Module):

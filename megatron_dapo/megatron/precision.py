@@ -135,7 +135,7 @@ def _other_block_rounding() -> str | None:
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 SCALES_PER_PRODUCT = 3  # forward: for input, weight and output
-NEW = {"scale": 1.0, "amax_history": 0.0}  # for a module that has not computed yet
+NEW = {"scale": 1.0, "amax_history": 0.0}  # state of a module that has not computed yet
 
 
 def scales(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ class MixtureOfExperts:
 
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # one expert's
     normalize: bool  # divide the probabilities of the chosen experts by their sum
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
 
@@ -66,7 +66,7 @@ class ModelArchitecture:
     model_type: str
     num_layers: int
     hidden_size: int
-    intermediate_size: int  # of a dense MLP
+    intermediate_size: int  # a dense MLP's
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -78,7 +78,7 @@ class ModelArchitecture:
     tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
     qk_norm: bool
-    dtype: str | None  # of the weights according to config.json; None if not given
+    dtype: str | None  # the weights', according to config.json; None if not given
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
     gemma3: Gemma3 | None = None  # None: another family
@@ -220,7 +220,7 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
-ROUTER = "mlp.gate.weight"  # in a layer with experts
+ROUTER = "mlp.gate.weight"  # exists in layers with experts
 # Tensor names of a language model with a vision tower, as published and as in transformers 5's memory.
 _BESIDE_VISION = (
     ("language_model.model.", "model."),

@@ -80,7 +80,7 @@ _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # of layer_types
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # values of layer_types
 
 
 def read_architecture(directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:

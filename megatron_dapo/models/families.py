@@ -21,7 +21,7 @@ class Family:
     derives_head_dim: bool  # hidden_size / num_attention_heads if the config has no head_dim
     experts: bool = False  # layers may hold a mixture of experts instead of one MLP
     is_gemma3: bool = False  # layers as described by `architecture.Gemma3`
-    class_names: Mapping[str, str] = field(default_factory=dict)  # by head, if the class is not `name` + head
+    class_names: Mapping[str, str] = field(default_factory=dict)  # head -> class, if it is not `name` + head
 
     def class_name(self, head: str) -> str:
         """Return the name of the class with this head, such as "ForCausalLM", under "architectures" of config.json."""

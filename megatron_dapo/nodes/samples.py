@@ -20,7 +20,7 @@ class NodeMetric:
 
     name: str
     unit: str  # "share" is in [0, 1]
-    resolution: float  # in the unit; nodes that differ by less are alike, however quiet they are
+    resolution: float  # has the metric's unit; nodes that differ by less are alike, however quiet they are
 
 
 # Most sensitive to faults first. The seven of the GPU and of flow control are the paper's, in its order; the others are

@@ -25,7 +25,7 @@ class ExpertCoordinates:
 
     tensor: int  # part of each expert
     expert: int  # which experts
-    data: int  # which replica
+    data: int  # index of the replica
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ class Gpu:
     """Data sheet of one GPU; link rates are per direction."""
 
     name: str
-    memory_gib: float  # as reported by CUDA
+    memory_gib: float  # CUDA reports it
     flops: float  # bf16, dense
     memory_bytes_s: float
     nvlink_bytes_s: float  # to GPUs of its node
     network_bytes_s: float  # its share of the node's network
-    host_bytes_s: float = 50e9  # to host memory, PCIe 5
+    host_bytes_s: float = 50e9  # PCIe 5, device to host
 
 
 # nvidia.com: H100 and H200 SXM, H800, A100 SXM 80 GB, H20, B200. Networks: 400 Gbit/s a GPU, 200 for A100.
@@ -48,8 +48,8 @@ class Shares:
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
     experts: float = 0.08  # grouped, between 0.2 of device time and 0.05 of wall time measured in three layers of Qwen3-30B-A3B (H200)
     packing: float = 0.9  # measured: share of micro-batch tokens that are not padding
-    decode_memory: float = 0.78  # from published decoding times of a 32 B model on two H100
-    decode_experts: float = 0.6  # of the memory rate, when reading experts' weights; calibrated (docs/plan.md)
+    decode_memory: float = 0.78  # fits published decoding times of a 32 B model on two H100
+    decode_experts: float = 0.6  # share of the memory rate when reading experts' weights; calibrated (docs/plan.md)
     decode_flops: float = 0.6  # as above
     prefill: float = 0.5  # assumed equal to training
     nvlink: float = 0.75  # assumed: a collective's bandwidth

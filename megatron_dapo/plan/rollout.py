@@ -79,8 +79,8 @@ class EngineRates:
     """Bytes that an engine reads and operations that it does in a decoding step."""
 
     weight_bytes: float  # per rank
-    bytes_per_token: float  # in a rank's cache
-    active_parameters: float  # of the whole model, per token
+    bytes_per_token: float  # bytes in a rank's cache
+    active_parameters: float  # the whole model's, per token
     ranks: int
     gpu: Gpu
     expert_share: float = 0.0  # share of the weights that belongs to experts
@@ -146,7 +146,7 @@ class Queue:
     running: int  # most at once
     waiting: int  # at the beginning
     last_start: float  # seconds until the last response begins
-    longest_seconds: float  # of the longest response, at the engine's load during it
+    longest_seconds: float  # time of the longest response, at the engine's load during it
     seconds: float  # until all are finished
     idle_share: float  # share of the `running` slots that are idle, over the time
     read: float  # share of the seconds; so are the two below

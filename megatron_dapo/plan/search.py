@@ -17,7 +17,7 @@ from megatron_dapo.plan.rollout import Lengths
 from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
 
 TENSOR = (1, 2, 4, 8)
-CONTEXT = (2, 4, 8)  # in addition to 1
+CONTEXT = (2, 4, 8)  # sizes besides 1
 MOST_STAGES = 32
 MOST_EXPERT_RANKS = 64
 MOST_STATIC = 0.85  # largest sglang.mem_fraction_static

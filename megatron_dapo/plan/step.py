@@ -35,8 +35,8 @@ class StepPlan:
     cluster: Cluster
     memory: RunMemory
     queue: Queue | None  # None: nothing is known of the engines
-    seconds: Mapping[str, Mapping[str, float]]  # by phase and purpose
-    sync: SyncTraffic | None  # of a weight update; None: nothing is known of the engines
+    seconds: Mapping[str, Mapping[str, float]]  # phase -> purpose -> seconds
+    sync: SyncTraffic | None  # a weight update's; None: nothing is known of the engines
     checkpoint_bytes: int
     generated_tokens: float
     trained_tokens: float

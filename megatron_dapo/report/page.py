@@ -26,7 +26,7 @@ from megatron_dapo.untrusted import printable
 
 MAX_BYTES = 2_000_000
 MAX_RUNS = 12
-RELOAD_S = 30  # of a live run's page
+RELOAD_S = 30  # period after which a live run's page reloads
 _MARGIN = 20_000  # bytes
 _POINTS = 2400  # per metric, over all runs
 _SAMPLE_SHARES = (1.0, 0.6, 0.3, 0.1, 0.0)  # of the bytes left for samples: escapes are counted only in the page itself

@@ -19,8 +19,8 @@ from megatron_dapo.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 SELF_TEST_PROMPTS = 64  # spread over the data set
-MODEL_ENVIRONMENT = ["CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"]  # of the processes of the preset reward_model
-TRIAL_RESPONSE = "Answer: 42"  # that a reward function of samples is tried with
+MODEL_ENVIRONMENT = ["CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"]  # passed to reward_model
+TRIAL_RESPONSE = "Answer: 42"  # a reward function of samples is tried with it
 
 
 def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool | MixturePool:

@@ -86,7 +86,7 @@ class GroupCollector(Collector):
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
-        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in start order
+        self._unfinished: dict[str, OpenGroup] = {}  # group id -> group, in start order
         self._training_version = 0  # of the batch being collected
         self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()

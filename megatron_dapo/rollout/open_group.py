@@ -35,7 +35,7 @@ class OpenGroup:
     group_id: str
     prompt: Prompt
     generation_step: int
-    completions: dict[int, Completion] = field(default_factory=dict)  # by index; one with "abort" is to be continued
+    completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
     size: int = 0  # responses it will have; 0 if its pool knows
 

@@ -24,7 +24,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.statistics import KEPT
 from megatron_dapo.types import Group
 
-CONFIDENCE = 0.95  # that a prompt is hopeless or trivial, for prompt_filter.name = "bounds"
+CONFIDENCE = 0.95  # confidence that a prompt is hopeless or trivial, for prompt_filter.name = "bounds"
 FEATURES = (
     "constant",
     "contrast",
@@ -76,7 +76,7 @@ class PromptSource:
         self._records: dict[str, PromptRecord] = {}
         self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
         self._ranked: deque[str] = deque()  # by priority, of this collection
-        self._predicted: dict[str, tuple[float, bool]] = {}  # by prompt handed out: P(useful), would be skipped
+        self._predicted: dict[str, tuple[float, bool]] = {}  # prompt handed out -> (P(useful), would be skipped)
         self._model = UsefulnessModel(FEATURES)
         self._version = 0
         self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # of this collection

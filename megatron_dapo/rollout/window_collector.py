@@ -231,7 +231,7 @@ class WindowCollector(Collector):
         for group_id, members in by_group.items():
             prompt = self._pool[group_id].responses.prompt
             runs = [run for each in members for run in each.completion.versions if run.end > each.window.start]
-            oldest = min((run.version for run in runs), default=version)  # of the window's tokens
+            oldest = min((run.version for run in runs), default=version)  # version of the window's oldest tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
         return groups
 

@@ -38,7 +38,7 @@ class BegunGroup:
     responses: OpenGroup  # begun, unfinished responses with their tokens so far
     size: int  # number of responses in the group
     num_begun: int = 0  # indices below are begun
-    starts: dict[int, int] = field(default_factory=dict)  # of begun, unfinished ones: tokens before the window
+    starts: dict[int, int] = field(default_factory=dict)  # begun, unfinished response -> its tokens before the window
     num_finished: int = 0  # over all steps
     accuracy_sum: float = 0.0  # of those
 

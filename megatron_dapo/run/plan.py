@@ -30,7 +30,7 @@ class Machines:
     gpu_gib: float = GPU_GIB
     host_gib: float = HOST_GIB
     num_tasks: int | None = None  # processes that a launcher will start
-    gpus_here: int = 0  # of a dry run's machine, if nothing else is given; 0: none or unknown
+    gpus_here: int = 0  # a dry run's machine has these, if nothing else is given; 0: none or unknown
 
 
 # What is read of the inputs: nothing, what needs no heavy import, or everything.
@@ -44,10 +44,10 @@ class Plan:
 
     loaded: LoadedConfig
     overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
-    layout: ParallelLayout  # of the policy
-    num_processes: int  # of the whole run
+    layout: ParallelLayout  # the policy's
+    num_processes: int  # the whole run's
     cluster: Cluster
-    architecture: ModelArchitecture | None = None  # of the policy
+    architecture: ModelArchitecture | None = None  # the policy's
 
 
 def make_plan(
@@ -61,7 +61,7 @@ def make_plan(
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `adapt`: to what is run where that is not the recipe's own run. `inputs`: check what is in the files that are named, too, and
+    `adapt`: makes the configuration to run, if that is not the recipe's. `inputs`: check what is in the files that are named, too, and
     for "all" (seconds) try what a run starts. Models and data of the Hub are downloaded for either.
     """
     merged = [*overrides]

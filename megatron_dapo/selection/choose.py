@@ -21,7 +21,7 @@ class Chosen:
     prompt: Prompt
     samples: Sequence[ScoredSample]
     diverse: Selection  # by length, likeness and clusters
-    kept: tuple[int, ...]  # by the configured selection
+    kept: tuple[int, ...]  # indices that the configured selection keeps
     is_random: bool = False
 
     @property

@@ -15,7 +15,7 @@ from megatron_dapo.telemetry.progress import duration
 if TYPE_CHECKING:
     from megatron_dapo.files.durable import Files
 
-EXPLAINED = "explained_variance"  # in `extra` if a critic was pretrained
+EXPLAINED = "explained_variance"  # a key of `extra` if a critic was pretrained
 
 
 @dataclass(frozen=True)

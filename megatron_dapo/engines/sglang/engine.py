@@ -47,7 +47,7 @@ from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, Ver
 
 logger = logging.getLogger(__name__)
 
-_SPARE_CONNECTIONS = 4  # to each server: health probes, next to the requests
+_SPARE_CONNECTIONS = 4  # connections per server for health probes, besides those of requests
 _RESERVED_FILES = 256  # data, logs, sockets of process groups
 # Weight of one response in the running mean of response lengths.
 _LENGTH_MEMORY = 1 / 32

@@ -73,7 +73,7 @@ def head_bytes(
     rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
     columns = min(rows, architecture.vocab_size)
     if config.model.logprob_implementation == "reference":
-        tiles = 3 * FP32 * tokens * rows  # for all tokens: logits, probabilities and their gradient
+        tiles = 3 * FP32 * tokens * rows  # logits, probabilities and their gradient of all tokens
     elif kernels == "torch":
         return _torch_head_bytes(config, tokens, columns, width, trains)
     else:

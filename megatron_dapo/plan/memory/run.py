@@ -56,7 +56,7 @@ class RunMemory:
     """Peaks of a run, in bytes; 0 for components that it does not have."""
 
     trainer: int  # of a GPU while a model is trained
-    engine: int  # of a GPU while it generates or receives weights, with the trainer's part if they share it
+    engine: int  # bytes of a GPU while it generates or receives weights, with the trainer's part if they share it
     host: int  # of a node
     num_engines: int  # of the whole run
     engine_memory: EngineMemory | None  # None: servers are not started by this run
@@ -74,7 +74,7 @@ class _Roles:
     critic: ModelMemory | None
     reference: ModelMemory | None
     engine: EngineMemory | None
-    critic_is_apart: bool  # on separate processes
+    critic_is_apart: bool  # it has separate processes
     shares: bool  # an engine is on the trainer's GPUs
     communication: int  # bytes of a trainer process's buffers, kept from its first step to its end
     batch: int  # bytes of samples while a model is trained

@@ -66,7 +66,7 @@ class MixturePool:
             try:
                 scores = {name: future.result() for name, future in futures.items()}
                 mixed.set_result({item[0]: self._mixed({n: s[item[0]] for n, s in scores.items()}) for item in items})
-            except Exception as error:  # from a pool that was closed or broke; pass it to the caller
+            except Exception as error:  # a pool was closed or broke; the caller gets the error
                 mixed.set_exception(error)
 
         for name, future in futures.items():

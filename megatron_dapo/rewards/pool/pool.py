@@ -38,7 +38,7 @@ from megatron_dapo.types import Completion, Outcome, Prompt, Repetition, Score
 class ScoreRequest(NamedTuple):
     """One response to be scored."""
 
-    key: Hashable  # of its score
+    key: Hashable  # its score's
     response: str
     answer: str  # gold
     is_truncated: bool

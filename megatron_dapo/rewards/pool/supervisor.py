@@ -67,7 +67,7 @@ def _take_precedence() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         return
-    with suppress(OSError):  # in a container without real-time priorities
+    with suppress(OSError):  # a container may have no real-time priorities
         os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 

@@ -136,7 +136,7 @@ def enter_root(readable: Iterable[str], workspace_mb: int, uid: int) -> None:
     os.umask(before)
     try:
         mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    except OSError:  # in containers that hide parts of /proc, programs do without it
+    except OSError:  # containers may hide parts of /proc; programs do without it
         pass
     os.chdir(root)
     _call("syscall", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")

@@ -21,7 +21,7 @@ from typing import Any
 
 _RUNNER = Path(__file__).with_name("runner.py")
 _START_S = 60.0
-_GRACE_S = 3.0  # for a job to end after its budget
+_GRACE_S = 3.0  # time in which a job ends after its budget
 _MAX_LINE_BYTES = 64 * 2**20
 
 

@@ -40,7 +40,7 @@ class Verifier:
 
     name: str
     version: str
-    score: Callable[..., Any]  # of (response, answer), or of a RewardSample: a VerifierResult, in batches a list of them
+    score: Callable[..., Any]  # (response, answer) or RewardSample -> VerifierResult; a list for batches
     gold_problem: Callable[[str], str | None]
     takes_sample: bool = False
     score_later: Callable[..., Awaitable[Any]] | None = None  # instead of `score`, of an `async def`
