@@ -154,6 +154,7 @@ def main() -> None:
         complete = attempt(BEHAVIORS[name], [patch() for patch in PATCHES.values()])
         results[name] = [without, complete]
     print(json.dumps(results))
+    dist.destroy_process_group()  # its threads would abort an interpreter that exits
 
 
 if __name__ == "__main__":
