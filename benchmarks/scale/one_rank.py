@@ -97,7 +97,7 @@ class StandInServer:
 
     def wait_until_healthy(self) -> Any:
         """Return at once."""
-        return SimpleNamespace(api_version=None)
+        return SimpleNamespace(api_version=None, max_total_tokens=None)
 
 
 class CountedP2P(P2PTransport):
@@ -254,7 +254,7 @@ def counted(case: dict[str, Any], ledger: Ledger, neighbors: Neighbors | None) -
         stack.enter_context(patch(build_engines, "P2PTransport", CountedP2P))
         stack.enter_context(patch(build_engines, "MEBIBYTE", (1 << 20) // SCALE))
         builder = build_engines.SglangBuilder
-        stack.enter_context(patch(builder, "_spawn", lambda _, index, local_index: StandInServer(index, ledger)))
+        stack.enter_context(patch(builder, "_spawn", lambda _, index, *arguments: StandInServer(index, ledger)))
         stack.enter_context(patch(builder, "_client", lambda _, server: StandInServer(server.index, ledger)))
         engine = SimpleNamespace(failed_servers={}, set_policy_version=lambda version: None, close=lambda: None)
         stack.enter_context(patch(builder, "_engine", lambda *_: engine))
