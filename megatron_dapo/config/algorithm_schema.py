@@ -22,7 +22,7 @@ from megatron_dapo.config.section import (
     Section,
 )
 
-AlgorithmName = Literal["dapo", "ppo", "vapo", "tppo"]
+AlgorithmName = Literal["dapo", "ppo", "vapo", "tppo", "sft"]
 Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean", "rollout_token_mean"]
 GrpoStd = Literal["unbiased", "biased"]
 KlEstimator = Literal["k2", "k3"]
@@ -255,7 +255,8 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = "dapo"
     """Algorithm that combines the parts. dapo: advantages from groups. ppo, vapo: advantages from a critic ([critic],
     [advantage_estimation]); the two differ only in their switches. tppo: the same over windows of responses
-    ([window])."""
+    ([window]). sft: maximum likelihood of the responses in data.train_paths, set by `megatron-dapo sft`; of this section
+    it uses only loss.aggregation."""
 
     advantage: AdvantageConfig = Field(default=GrpoAdvantageConfig(), discriminator="name")
     """Group-relative advantage: a name, or a table with a name and its keys. Used with name = dapo."""

@@ -10,7 +10,7 @@ from megatron_dapo.config.algorithm_schema import CriticParallelConfig
 from megatron_dapo.config.rules import Rule, Violation
 from megatron_dapo.config.schema import Config
 
-_CRITIC = 'algorithm.name != "dapo"'
+_CRITIC = 'algorithm.name not in ("dapo", "sft")'
 _WINDOWS = 'algorithm.name == "tppo"'
 
 CRITIC_RULES = (

@@ -28,7 +28,6 @@ PromptOrder = Literal["shuffled", "priority"]
 PromptWeight = Literal["equal", "responses"]
 PromptFilterName = Literal["none", "bounds", "model"]
 OnExhausted = Literal["train_partial", "stop", "error"]
-Responses = Literal["sampled", "given"]
 Selection = Literal["diverse", "random"]
 Embedding = Literal["hidden_states", "encoder", "ngrams"]
 
@@ -195,10 +194,6 @@ class RolloutConfig(Section):
     engine: Engine = "embedded"
     """embedded: transformers generation inside the trainer's processes, with weights from the weight bridge. sglang:
     SGLang servers."""
-
-    responses: Responses = "sampled"
-    """Origin of the trained responses. sampled: the engine. given: the rows of data.train_paths, learned by maximum
-    likelihood; set by `megatron-dapo sft`."""
 
     prompts_per_step: PositiveInt = 512  # with 16 responses each, the rollout batch of DAPO's paper
     """Groups (prompts) of one rollout batch, i.e. of one train step."""

@@ -399,7 +399,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        return self.algorithm.name != "dapo"
+        return self.algorithm.name not in ("dapo", "sft")
 
     @property
     def policy_starts_at(self) -> int:
@@ -444,10 +444,8 @@ class Config(Section):
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_response_tokens)
 
     @property
-    def mismatch_gate(self) -> float | None:
-        """Largest mean gap, in nats, between engine and trainer on the first batch; None if no engine sampled it."""
-        if self.rollout.responses == "given":
-            return None
+    def mismatch_gate(self) -> float:
+        """Largest mean gap, in nats, between engine and trainer on the first batch."""
         if self.rollout.engine == "sglang" and self.sglang.quantization == "fp8":
             return self.sglang.fp8_step0_max_mean_abs
         return self.mismatch.step0_max_mean_abs

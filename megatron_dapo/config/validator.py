@@ -164,14 +164,6 @@ _PUNISHMENT = "reward.overlong_punishment"
 _PERPLEXITY = "reward.perplexity_penalty"
 _FULL_VOCABULARY = "the trainer's log-probs are over the whole vocabulary"
 
-# Reward 1, advantage 1 and a ratio of 1: the loss of CISPO, -ratio * advantage * log pi, is then the negative log-likelihood.
-# The ratio is 1 only in the first optimizer step on a batch, so there is only one step.
-_MAXIMUM_LIKELIHOOD = (
-    'algorithm.name == "dapo" and algorithm.advantage.name == "reinforce_pp" and algorithm.loss.name == "cispo" and '
-    'algorithm.off_policy.correction == "none" and rollout.group_size == 1 and not rollout.filter_groups and '
-    "training.mini_batch_prompts == rollout.prompts_per_step and training.epochs == 1"
-)
-
 # Feature that uses pass rates of earlier visits -> how to switch it off.
 _USES_OF_HISTORY = (
     ("rollout.budget.enabled", "rollout.budget.enabled = false"),
@@ -180,12 +172,6 @@ _USES_OF_HISTORY = (
 )
 
 RULES = (
-    Rule(
-        _MAXIMUM_LIKELIHOOD,
-        'set rollout.responses = "sampled", and run `megatron-dapo sft` on this recipe',
-        where='rollout.responses == "given"',
-        reason="else the loss is not the likelihood of the given responses",
-    ),
     Rule(
         "data.train_paths or data.sources",
         'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
@@ -203,8 +189,8 @@ RULES = (
     ),
     Rule(
         "not data.sources",
-        'set data.train_paths instead of data.sources, or rollout.responses = "sampled"',
-        where='rollout.responses == "given"',
+        'set data.train_paths instead of data.sources, or algorithm.name = "dapo"',
+        where='algorithm.name == "sft"',
         reason="given responses are read from files, in their order",
     ),
     Rule(
@@ -215,9 +201,9 @@ RULES = (
     ),
     Rule(
         "not data.injection.templates",
-        'set data.injection.templates = [], or rollout.responses = "sampled"',
+        'set data.injection.templates = [], or algorithm.name = "dapo"',
         path="data.injection.templates",
-        where='rollout.responses == "given"',
+        where='algorithm.name == "sft"',
         reason="a given response answers the prompt of its own row, not a rewrite of it",
     ),
     Rule(
@@ -435,7 +421,7 @@ RULES = (
         reason="a train step takes at least one generation step",
     ),
     *_schedule_rules("optimizer", "scheduled_steps", ""),
-    *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name != "dapo" and '),
+    *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name not in ("dapo", "sft") and '),
     # at_start and at_end are on by default; without eval_paths they have no effect, so a recipe with only model and
     # data is valid.
     Rule(

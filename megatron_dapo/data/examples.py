@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,7 @@ class Example:
     """A prompt and the response to learn."""
 
     prompt: Prompt
-    text: str
     token_ids: np.ndarray  # [R] int32, of the response with its stop token
-
-
-@dataclass(frozen=True)
-class ExampleDataset:
-    """Examples in file order, without duplicates. `num_rows`: rows in the files; `num_too_long`: those left out."""
-
-    examples: tuple[Example, ...]
-    num_rows: int
-    num_too_long: int
-
-    @cached_property
-    def by_id(self) -> Mapping[str, Example]:
-        """Examples by prompt id, which also hashes the response."""
-        return {example.prompt.prompt_id: example for example in self.examples}
 
 
 def load_examples(
@@ -58,37 +42,39 @@ def load_examples(
     stop_tokens: StopTokens,
     max_prompt_tokens: int,
     max_response_tokens: int,
-) -> ExampleDataset:
-    """Read examples without duplicates; those with too long a prompt or response are left out, counted and logged.
+) -> dict[str, Example]:
+    """Read examples in file order, by prompt id, which also hashes the response: equal rows count once.
+
+    Those with too long a prompt or response are left out, counted and logged.
 
     Raises ValueError on a missing, empty, damaged or wrongly structured file, and if no example is short enough.
     """
     end = end_of_response(template, stop_tokens)
-    found: dict[str, Example] = {}
+    examples: dict[str, Example] = {}
     num_rows = num_too_long = 0
     for path in paths:
         for location, values in read_table(path, EXAMPLE_COLUMNS):
             num_rows += 1
             messages, response = _checked_row(values, location)
             prompt_id = prompt_id_of(messages, response)
-            if prompt_id in found:
+            if prompt_id in examples:
                 continue
             prompt = Prompt(prompt_id, messages, template.render(messages), answer="")
             tokens = [*template.tokenizer.encode(response, add_special_tokens=False), end]
             if len(prompt.token_ids) > max_prompt_tokens or len(tokens) > max_response_tokens:
                 num_too_long += 1
                 continue
-            found[prompt_id] = Example(prompt, response, np.asarray(tokens, np.int32))
-    if not found:
+            examples[prompt_id] = Example(prompt, np.asarray(tokens, np.int32))
+    if not examples:
         raise ValueError(
             f"all {num_rows} examples are longer than data.max_prompt_tokens = {max_prompt_tokens} or "
             f"rollout.max_response_tokens = {max_response_tokens}: raise them"
         )
     (logger.warning if num_too_long else logger.info)(
         "%d rows -> %d examples, each once; %d left out: longer than %d prompt or %d response tokens",
-        *(num_rows, len(found), num_too_long, max_prompt_tokens, max_response_tokens),
+        *(num_rows, len(examples), num_too_long, max_prompt_tokens, max_response_tokens),
     )
-    return ExampleDataset(tuple(found.values()), num_rows, num_too_long)
+    return examples
 
 
 def end_of_response(template: PromptTemplate, stop_tokens: StopTokens) -> int:

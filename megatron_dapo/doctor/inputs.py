@@ -215,7 +215,7 @@ def _broken_tokenizer(directory: Path) -> Iterator[str]:
 def _rows_of(config: Config, problems: list[Violation]) -> dict[str, list[Row]]:
     """Return the sampled rows of the training and evaluation files by field; what is wrong with them joins `problems`."""
     rows: dict[str, list[Row]] = {}
-    if config.rollout.responses != "sampled":
+    if config.algorithm.name == "sft":
         return rows
     name = "data.sources" if config.data.sources else "data.train_paths"
     for field, of in ((name, train_sources), ("data.eval_paths", eval_sources)):
@@ -250,7 +250,7 @@ def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violati
         template = prompt_template(config.data, inputs.tokenizer)
     except ValueError as error:
         return [UnusableInput("model.path", str(error), "copy the tokenizer's files again")]
-    if config.rollout.responses == "given":
+    if config.algorithm.name == "sft":
         return list(_example_problems(config, template, inputs))
     prompts = {field: _rendered(found, template, field, problems) for field, found in rows.items()}
     for field, found in prompts.items():

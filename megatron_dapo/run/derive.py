@@ -11,11 +11,10 @@ from pydantic import ValidationError
 
 from megatron_dapo.config.algorithm_schema import (
     AlgorithmConfig,
-    CispoLossConfig,
     CriticConfig,
-    ReinforcePpAdvantageConfig,
+    PpoClipLossConfig,
 )
-from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig, PromptFilterConfig
+from megatron_dapo.config.rollout_schema import InjectionConfig, RolloutConfig
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.files import count_rows
@@ -114,10 +113,9 @@ def for_sampling(config: Config) -> Config:
 def sft_config(config: Config, directory: Path | None = None) -> Config:
     """Return the configuration with which the recipe's policy learns given responses by maximum likelihood.
 
-    The loss is CISPO's with reward 1 and a ratio of 1 in each step: the negative log-likelihood of the response tokens.
     `directory`: where the run writes; default: sft in run.output_dir. ValueError if a data file cannot be read.
     """
-    section = config.sft
+    section, rollout = config.sft, config.rollout
     paths = section.train_paths or config.data.train_paths
     num_rows = sum(map(count_rows, paths))
     checkpoints = str(Path(config.checkpoint.output_dir) / SFT_SUBDIRECTORY) if config.checkpoint.output_dir else ""
@@ -133,30 +131,19 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             "max_epochs": 0,
             "injection": InjectionConfig(),
         },
-        # Likelihood means temperature 1; evaluations have their own. Rows come in stream order, each once.
-        "rollout": {
-            "responses": "given",
-            "prompts_per_step": section.batch_size,
-            "group_size": 1,
-            "temperature": 1.0,
-            "filter_groups": False,
-            "dynamic_sampling": "hard",
-            "oversample": 1.0,
-            "max_staleness": 0,
-            "partial_rollout": False,
-            "replay_order": "oldest",
-            "prompt_order": "shuffled",
-            "budget": BudgetConfig(),
-            "prompt_filter": PromptFilterConfig(),
-        },
-        "reward": {"overlong_filter": False, "shadow_verifier": ""},
+        # The engine serves evaluations, which have their own sampling.
+        "rollout": RolloutConfig(
+            engine=rollout.engine,
+            slots_per_rank=rollout.slots_per_rank,
+            max_response_tokens=rollout.max_response_tokens,
+            prompts_per_step=section.batch_size,
+            group_size=1,
+            filter_groups=False,
+        ).model_dump(),
+        "reward": {"shadow_verifier": ""},
         "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
         "checkpoint": {"output_dir": checkpoints},
         "telemetry": {"references": ()},
     }
-    algorithm = AlgorithmConfig(
-        name="dapo",
-        advantage=ReinforcePpAdvantageConfig(),
-        loss=CispoLossConfig(aggregation=section.aggregation),
-    )
+    algorithm = AlgorithmConfig(name="sft", loss=PpoClipLossConfig(aggregation=section.aggregation))
     return derive(config, {**changes, "algorithm": algorithm, "optimizer": section.optimizer.model_dump()})

@@ -102,7 +102,7 @@ class PolicyLearner:
         self._coordinates = actor.layout.coordinates(actor.rank)
         self._is_reporting = is_reporting_rank(actor.layout, actor.rank)
         training = config.training
-        self._updater = Updater(
+        self.updater = Updater(
             "policy",
             actor,
             self.counters,
@@ -119,7 +119,7 @@ class PolicyLearner:
         Raises MismatchError, TooManySkips, and ValueError if a batch cannot be cut.
         """
         with self._phases.phase("advantages"):
-            mini_batches = self._cut(samples, train_step)
+            mini_batches = self.cut_batch(samples, train_step)
         # The first optimizer step still sees the old policy, so it needs no pass ahead unless all samples come first.
         ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
         mismatch: list[MetricSums] = []
@@ -139,7 +139,7 @@ class PolicyLearner:
                     steps.append(self._step(mini_batch, train_step, mismatch))
                     add_sums(totals, steps[-1].metrics)
             self.actor.finish_steps()
-        return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
+        return LearnResult(self.metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
     def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:
         """Return the indices of the samples that this rank packs in `learn`; with `whole`, also in a full-batch pass.
@@ -147,7 +147,7 @@ class PolicyLearner:
         They depend only on lengths and groups.
         """
         parts = [*self._parts(samples, train_step), *([samples] if whole else [])]
-        packed = {name for part in parts if part for name in self._updater.packed_ids(part)}
+        packed = {name for part in parts if part for name in self.updater.packed_ids(part)}
         return {index for index, sample in enumerate(samples) if sample.sample_id in packed}
 
     def observe(
@@ -158,12 +158,12 @@ class PolicyLearner:
             mismatch = self.compare(samples, self._config.rollout.temperature)
         if mismatch_gate is not None:
             _check_mismatch(mismatch, mismatch_gate)
-        return LearnResult({**self._metrics({}, [], [], [], train_step), **mismatch})
+        return LearnResult({**self.metrics({}, [], [], [], train_step), **mismatch})
 
     def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the log-probs of the policy and of the reference, [R] float32 per sample, on every rank. Collective."""
         assert self.reference is not None, "KL in the reward needs a reference policy"
-        mini_batch = self._updater.pack(samples)
+        mini_batch = self.updater.pack(samples)
         with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
             # The policy comes first: ranks without it receive both in this order, see `RemotePolicy`.
             policy, reference = (
@@ -176,7 +176,7 @@ class PolicyLearner:
 
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
         """Return the mismatch of the current weights with the log-probs in `samples`; the same on every rank."""
-        mini_batch = self._updater.pack(samples)
+        mini_batch = self.updater.pack(samples)
         outputs = self.actor.forward_logprobs(mini_batch.micro_batches, temperature)
         sums = []
         for output, whole in zip(outputs, mini_batch.micro_batches, strict=True):
@@ -200,7 +200,8 @@ class PolicyLearner:
             return cut(samples, training.mini_batch_prompts * config.rollout.group_size, "samples", seed)
         return cut(samples, training.mini_batch_prompts, "groups", seed)
 
-    def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
+    def cut_batch(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
+        """Return the packed mini-batches of a rollout batch that have a trained token."""
         parts = self._parts(samples, train_step)
         mini_batches = [self._pack(part, self._loss_weights(part, samples, len(parts))) for part in parts]
         trained = [mini_batch for mini_batch in mini_batches if mini_batch.num_tokens]
@@ -223,7 +224,7 @@ class PolicyLearner:
         return loss_weights(part, aggregation, self._config.aggregation_length)
 
     def _pack(self, samples: list[TrainSample], weights: Sequence[float]) -> _PolicyMiniBatch:
-        packed = self._updater.pack(self._with_positive_weights(samples), weights)
+        packed = self.updater.pack(self._with_positive_weights(samples), weights)
         return _PolicyMiniBatch(packed.micro_batches, packed.num_tokens)
 
     def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
@@ -301,8 +302,7 @@ class PolicyLearner:
         ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             if first:
                 old = outputs.logprobs.detach()  # a ratio of exactly 1, with the gradient of the log-prob
-                if self._config.rollout.responses == "sampled":  # given responses have no log-probs to compare with
-                    mismatch.append(_mismatch_sums(old, micro_batch))
+                mismatch.append(_mismatch_sums(old, micro_batch))
                 weights, sums = self._objective.importance(micro_batch, old)
                 add_sums(mini_batch.correction_sums, sums)
                 mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])
@@ -316,9 +316,9 @@ class PolicyLearner:
                 divergence = terms.weighted_mse, terms.cross_entropy
             return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence)
 
-        return self._updater.step(mini_batch, loss_fn, train_step, temperature=temperature)
+        return self.updater.step(mini_batch, loss_fn, train_step, temperature=temperature)
 
-    def _metrics(
+    def metrics(
         self,
         totals: Mapping[str, float],
         steps: Sequence[StepResult],
@@ -326,6 +326,7 @@ class PolicyLearner:
         mismatch: Sequence[MetricSums],
         train_step: int,
     ) -> dict[str, float]:
+        """Return the metrics of a rollout batch, given its optimizer steps and the sums over their tokens."""
         num_tokens = max(1.0, totals.get("num_tokens", 0.0))
         means = {name: totals.get(sums, 0.0) / num_tokens for name, sums in _TOKEN_MEANS.items()}
         norms = [step.grad_norm for step in steps]
@@ -337,7 +338,7 @@ class PolicyLearner:
             "actor/loss": totals.get("loss_sum", 0.0) / max(1, len(steps)),
             "actor/grad_norm": sum(norms) / max(1, len(norms)),
             "actor/grad_norm_max": max(norms, default=0.0),
-            "actor/learning_rate": self._updater.last_learning_rate(train_step),
+            "actor/learning_rate": self.updater.last_learning_rate(train_step),
             "actor/trained_tokens": float(
                 sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._config.training.epochs
             ),

@@ -36,6 +36,7 @@ from megatron_dapo.trainer.learner import (
 )
 from megatron_dapo.trainer.offload import CRITIC, POLICY, REFERENCE, DeviceModels
 from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.sft import SftLearner
 from megatron_dapo.trainer.topology import RunTopology
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def build_learner(
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
     if not config.has_critic:
         assert policy is not None, "without a critic every rank holds the policy"
+        if algorithm.name == "sft":
+            return SftLearner(policy, phases, models)
         budget = config.rollout.budget
         equal_prompts = budget.enabled and budget.prompt_weight == "equal"
         return GroupLearner(policy, algorithm.advantage, phases, models, equal_prompts=equal_prompts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_p
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_sources, prompt_template, shares_of
-from megatron_dapo.data.examples import Example, load_examples
+from megatron_dapo.data.examples import load_examples
 from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.model_inputs import ModelInputs, read_model_inputs
@@ -31,12 +31,12 @@ from megatron_dapo.rewards.verifiers.format import has_form
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
-from megatron_dapo.rollout.example_collector import ExampleCollector
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import Phases, RunPaths
+from megatron_dapo.trainer.sft import ExampleStream
 from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import printable
 from megatron_dapo.watch.signals import StopRequest
@@ -50,14 +50,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RolloutContext:
-    """Data, verifiers and collector, on rank 0."""
+    """Data, verifiers and collector, on rank 0. Fine-tuning has no collector, but examples."""
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
-    collector: Collector
+    collector: Collector | None
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
+    examples: ExampleStream | None = None
 
     def disagreement_share(self) -> float:
         """Return the share of responses so far that the shadow verifier scored differently; 0 without one."""
@@ -78,7 +79,10 @@ def build_rollout_context(
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     scorer = stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
-    prompts, examples = _prompts(config, inputs, pool)
+    evaluation = _evaluation_task(config, inputs, pool, files)
+    if config.algorithm.name == "sft":
+        return _example_context(config, inputs, scorer, evaluation)
+    prompts = load_train_dataset(config, inputs, pool).prompts
     # The order of prompts has its own seed, so that runs with different run.seed can share it.
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
@@ -99,25 +103,29 @@ def build_rollout_context(
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
     collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress)
     collector: Collector
-    if config.rollout.responses == "given":
-        collector = ExampleCollector(collector_inputs, examples)
-    elif config.algorithm.name == "tppo":
+    if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
-    evaluation = _evaluation_task(config, inputs, pool, files)
     return RolloutContext(inputs, scorer, collector, stream, prompts, evaluation)
 
 
-def _prompts(config: Config, inputs: ModelInputs, pool: Any) -> tuple[tuple[Prompt, ...], Mapping[str, Example]]:
-    """Return the training prompts, and their examples by id if responses are given."""
+def _example_context(
+    config: Config, inputs: ModelInputs, scorer: Any, evaluation: EvaluationTask | None
+) -> RolloutContext:
+    """Return the parts of fine-tuning; `scorer` is for its evaluations."""
     data = config.data
-    if config.rollout.responses == "sampled":
-        return load_train_dataset(config, inputs, pool).prompts, {}
-    template = prompt_template(data, inputs.tokenizer)
-    limits = data.max_prompt_tokens, config.rollout.max_response_tokens
-    dataset = load_examples(data.train_paths, template, inputs.stop_tokens, *limits)
-    return tuple(example.prompt for example in dataset.examples), dataset.by_id
+    examples = load_examples(
+        data.train_paths,
+        prompt_template(data, inputs.tokenizer),
+        inputs.stop_tokens,
+        data.max_prompt_tokens,
+        config.rollout.max_response_tokens,
+    )
+    prompts = tuple(example.prompt for example in examples.values())
+    order = FunctionOrder(data.order, prompts) if data.order else None
+    stream = PromptStream(tuple(examples), data.shuffle_seed, data.max_epochs or None, order=order)
+    return RolloutContext(inputs, scorer, None, stream, prompts, evaluation, ExampleStream(examples, stream))
 
 
 def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
@@ -198,8 +206,13 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: File
 
 def build_collector(
     config: Config, context: RolloutContext, engines: Engines, stop: StopRequest, stack: ExitStack
-) -> AsyncCollector:
-    """Return rank 0's collector, which collects ahead if servers have their own devices; `stack` closes it."""
+) -> AsyncCollector | None:
+    """Return rank 0's collector, which collects ahead if servers have their own devices; `stack` closes it.
+
+    None for fine-tuning.
+    """
+    if context.collector is None:
+        return None
     has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     max_ahead = config.rollout.max_staleness if has_own_devices else 0
     recover = engines.servers.recover if engines.servers else None

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_dapo.megatron.trained_model import TrainedModel
-    from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.learner import Learner
     from megatron_dapo.trainer.topology import RunTopology
 
@@ -87,6 +86,14 @@ class Stateful(Protocol):
     ) -> None: ...
 
 
+class StatefulData(Protocol):
+    """The place in the data and what was collected: `AsyncCollector`, or fine-tuning's `ExampleStream`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class RunProgress:
     """Counters and measurements of a run; part of every checkpoint."""
@@ -116,13 +123,13 @@ class RunState:
     actor: Stateful | None
     progress: RunProgress
     learner_counters: Any  # a dataclass
-    collector: AsyncCollector | None
+    collector: StatefulData | None
     layout: ParallelLayout
     critic: CriticState | None = None
 
     @classmethod
     def of(
-        cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: AsyncCollector | None
+        cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: StatefulData | None
     ) -> RunState:
         """Return this rank's part of what a checkpoint holds."""
         critic = None
@@ -268,7 +275,7 @@ class Checkpoints:
             _restore_dataclass(counters, document[name])
 
 
-def _write_collector(writer: CheckpointWriter, collector: AsyncCollector) -> None:
+def _write_collector(writer: CheckpointWriter, collector: StatefulData) -> None:
     document, tensors = split_state(collector.state_dict())
     writer.save_json("collector.json", document)
     writer.save_tensors("collector.safetensors", tensors)

@@ -100,8 +100,6 @@ class TrainingLoop:
         self._saving_step = -1  # train step of the newest save that has started
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._served_step = -1  # train step of the policy that the engines hold
-        # Training on given responses needs no engine, so engines only receive the weights to be evaluated.
-        self._is_sampling = config.rollout.responses == "sampled"
         self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
 
     def run(self) -> str:
@@ -137,13 +135,11 @@ class TrainingLoop:
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
         # Engines start without weights, even after a resume, so serve the restored policy first.
-        self._update_weights()
+        self._serve()
         # A resumed run repeats an evaluation that a signal cut short.
         is_due = evaluation.at_start if progress.train_step == 0 else self._evaluation_is_due()
         if is_due and str(progress.train_step) not in progress.evaluations:
             self._evaluate()
-        elif not self._is_sampling:
-            self._release_engines()
         # The first row of metrics covers only the first train step, not the start-up.
         self._phases.timer.finish_step()
 
@@ -159,8 +155,7 @@ class TrainingLoop:
             if batch.should_stop or not batch.samples:
                 return "data exhausted"
             self._learn(batch, step)
-            if self._is_sampling:
-                self._update_weights()
+            self._serve()
             self._record()
             # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
             if self._evaluation_is_due():
@@ -223,6 +218,10 @@ class TrainingLoop:
                 raise error  # inside the phase, so that the failure record names it
         return batch
 
+    def _serve(self) -> None:
+        """Serve the current weights to the engines that generate the next batch."""
+        self._update_weights()
+
     def _update_weights(self) -> None:
         """Serve the current weights, verified, as the next policy version. Generation pauses meanwhile."""
         step, parts = self._progress.train_step, self._parts
@@ -276,8 +275,6 @@ class TrainingLoop:
         self._progress.train_seconds += training_seconds(times)
         if recorder is not None:
             metrics = self._metrics(batch, result, times)
-            for warning in quality_warnings(metrics, self._config.quality) if self._is_sampling else ():
-                logger.warning("train step %d: %s", step, warning)
             recorder.step(step, metrics)
             self._call_back("on_step_end", step, metrics)
         if self._parts.memory_check is not None:
@@ -299,7 +296,7 @@ class TrainingLoop:
 
     def _metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         context, counters = self._parts.context, self._parts.learner.counters
-        assert batch.rollout is not None and context is not None, "rank 0 has the groups and the data"
+        assert context is not None, "rank 0 has the data"
         progress = {
             "progress/generation_steps": batch.generation_step,
             "progress/optimizer_steps": counters.optimizer_steps,
@@ -312,13 +309,21 @@ class TrainingLoop:
                 f"checkpoint/loaded_{name}_bytes": count for name, count in self._parts.checkpoints.loaded_bytes.items()
             },
         }
-        disagreement, watch = context.disagreement_share(), self._parts.node_watch
-        trained = self._progress.train_step - 1
+        watch = self._parts.node_watch
         return {
             **progress,
-            **step_metrics(self._config, batch, batch.rollout, trained, result.metrics, times, disagreement),
+            **self._step_metrics(batch, result, times),
             **(node_metrics(watch.num_alerts, watch.stragglers) if watch is not None else {}),
         }
+
+    def _step_metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
+        """Return the step's metrics of all parts but the loop; warn if responses degenerate. On rank 0."""
+        assert batch.rollout is not None and self._parts.context is not None, "rank 0 has the groups and the data"
+        step, disagreement = self._progress.train_step, self._parts.context.disagreement_share()
+        metrics = step_metrics(self._config, batch, batch.rollout, step - 1, result.metrics, times, disagreement)
+        for warning in quality_warnings(metrics, self._config.quality):
+            logger.warning("train step %d: %s", step, warning)
+        return metrics
 
     def _evaluate(self) -> bool:
         """Evaluate the current policy; return False, on every rank, if a signal cut it short."""
@@ -332,8 +337,6 @@ class TrainingLoop:
         metrics = self._evaluated(self._parts.evaluator)
         with self._phases.phase("evaluate"):
             is_cut = max_over({"is_cut": float(self._parts.recorder is not None and metrics is None)})["is_cut"]
-        if not self._is_sampling:
-            self._release_engines()
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
             self._parts.recorder.evaluation(step, metrics)
@@ -360,11 +363,6 @@ class TrainingLoop:
         except Exception:
             self._save_after_failure()
             raise
-
-    def _release_engines(self) -> None:
-        """Put engines on the trainer's devices to sleep until the next evaluation if the run generates no batches."""
-        self._parts.rollout.sleep()
-        self._served_step = -1
 
     def _save_in_time(self) -> None:
         """Save within the time left after a signal. If that is too short, the last checkpoint remains the newest."""

@@ -20,7 +20,7 @@ from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
-from megatron_dapo.types import Group, Outcome, Score, ScoredSample, num_distinct
+from megatron_dapo.types import Group, Outcome, Score, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
@@ -62,6 +62,30 @@ def step_metrics(
         **absent,
         **learned,
         **throughput_metrics(rollout, times, batch.generation_seconds),
+        **process_metrics(times),
+    }
+
+
+def sft_metrics(samples: Sequence[TrainSample], learned: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step of fine-tuning, except progress; those of sampling and rewards are 0."""
+    lengths = [sample.num_response_tokens for sample in samples]
+    return {
+        **{name: 0.0 for name in STEP_METRICS if not name.startswith(("progress/", "checkpoint/"))},
+        "rollout/groups_trained": len(samples),
+        "rollout/response_tokens_mean": mean(lengths),
+        "rollout/response_tokens_max": max(lengths, default=0),
+        "rollout/prompt_tokens_mean": mean([sample.prompt_length for sample in samples]),
+        "quality/compression_mean": 1.0,  # low values raise an alarm
+        **learned,
+        "throughput/samples_per_s": len(samples) / max(training_seconds(times), 1e-9),
+        "throughput/trained_tokens_per_s": sum(one.num_tokens for one in samples) / max(times["train"], 1e-9),
+        **process_metrics(times),
+    }
+
+
+def process_metrics(times: Mapping[str, float]) -> dict[str, float]:
+    """Return memory and seconds by phase of this process, and the "nodes/" section of unwatched nodes."""
+    return {
         **node_metrics(),
         "memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20,
         "memory/device_unallocated_mib": device_unallocated() / 2**20,

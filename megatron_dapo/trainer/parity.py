@@ -144,7 +144,6 @@ def build_parity(
     # FP8 servers on GPUs and an FP8 trainer also round activations, each in its own way.
     computes_in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
     if engines.as_served is not None and (torch.cuda.is_available() or computes_in_fp8):
-        assert config.mismatch_gate is not None, "servers sample the responses"
         gate = config.mismatch_gate
     probe = ParityProbe(sequences, learner, gate, engines.as_served, coordination)
     return Parity(probe, engines.servers, config.sglang.parity_interval)

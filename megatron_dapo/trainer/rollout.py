@@ -65,15 +65,12 @@ class Rollout:
         coordination: Coordination,
         *,
         filter_overlong: bool,
-        is_sampling: bool = True,
     ) -> None:
-        """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask. `is_sampling`: engines
-        generate the batches."""
+        """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
-        self._sleeps_after_batch = is_sampling
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
 
     def generate(self, num_groups: int, share: Share) -> TrainBatch:
@@ -87,8 +84,7 @@ class Rollout:
         """
         collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
         facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
-        if self._sleeps_after_batch:
-            self.sleep()
+        self.sleep()
         if not isinstance(collected, RolloutBatch):
             return self._receive(share, **facts)
         release_freed_memory()

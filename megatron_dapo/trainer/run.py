@@ -50,6 +50,7 @@ from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.parity import build_parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
+from megatron_dapo.trainer.sft import ExampleBatches, SftLoop
 from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -255,8 +256,9 @@ def _build(
     if engines.servers is not None:
         engines.servers.offload_models = learner.models.offload_all
     collector = build_collector(config, context, engines, stop, stack) if context else None
+    examples = context.examples if context else None
     progress = RunProgress()
-    state = RunState.of(topology, learner, progress, collector)
+    state = RunState.of(topology, learner, progress, collector or examples)
     checkpoints = Checkpoints.of(config, state, topology.coordination, files)
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
@@ -275,11 +277,7 @@ def _build(
         phases.display = recorder.progress
     parts = Parts(
         rollout=Rollout(
-            engines,
-            collector,
-            topology.coordination,
-            filter_overlong=config.reward.overlong_filter,
-            is_sampling=config.rollout.responses == "sampled",
+            engines, collector, topology.coordination, filter_overlong=config.reward.overlong_filter
         ),
         learner=learner,
         publisher=engines.publisher,
@@ -300,6 +298,8 @@ def _build(
         ),
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
+    if config.algorithm.name == "sft":
+        loop = SftLoop(ExampleBatches(examples, topology.coordination), config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end need not save again
     return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
 

@@ -14,22 +14,20 @@ from actor_checks import Reference, build_actor, gradient_error, largest_over_ra
 from launcher import run_distributed, target_in
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.algorithms.group_advantages import estimate_group_advantages
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.data.examples import Example
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
-from megatron_dapo.rollout.collector import CollectorInputs
-from megatron_dapo.rollout.example_collector import ExampleCollector
 from megatron_dapo.run.derive import sft_config
 from megatron_dapo.trainer.actor_learner import PolicyLearner
-from megatron_dapo.trainer.batch_header import BatchHeader, with_numbers
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.sft import ExampleBatches, ExampleStream, SftLearner
 from megatron_dapo.types import Prompt
 
 MODELS = ("qwen2", "llama3")
@@ -49,7 +47,7 @@ def examples() -> list[Example]:
     made = []
     for index, (prompt, response) in enumerate(LENGTHS):
         tokens = generator.integers(0, 300, prompt + response)
-        made.append(Example(Prompt(f"p{index}", (), tuple(tokens[:prompt].tolist()), ""), "", tokens[prompt:]))
+        made.append(Example(Prompt(f"p{index}", (), tuple(tokens[:prompt].tolist()), ""), tokens[prompt:]))
     return made
 
 
@@ -98,25 +96,16 @@ def read(directory: str, name: str, aggregation: str) -> Reference:
 
 
 def step(want: Reference, config: Config, layout: ParallelLayout) -> dict[str, float]:
-    """Errors of the loss and the gradients of one train step on all examples, from the collector to the optimizer."""
+    """Errors of the loss and the gradients of one train step on all examples, from the stream of examples to the optimizer."""
     actor = build_actor(want, layout, ActorSettings())
     errors: dict[str, float] = {}
     made = {example.prompt.prompt_id: example for example in examples()}
-    stream = PromptStream(tuple(made), seed=1)
-    prompts = {name: example.prompt for name, example in made.items()}
-    batch = ExampleCollector(CollectorInputs(stream, prompts, None, None), made).collect(len(made))
-    header = BatchHeader.of(batch.groups, batch.training_version)
-    samples = with_numbers(header.samples(), batch.groups)
-    estimated = estimate_group_advantages(samples, config.algorithm.advantage)
-
-    def reduce(sums: torch.Tensor) -> torch.Tensor:
-        total = sums.clone()
-        dist.all_reduce(total, group=actor.groups.context)
-        return total
-
+    stream = ExampleStream(made, PromptStream(tuple(made), seed=1)) if dist.get_rank() == 0 else None
+    samples = ExampleBatches(stream, coordinate(range(dist.get_world_size()), 60.0)).next(len(made))
     phases = Phases()
-    objective = PolicyObjective(config.algorithm, reduce if layout.context > 1 else lambda sums: sums)
-    learner = PolicyLearner(actor, None, objective, config, phases, DeviceModels({}, phases))
+    models = DeviceModels({}, phases)
+    policy = PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, models)
+    learner = SftLearner(policy, phases, models)
     train_step = actor.train_step
 
     def observed(micro_batches: Any, loss_fn: Any, **options: Any) -> Any:
@@ -125,11 +114,10 @@ def step(want: Reference, config: Config, layout: ParallelLayout) -> dict[str, f
         return train_step(micro_batches, loss_fn, **options)
 
     actor.train_step = observed  # type: ignore[method-assign]
-    result = learner.learn(estimated.policy_samples, 0, config.mismatch_gate)
+    _, result = learner.learn(samples, 0, config.mismatch_gate)
     errors["loss"] = abs(result.metrics["actor/loss"] - want.loss) / want.loss
     errors["tokens"] = abs(result.metrics["actor/trained_tokens"] - sum(response for _, response in LENGTHS))
     errors["steps"] = abs(result.num_optimizer_steps - 1)
-    errors["ratio"] = abs(result.metrics["actor/ratio_mean"] - 1)
     return largest_over_ranks(errors)
 
 
@@ -154,4 +142,4 @@ def test_a_step_has_the_loss_and_gradients_of_transformers(cases: list[tuple[str
     results = run_distributed(target_in(__file__, "steps"), 4, arguments)
     for case, errors in zip(cases, results, strict=True):
         assert errors["loss"] < 1e-6 and errors["gradient"] < 1e-5, (case, errors)
-        assert errors["tokens"] == errors["steps"] == errors["ratio"] == 0, (case, errors)
+        assert errors["tokens"] == errors["steps"] == 0, (case, errors)

@@ -58,7 +58,7 @@ def test_it_learns_is_evaluated_and_exported(tuned: Path) -> None:
     assert summary["accuracy_before"] is not None and summary["accuracy_after"] is not None
     losses = [row["actor/loss"] for row in rows]
     assert losses[-1] < 0.7 * losses[0], losses
-    assert all(row["actor/ratio_mean"] == 1 and row["mismatch/abs_logprob_diff_mean"] == 0 for row in rows)
+    assert all(row["rollout/groups_trained"] == 8 and row["actor/entropy"] > 0 for row in rows)
     model = AutoModelForCausalLM.from_pretrained(tuned / "huggingface")
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 

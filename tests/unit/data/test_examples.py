@@ -24,15 +24,13 @@ def load(paths, tokenizer, template="chat", limits=(64, 64), stops=None):
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_both_kinds_of_rows_are_the_policys_own_tokens(suffix: str, write, tokenizer) -> None:
     path = write(f"rows{suffix}", [PAIR, CHAT, PAIR])
-    dataset = load([path], tokenizer)
-    assert (dataset.num_rows, dataset.num_too_long, len(dataset.examples), count_rows(path)) == (3, 0, 2, 3)
-    for example, question, answer in zip(dataset.examples, ("3+3?", "2+2?"), "64", strict=True):
+    examples = load([path], tokenizer)
+    assert count_rows(path) == 3, "equal rows count once below"
+    for (name, example), question, answer in zip(examples.items(), ("3+3?", "2+2?"), "64", strict=True):
         prompt = tokenizer.decode(list(example.prompt.token_ids))
         assert prompt == f"<user>{question}<assistant>", "as the policy is asked"
-        assert example.text == answer
         assert tokenizer.decode(example.token_ids[:-1].tolist()) == answer
-        assert example.token_ids[-1] == tokenizer.eos_token_id
-    assert set(dataset.by_id) == {example.prompt.prompt_id for example in dataset.examples}
+        assert example.token_ids[-1] == tokenizer.eos_token_id and name == example.prompt.prompt_id
 
 
 def test_a_response_ends_as_the_template_ends_a_turn(write, make_tokenizer) -> None:
@@ -40,16 +38,16 @@ def test_a_response_ends_as_the_template_ends_a_turn(write, make_tokenizer) -> N
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     end = tokenizer.convert_tokens_to_ids("<end>")
     path = write("rows.jsonl", [PAIR])
-    (example,) = load([path], tokenizer, stops=[tokenizer.eos_token_id, end]).examples
+    (example,) = load([path], tokenizer, stops=[tokenizer.eos_token_id, end]).values()
     assert example.token_ids[-1] == end
-    (example,) = load([path], tokenizer, "plain", stops=[tokenizer.eos_token_id, end]).examples
+    (example,) = load([path], tokenizer, "plain", stops=[tokenizer.eos_token_id, end]).values()
     assert example.token_ids[-1] == tokenizer.eos_token_id, "no template puts anything behind a plain text"
 
 
 def test_examples_that_are_too_long_are_left_out_whole(write, tokenizer) -> None:
     path = write("rows.jsonl", [PAIR, {"prompt": "a", "response": "b" * 9}, {"prompt": "c" * 30, "response": "d"}])
-    dataset = load([path], tokenizer, limits=(20, 9))  # nine characters and the stop token are ten
-    assert [example.text for example in dataset.examples] == ["6"] and dataset.num_too_long == 2
+    (example,) = load([path], tokenizer, limits=(20, 9)).values()  # nine characters and the stop token are ten
+    assert tokenizer.decode(example.token_ids[:-1].tolist()) == "6"
     with pytest.raises(
         ValueError, match=r"all 3 examples are longer than data.max_prompt_tokens = 20 or rollout.max_resp"
     ):

@@ -60,7 +60,7 @@ def test_its_fine_tuning_is_a_valid_configuration(recipe: Path, tmp_path: Path) 
     tuned = sft_config(config)
     assert validate(tuned) == []
     assert tuned.run.total_steps == 6 and tuned.optimizer.learning_rate == 2e-4 and not tuned.has_critic
-    assert tuned.mismatch_gate is None and tuned.rollout.temperature == 1.0
+    assert tuned.algorithm.name == "sft" and tuned.rollout.prompts_per_step == 8
     assert tuned.run.output_dir == config.run.output_dir / "sft" and tuned.checkpoint_dir == Path("/ck/sft")
     assert sft_config(config, tmp_path).run.output_dir == tmp_path
 
@@ -90,10 +90,4 @@ def test_given_responses_have_no_variants_of_their_prompts() -> None:
     config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", INJECTION).config
     broken = validate(sft_config(config).model_copy(update={"data": config.data}))
     (violation,) = [one for one in broken if one.path == "data.injection.templates"]
-    assert "rollout.responses" in violation.suggestion
-
-
-def test_another_loss_of_given_responses_is_refused() -> None:
-    config = load_config(RECIPES[0], ["rollout.responses=given"]).config
-    (violation,) = [one for one in validate(config) if "responses" in one.suggestion]
-    assert "run `megatron-dapo sft` on this recipe" in violation.suggestion
+    assert "data.injection.templates = []" in violation.suggestion

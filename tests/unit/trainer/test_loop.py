@@ -78,7 +78,7 @@ class World:
             mismatch=SimpleNamespace(trend_factor=2.0, trend_floor=1.0, alarm=1.0),
             evaluation=SimpleNamespace(at_start=False, at_end=False, interval=0),
             checkpoint=SimpleNamespace(interval=interval),
-            rollout=SimpleNamespace(prompts_per_step=1, responses="sampled"),
+            rollout=SimpleNamespace(prompts_per_step=1),
             mismatch_gate=None,
         )
         learner = SimpleNamespace(
