@@ -40,7 +40,7 @@ from megatron_dapo.megatron.parallel_state import initialize_parallel_state
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel import coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.trainer import build_engines
+from megatron_dapo.trainer import connect_engines, start_engines
 from megatron_dapo.trainer.topology import run_topology
 
 MODEL = {
@@ -251,14 +251,14 @@ def counted(case: dict[str, Any], ledger: Ledger, neighbors: Neighbors | None) -
         stack.enter_context(patch(peer_group, "_gloo", gloo))
         stack.enter_context(patch(CountedP2P, "ledger", ledger, create=True))
         stack.enter_context(patch(CountedP2P, "nccl", {}, create=True))
-        stack.enter_context(patch(build_engines, "P2PTransport", CountedP2P))
-        stack.enter_context(patch(build_engines, "MEBIBYTE", (1 << 20) // SCALE))
-        builder = build_engines.SglangBuilder
-        stack.enter_context(patch(builder, "_spawn", lambda _, index, *arguments: StandInServer(index, ledger)))
-        stack.enter_context(patch(builder, "_client", lambda _, server: StandInServer(server.index, ledger)))
+        stack.enter_context(patch(connect_engines, "P2PTransport", CountedP2P))
+        stack.enter_context(patch(connect_engines, "MEBIBYTE", (1 << 20) // SCALE))
+        place = start_engines.ServerPlace
+        stack.enter_context(patch(place, "spawn", lambda _, index, *arguments: StandInServer(index, ledger)))
+        stack.enter_context(patch(place, "client", lambda _, servers, server: StandInServer(server.index, ledger)))
         engine = SimpleNamespace(failed_servers={}, set_policy_version=lambda version: None, close=lambda: None)
-        stack.enter_context(patch(builder, "_engine", lambda *_: engine))
-        stack.enter_context(patch(builder, "_own_address", lambda _: case["host"]))
+        stack.enter_context(patch(connect_engines, "sglang_engine", lambda *_: engine))
+        stack.enter_context(patch(place, "own_address", lambda _: case["host"]))
         stack.enter_context(patch(socket, "gethostname", lambda: f"node{case['rank'] // case['per_node']}"))
         if neighbors is not None:
             stack.enter_context(patch(coordination, "Coordination", simulated_coordination(neighbors)))
@@ -315,8 +315,9 @@ def _measure(config: Any, case: dict[str, Any], ledger: Ledger, others: OtherRan
     }
     actor = SimpleNamespace(tensors=tensors, named_local_parameters=lambda: weights)
     with ExitStack() as stack:
-        builder = build_engines.start_engines(config, topology, Rank0Commands(topology.coordination), stack)
-        engines = builder.connect(actor)
+        commands = Rank0Commands(topology.coordination)
+        servers = start_engines.start_engines(config, topology, commands, stack)
+        engines = connect_engines.connect_engines(config, topology.policy, commands, servers, actor)
         if others is not None and case["rank"] % case["per_node"]:
             size, node = config.sglang.tp_size, case["rank"] // case["per_node"]
             first = node * config.sglang.servers_per_node * size

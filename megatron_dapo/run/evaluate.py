@@ -29,7 +29,7 @@ from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.rewards.build import open_verifier_pool
-from megatron_dapo.trainer.build_engines import build_local_engine, client_timeouts, server_settings
+from megatron_dapo.trainer.start_engines import build_local_engine, client_timeouts, server_settings
 from megatron_dapo.watch.heartbeat import watched_alone
 
 logger = logging.getLogger(__name__)

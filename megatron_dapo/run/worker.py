@@ -237,8 +237,10 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
             from megatron_dapo.trainer.value_pretraining import run_value_pretraining as run
         else:
             from megatron_dapo.trainer.run import run_training as run
+        from megatron_dapo.trainer.context import RunProcess
+
         place = process.rank, process.world_size, rendezvous_host(), process.num_nodes
-        reason = run(loaded, *place, heartbeat, job_end_time(), supervision())
+        reason = run(loaded, RunProcess(*place, heartbeat, job_end_time(), supervision()))
     if lock is not None:
         lock.release()
     return exit_code_at(reason)

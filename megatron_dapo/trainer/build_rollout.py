@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from megatron_dapo.data.sources import train_sources
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.files.durable import Files
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rewards.build import open_verifier_pool, self_test
 from megatron_dapo.rewards.pool.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rewards.verifiers.format import has_form
@@ -35,21 +33,21 @@ from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
-from megatron_dapo.trainer.recorder import Phases, RunPaths
+from megatron_dapo.trainer.recorder import RunPaths
 from megatron_dapo.trainer.sft import ExampleStream
 from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import printable
-from megatron_dapo.watch.signals import StopRequest
 
 if TYPE_CHECKING:
     # This imports megatron-core, which takes seconds: too slow for a check of inputs.
-    from megatron_dapo.trainer.build_engines import Engines
+    from megatron_dapo.trainer.connect_engines import Engines
+    from megatron_dapo.trainer.context import RunContext
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RolloutContext:
+class RolloutData:
     """Data, verifiers and collector, on rank 0. Fine-tuning has no collector, but examples."""
 
     inputs: ModelInputs
@@ -68,20 +66,19 @@ class RolloutContext:
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_rollout_context(
-    config: Config, engine: CollectiveEngine, phases: Phases, files: Files, stack: ExitStack
-) -> RolloutContext:
-    """Return the parts that rank 0 collects with; `stack` closes the verifiers' processes."""
+def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> RolloutData:
+    """Return the parts that rank 0 collects with."""
+    config, files = context.config, context.files
 
     def on_progress(progress: CollectProgress) -> None:
-        phases.show("generate", progress.num_accepted, progress.num_groups)
+        context.phases.show("generate", progress.num_accepted, progress.num_groups)
 
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
-    scorer = stack.enter_context(_scorer(config, files))
+    scorer = context.stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     evaluation = _evaluation_task(config, inputs, pool, files)
     if config.algorithm.name == "sft":
-        return _example_context(config, inputs, scorer, evaluation)
+        return _example_data(config, inputs, scorer, evaluation)
     prompts = load_train_dataset(config, inputs, pool).prompts
     # The order of prompts has its own seed, so that runs with different run.seed can share it.
     injection, injected = prompt_injection(config, prompts, inputs)
@@ -107,12 +104,12 @@ def build_rollout_context(
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
-    return RolloutContext(inputs, scorer, collector, stream, prompts, evaluation)
+    return RolloutData(inputs, scorer, collector, stream, prompts, evaluation)
 
 
-def _example_context(
+def _example_data(
     config: Config, inputs: ModelInputs, scorer: Any, evaluation: EvaluationTask | None
-) -> RolloutContext:
+) -> RolloutData:
     """Return the parts of fine-tuning; `scorer` is for its evaluations."""
     data = config.data
     examples = load_examples(
@@ -125,7 +122,7 @@ def _example_context(
     prompts = tuple(example.prompt for example in examples.values())
     order = FunctionOrder(data.order, prompts) if data.order else None
     stream = PromptStream(tuple(examples), data.shuffle_seed, data.max_epochs or None, order=order)
-    return RolloutContext(inputs, scorer, None, stream, prompts, evaluation, ExampleStream(examples, stream))
+    return RolloutData(inputs, scorer, None, stream, prompts, evaluation, ExampleStream(examples, stream))
 
 
 def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
@@ -204,47 +201,38 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: File
     return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations, files)
 
 
-def build_collector(
-    config: Config, context: RolloutContext, engines: Engines, stop: StopRequest, stack: ExitStack
-) -> AsyncCollector | None:
-    """Return rank 0's collector, which collects ahead if servers have their own devices; `stack` closes it.
-
-    None for fine-tuning.
-    """
-    if context.collector is None:
+def build_collector(context: RunContext, data: RolloutData, engines: Engines) -> AsyncCollector | None:
+    """Return rank 0's collector, which collects ahead if servers have their own devices; None for fine-tuning."""
+    if data.collector is None:
         return None
+    config = context.config
     has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     max_ahead = config.rollout.max_staleness if has_own_devices else 0
     recover = engines.servers.recover if engines.servers else None
     collector = AsyncCollector(
-        context.collector,
+        data.collector,
         max_ahead,
         config.run.wait_timeout_seconds,
         recover,
-        check_stop=stop.check,
+        check_stop=context.stop.check,
         # The embedded engine can repeat a collection bit for bit. Servers cannot, and their output is expensive.
         keep_stopped=config.rollout.engine != "embedded",
     )
-    stack.callback(collector.close)
+    context.stack.callback(collector.close)
     return collector
 
 
 def build_evaluator(
-    config: Config,
-    engines: Engines,
-    context: RolloutContext | None,
-    layout: ParallelLayout,
-    phases: Phases,
-    collector: AsyncCollector | None,
-    stop: StopRequest,
+    context: RunContext, engines: Engines, data: RolloutData | None, collector: AsyncCollector | None
 ) -> Evaluator | None:
-    """Return the evaluator for data.eval_paths, or None without such files. `context` and `collector`: rank 0 only."""
+    """Return the evaluator for data.eval_paths, or None without such files. `data` and `collector`: rank 0 only."""
+    config, stop = context.config, context.stop
     if not config.data.eval_paths:
         return None
     # An engine holds up to slots_per_rank sequences per rank; four times as many requests keep it full.
-    max_in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
-    evaluation = context.evaluation if context else None
-    return Evaluator(engines.engine, evaluation, max_in_flight, phases, collector, stop.check, engines.servers)
+    max_in_flight = 4 * config.rollout.slots_per_rank * context.topology.policy_layout.world_size
+    task = data.evaluation if data else None
+    return Evaluator(engines.engine, task, max_in_flight, context.phases, collector, stop.check, engines.servers)
 
 
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.checkpoints.save import IN_FLIGHT
-from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
@@ -47,7 +46,7 @@ from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
-from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
+from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, TrainBatch, nothing_trained
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     from megatron_dapo.hooks import Callbacks
     from megatron_dapo.nodes.watch import NodeWatch
     from megatron_dapo.rollout.async_collector import AsyncCollector
-    from megatron_dapo.trainer.build_engines import Publisher
-    from megatron_dapo.trainer.build_rollout import RolloutContext
-    from megatron_dapo.watch.signals import StopRequest
+    from megatron_dapo.trainer.connect_engines import Publisher
+    from megatron_dapo.trainer.build_rollout import RolloutData
+    from megatron_dapo.trainer.context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ _MARGIN = 1.5  # time allowed for a checkpoint, as a multiple of the last one's
 
 @dataclass
 class Parts:
-    """The parts of the loop. `recorder`, `collector` and `context` exist on rank 0 only."""
+    """The parts of the loop. `recorder`, `collector` and `data` exist on rank 0 only."""
 
     rollout: Rollout
     learner: Learner
@@ -77,7 +76,7 @@ class Parts:
     checkpoints: Checkpoints
     recorder: Recorder | None
     collector: AsyncCollector | None
-    context: RolloutContext | None
+    data: RolloutData | None
     node_watch: NodeWatch | None = None  # on rank 0 of several nodes
     callbacks: Callbacks | None = None  # on rank 0
     memory_check: MemoryCheck | None = None
@@ -86,13 +85,11 @@ class Parts:
 class TrainingLoop:
     """Runs the training from the point that `progress` records."""
 
-    def __init__(self, config: Config, parts: Parts, progress: RunProgress, phases: Phases, stop: StopRequest) -> None:
-        self._config = config
+    def __init__(self, context: RunContext, parts: Parts, progress: RunProgress) -> None:
+        self._config, self._phases, self._stop = context.config, context.phases, context.stop
         self._parts = parts
         self._progress = progress
-        self._phases = phases
-        self._stop = stop
-        mismatch = config.mismatch
+        mismatch = context.config.mismatch
         self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
         self._save_seconds = 0.0  # duration of the newest save, from start to commit
@@ -295,14 +292,14 @@ class TrainingLoop:
         return self._is_due(self._config.evaluation.interval) and not is_last
 
     def _metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
-        context, counters = self._parts.context, self._parts.learner.counters
-        assert context is not None, "rank 0 has the data"
+        data, counters = self._parts.data, self._parts.learner.counters
+        assert data is not None, "rank 0 has the data"
         progress = {
             "progress/generation_steps": batch.generation_step,
             "progress/optimizer_steps": counters.optimizer_steps,
             "progress/skipped_optimizer_steps": counters.skipped_steps,
             "progress/policy_version": self._progress.train_step,
-            "progress/epoch": context.stream.epoch,
+            "progress/epoch": data.stream.epoch,
             "checkpoint/blocked_seconds": times["checkpoint"],
             "checkpoint/save_seconds": self._recorded_save,
             **{
@@ -318,8 +315,8 @@ class TrainingLoop:
 
     def _step_metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         """Return the step's metrics of all parts but the loop; warn if responses degenerate. On rank 0."""
-        assert batch.rollout is not None and self._parts.context is not None, "rank 0 has the groups and the data"
-        step, disagreement = self._progress.train_step, self._parts.context.disagreement_share()
+        assert batch.rollout is not None and self._parts.data is not None, "rank 0 has the groups and the data"
+        step, disagreement = self._progress.train_step, self._parts.data.disagreement_share()
         metrics = step_metrics(self._config, batch, batch.rollout, step - 1, result.metrics, times, disagreement)
         for warning in quality_warnings(metrics, self._config.quality):
             logger.warning("train step %d: %s", step, warning)

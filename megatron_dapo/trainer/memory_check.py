@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.files.durable import Files
 from megatron_dapo.nodes.nvml import Gpus
-from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.plan.measured_memory import MEASURED_MEMORY, RankMemory, exceeded, memory_document
 from megatron_dapo.plan.memory import RunMemory
+from megatron_dapo.trainer.context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,9 @@ class MemoryCheck:
     `planned`: None if the plan does not know the device.
     """
 
-    def __init__(
-        self, rank: int, coordination: Coordination, planned: RunMemory | None, output: Path, files: Files
-    ) -> None:
-        self._rank, self._coordination, self._planned = rank, coordination, planned
-        self._file, self._files = output / MEASURED_MEMORY, files
+    def __init__(self, context: RunContext, planned: RunMemory | None) -> None:
+        self._topology, self._files, self._planned = context.topology, context.files, planned
+        self._file = context.config.run.output_dir / MEASURED_MEMORY
         self._is_due = True
 
     def after_step(self, train_step: int) -> None:
@@ -63,8 +60,9 @@ class MemoryCheck:
         if not self._is_due:
             return
         self._is_due = False
-        ranks = [RankMemory(*values) for values in self._coordination.gather(list(vars(measure(self._rank)).values()))]
-        if self._rank:
+        rank, coordination = self._topology.rank, self._topology.coordination
+        ranks = [RankMemory(*values) for values in coordination.gather(list(vars(measure(rank)).values()))]
+        if rank:
             return
         for one in exceeded(self._planned, ranks) if self._planned else ():
             logger.warning("memory above the plan after train step %d: %s", train_step, one)

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.precision import RECIPES, recipe_name
-from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.trainer.context import RunContext
 from megatron_dapo.types import Prompt, TrainSample
 
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.cluster import SglangEngines
-    from megatron_dapo.trainer.build_engines import Engines
+    from megatron_dapo.trainer.connect_engines import Engines
     from megatron_dapo.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ class Parity:
 
 
 def build_parity(
-    config: Config, engines: Engines, prompts: Sequence[Prompt] | None, learner: Learner, topology: RunTopology
+    context: RunContext, engines: Engines, prompts: Sequence[Prompt] | None, learner: Learner
 ) -> Parity | None:
     """Return the probe of the run's servers; None without servers. `prompts`: on rank 0.
 
@@ -135,6 +134,7 @@ def build_parity(
     """
     if engines.servers is None:
         return None
+    config, topology = context.config, context.topology
     assert topology.policy.coordination is not None, "ranks with servers hold the policy"
     coordination = topology.policy.coordination
     token_ids = None if prompts is None else [prompt.token_ids for prompt in prompts]

@@ -56,7 +56,8 @@ class RunPaths:
 class Phases:
     """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
 
-    `display`: set on the rank that shows progress. `watch`: watches a phase, given its name; see `watch.heartbeat`.
+    `display`: set on the rank that shows progress. `watch`: watches a phase, given its name, without timing it; see
+    `watch.heartbeat`.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Phases:
     ) -> None:
         self.timer = timer or PhaseTimer(list(PHASES))
         self.display: ProgressView | None = None
-        self._watch = watch
+        self.watch = watch
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time everything inside as phase `name`; a phase inside another one takes its time from the outer one."""
         # Show it first: if a phase hangs, the display must name it.
         self.show(name)
-        with self.timer.phase(name), self._watch(name):
+        with self.timer.phase(name), self.watch(name):
             yield
 
     def show(self, text: str, done: float = 0.0, total: float = 0.0) -> None:

@@ -27,7 +27,7 @@ from megatron_dapo.watch.signals import Stopped
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector
-    from megatron_dapo.trainer.build_engines import Engines
+    from megatron_dapo.trainer.connect_engines import Engines
 
 
 # Samples of a batch, without their numbers -> indices of those that this rank packs, and those that its policy packs.

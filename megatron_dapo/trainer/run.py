@@ -23,11 +23,9 @@ from megatron_dapo.checkpoints.memory_copies import MemoryCopies
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.files.durable import Files
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.hooks import Callbacks
-from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import connect_groups, initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.models.config_json import read_architecture
@@ -41,16 +39,17 @@ from megatron_dapo.plan.comparison import PlannedRun
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
-from megatron_dapo.trainer.build_engines import start_engines
-from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_context
+from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_data
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, join_keepers, save_training_state
-from megatron_dapo.trainer.learner import Learner
+from megatron_dapo.trainer.connect_engines import connect_engines
+from megatron_dapo.trainer.context import RunContext, RunProcess
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.parity import build_parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
 from megatron_dapo.trainer.sft import ExampleBatches, SftLoop
+from megatron_dapo.trainer.start_engines import start_engines
 from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -60,26 +59,12 @@ from megatron_dapo.watch.verdict import CONNECT
 logger = logging.getLogger(__name__)
 
 
-def run_training(
-    loaded: LoadedConfig,
-    rank: int,
-    world_size: int,
-    rendezvous_host: str,
-    num_nodes: int = 1,
-    heartbeat: Heartbeat | None = None,
-    end_time: float | None = None,
-    supervision: Supervision | None = None,
-) -> str:
-    """Run a configuration through to the exported model; return why the run ended. Every process of the run calls this.
-
-    `rendezvous_host`: rank 0's node; each node finds its own address by its route there. `num_nodes`: nodes in the run.
-    `heartbeat`: this process's heartbeat. `end_time`: when the launcher ends the processes, in seconds since 1970; None
-    if unknown. `supervision`: for servers that outlive a failure; None if nothing restarts these processes.
-    """
+def run_training(loaded: LoadedConfig, process: RunProcess) -> str:
+    """Run a configuration through to the exported model; return why the run ended. Every process of the run calls this."""
     start = time.perf_counter()
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision) as run:
+    with prepared_run(loaded, process) as run:
         reason = run.loop.run()
-        with run.watch("export"):
+        with run.context.phases.watch("export"):
             exports = run.export(reason)
         run.summarize(reason, exports, time.perf_counter() - start)
     return reason
@@ -87,64 +72,60 @@ def run_training(
 
 @dataclass
 class PreparedRun:
-    """A run that is ready to start. `recorder` exists on rank 0, `actor` on the ranks that hold the policy."""
+    """A run that is ready to start."""
 
-    config: Config
+    context: RunContext
     loop: TrainingLoop
-    actor: MegatronActor | None
-    learner: Learner
+    parts: Parts
     progress: RunProgress
-    recorder: Recorder | None
-    topology: RunTopology
-    watch: Callable[[str], AbstractContextManager[None]]  # watches a phase, given its name
-    files: Files
-    checkpoints: Checkpoints
 
     def export(self, reason: str) -> dict[str, Path]:
         """Export the trained models as Hugging Face directories unless a signal ended the run; return them by name.
 
         An earlier run's directories are replaced once the new ones are complete. Collective.
         """
-        config = self.config
+        config, actor = self.context.config, self.parts.learner.local_actor
         has_source = any(config.model.path.glob("*.safetensors"))  # exports copy the format of the source's files
         if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
             return {}
         target = RunPaths(config.run.output_dir).huggingface
-        if self.actor is not None:
-            parameters = {name: tensor.detach() for name, tensor in self.actor.named_local_parameters().items()}
-            group = self.topology.policy.group
+        if actor is not None:
+            parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
+            group = self.context.topology.policy.group
             with replace_directory(target, group) as directory:
-                export_to_huggingface(directory, config.model.path, self.actor.tensors, parameters, group)
+                export_to_huggingface(directory, config.model.path, actor.tensors, parameters, group)
         critic = {"critic": self.export_critic()} if config.has_critic else {}
         return {"huggingface": target, **critic}
 
     def export_critic(self) -> Path:
         """Export the critic as a Hugging Face directory together with its optimizer state. Collective."""
-        target, critic = RunPaths(self.config.run.output_dir).critic, self.learner.local_critic
+        config, critic = self.context.config, self.parts.learner.local_critic
+        target = RunPaths(config.run.output_dir).critic
         if critic is not None:
             with replace_directory(target, critic.part.group) as directory:
-                critic.export(directory, critic_start(self.config))
+                critic.export(directory, critic_start(config))
                 save_training_state(directory, critic.saved_state)
-        self.topology.coordination.barrier("the export of the critic")
+        self.context.topology.coordination.barrier("the export of the critic")
         return target
 
     def summarize(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
     ) -> None:
         """Write summary.json and record the end of this attempt, on rank 0."""
-        if self.topology.rank != 0:
+        if self.context.topology.rank != 0:
             return
-        config, progress, paths = self.config, self.progress, RunPaths(self.config.run.output_dir)
+        config, progress, recorder = self.context.config, self.progress, self.parts.recorder
+        paths = RunPaths(config.run.output_dir)
         accuracy = {int(step): metrics["eval/avg_at_k"] for step, metrics in progress.evaluations.items()}
         seconds = max(progress.train_seconds, 1e-9)
         written = {"report": paths.report} if config.telemetry.report else {}
         written |= {"tensorboard": paths.tensorboard, "samples": paths.samples, "metrics": paths.metrics}
         summary = RunSummary(
             name=config.run.name,
-            layout=self.topology.policy_layout.describe(),
+            layout=self.context.topology.policy_layout.describe(),
             stopped=reason,
             train_steps=progress.train_step,
-            optimizer_steps=self.learner.counters.optimizer_steps,
+            optimizer_steps=self.parts.learner.counters.optimizer_steps,
             accuracy_before=accuracy.get(0),
             # A run without a train step has only the accuracy before training.
             accuracy_after=accuracy.get(progress.train_step) if progress.train_step else None,
@@ -154,16 +135,16 @@ class PreparedRun:
             generated_tokens_per_s=progress.num_generated_tokens / seconds,
             directories={name: str(path) for name, path in {**written, **exports}.items()},
             extra={
-                "lost_records": self.recorder.num_lost if self.recorder else 0,
+                "lost_records": recorder.num_lost if recorder else 0,
                 "evaluations": progress.evaluations,
                 **(extra or {}),
             },
         )
-        write_summary(paths.summary, summary, self.files)
+        write_summary(paths.summary, summary, self.context.files)
         # Recorded before any rank exits: a launcher may end all the others once the first one has exited.
-        self.files.run(record_end, config.run.output_dir, reason)
-        if self.recorder is not None:
-            self.recorder.last_report()  # covers the whole run, including its end
+        self.context.files.run(record_end, config.run.output_dir, reason)
+        if recorder is not None:
+            recorder.last_report()  # covers the whole run, including its end
 
 
 def cluster_here(num_nodes: int, world_size: int) -> Cluster:
@@ -179,24 +160,16 @@ def cluster_here(num_nodes: int, world_size: int) -> Cluster:
 
 @contextmanager
 def prepared_run(
-    loaded: LoadedConfig,
-    rank: int,
-    world_size: int,
-    rendezvous_host: str,
-    num_nodes: int = 1,
-    heartbeat: Heartbeat | None = None,
-    end_time: float | None = None,
-    supervision: Supervision | None = None,
-    stop_rule: StopRule | None = None,
+    loaded: LoadedConfig, process: RunProcess, stop_rule: StopRule | None = None
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
 
     With `stop_rule`, only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
-    config = loaded.config
+    config, rank = loaded.config, process.rank
     architecture = read_architecture(config.model.path)
-    cluster = cluster_here(num_nodes, world_size)
-    require_runnable(config, cluster, architecture, world_size)
+    cluster = cluster_here(process.num_nodes, process.world_size)
+    require_runnable(config, cluster, architecture, process.world_size)
     if rank == 0:
         checkpoint_space(config, architecture).require()
     if config.run.deterministic:
@@ -208,20 +181,21 @@ def prepared_run(
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(end_time, config.run.stop_notice_seconds))
+        stop = stack.enter_context(StopRequest(process.end_time, config.run.stop_notice_seconds))
         stop.share(dist.distributed_c10d._get_default_store())
-        topology = run_topology(config, rendezvous_host, supervision)
-        heartbeat = heartbeat or Heartbeat(rank)
+        topology = run_topology(config, process.rendezvous_host, process.supervision)
+        heartbeat = process.heartbeat or Heartbeat(rank)
         files = _start_files(heartbeat, stack)
-        watch = _watch(config, topology, heartbeat)
+        phases = Phases(watch=_watch(config, topology, heartbeat))
+        context = RunContext(config, topology, phases, files, stop, stack)
         node_watch = _start_node_watch(config, heartbeat, stack)
-        with watch("build"):
+        with phases.watch("build"):
             copies = join_keepers(config, topology)
             if copies is not None:
                 stack.callback(copies.close)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-            planned = PlannedRun.of(config, world_size, cluster, device)
-            run = _build(config, topology, stop_rule, stop, stack, watch, files, node_watch, copies, planned)
+            planned = PlannedRun.of(config, process.world_size, cluster, device)
+            run = _build(context, planned, stop_rule, node_watch, copies)
         heartbeat.train_step = lambda: run.progress.train_step
         yield run
         if copies is not None and not stop.requested:
@@ -232,48 +206,43 @@ def prepared_run(
 
 
 def _build(
-    config: Config,
-    topology: RunTopology,
+    context: RunContext,
+    planned: PlannedRun | None,
     stop_rule: StopRule | None,
-    stop: StopRequest,
-    stack: ExitStack,
-    watch: Callable[[str], AbstractContextManager[None]],
-    files: Files,
-    node_watch: NodeWatch | None = None,
-    copies: MemoryCopies | None = None,
-    planned: PlannedRun | None = None,
+    node_watch: NodeWatch | None,
+    copies: MemoryCopies | None,
 ) -> PreparedRun:
-    rank = topology.rank
-    phases = Phases(watch=watch)
+    config, topology, phases = context.config, context.topology, context.phases
     # Start servers first: they come up while the actor is built or, on the trainer's GPUs, before it takes memory.
-    engine_builder = start_engines(config, topology, Rank0Commands(topology.coordination), stack)
+    commands = Rank0Commands(topology.coordination)
+    servers = start_engines(config, topology, commands, context.stack)
     actor = build_actor(config, topology)
-    engines = engine_builder.connect(actor)
+    engines = connect_engines(config, topology.policy, commands, servers, actor)
     # Only rank 0 reads data and starts verifiers; the other ranks get samples by broadcast.
-    context = build_rollout_context(config, engines.engine, phases, files, stack) if rank == 0 else None
+    data = build_rollout_data(context, engines.engine) if topology.rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
     if engines.servers is not None:
         engines.servers.offload_models = learner.models.offload_all
-    collector = build_collector(config, context, engines, stop, stack) if context else None
-    examples = context.examples if context else None
+    collector = build_collector(context, data, engines) if data else None
+    examples = data.examples if data else None
     progress = RunProgress()
     state = RunState.of(topology, learner, progress, collector or examples)
-    checkpoints = Checkpoints.of(config, state, topology.coordination, files)
+    checkpoints = Checkpoints.of(config, state, topology.coordination, context.files)
     checkpoints.keep_in_memory(copies)
     saved_step = checkpoints.resume(config.checkpoint.resume)
-    with watch(CONNECT):
+    with phases.watch(CONNECT):
         num_bytes = connect_groups(read_architecture(config.model.path).num_experts > 0)
     if num_bytes:
         logger.info("process groups are connected and take %.2f GiB of device memory", num_bytes / GIB)
-    if saved_step < 0 and config.checkpoint.resume == "auto" and rank == 0:
+    if saved_step < 0 and config.checkpoint.resume == "auto" and topology.rank == 0:
         require_new_run(config.run.output_dir, config.checkpoint_dir, config.checkpoint.interval)
     recorder = None
-    if rank == 0:
+    if data is not None:
         evaluated = max(map(int, progress.evaluations), default=-1)
-        tokenizer = context.inputs.tokenizer if context is not None else None
-        recorder = Recorder(config, progress.train_step, evaluated, files, tokenizer, _machine(config, topology), planned)
-        stack.callback(recorder.close)
+        machine, tokenizer = _machine(config, topology), data.inputs.tokenizer
+        recorder = Recorder(config, progress.train_step, evaluated, context.files, tokenizer, machine, planned)
+        context.stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(
         rollout=Rollout(
@@ -281,27 +250,21 @@ def _build(
         ),
         learner=learner,
         publisher=engines.publisher,
-        parity=build_parity(config, engines, context.prompts if context else None, learner, topology),
-        evaluator=build_evaluator(config, engines, context, topology.policy_layout, phases, collector, stop),
+        parity=build_parity(context, engines, data.prompts if data else None, learner),
+        evaluator=build_evaluator(context, engines, data, collector),
         checkpoints=checkpoints,
         recorder=recorder,
         collector=collector,
-        context=context,
+        data=data,
         node_watch=node_watch,
-        callbacks=Callbacks(config.run.callbacks) if rank == 0 else None,
-        memory_check=MemoryCheck(
-            rank,
-            topology.coordination,
-            planned.memory if planned is not None else None,
-            config.run.output_dir,
-            files,
-        ),
+        callbacks=Callbacks(config.run.callbacks) if recorder else None,
+        memory_check=MemoryCheck(context, planned.memory if planned else None),
     )
-    loop = TrainingLoop(config, parts, progress, phases, stop)
+    loop = TrainingLoop(context, parts, progress)
     if config.algorithm.name == "sft":
-        loop = SftLoop(ExampleBatches(examples, topology.coordination), config, parts, progress, phases, stop)
+        loop = SftLoop(context, parts, progress, ExampleBatches(examples, topology.coordination))
     loop.saved_step = saved_step  # a run that resumes at its end need not save again
-    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch, files, checkpoints)
+    return PreparedRun(context, loop, parts, progress)
 
 
 def _machine(config: Config, topology: RunTopology) -> str:

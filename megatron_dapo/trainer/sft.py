@@ -20,7 +20,7 @@ from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.trainer.actor_learner import LearnResult, PolicyLearner
 from megatron_dapo.trainer.learner import Learner
-from megatron_dapo.trainer.loop import TrainingLoop
+from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.metrics import sft_metrics
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.rollout import TrainBatch
@@ -29,6 +29,8 @@ from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
     from megatron_dapo.megatron.actor import TokenOutputs
+    from megatron_dapo.trainer.checkpointing import RunProgress
+    from megatron_dapo.trainer.context import RunContext
 
 STATE_VERSION = "sft 1"
 
@@ -140,9 +142,8 @@ def cross_entropy(
 class SftLoop(TrainingLoop):
     """The training loop over examples."""
 
-    def __init__(self, examples: ExampleBatches, *arguments: Any) -> None:
-        """`arguments`: those of `TrainingLoop`."""
-        super().__init__(*arguments)
+    def __init__(self, context: RunContext, parts: Parts, progress: RunProgress, examples: ExampleBatches) -> None:
+        super().__init__(context, parts, progress)
         self._examples = examples
 
     def _serve(self) -> None:

@@ -17,47 +17,35 @@ import torch
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
-from megatron_dapo.trainer.learner import ActorCriticLearner
+from megatron_dapo.trainer.context import RunProcess
 from megatron_dapo.trainer.run import PreparedRun, prepared_run
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
-from megatron_dapo.watch.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
 NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
-def run_value_pretraining(
-    loaded: LoadedConfig,
-    rank: int,
-    world_size: int,
-    rendezvous_host: str,
-    num_nodes: int = 1,
-    heartbeat: Heartbeat | None = None,
-    end_time: float | None = None,
-    supervision: Supervision | None = None,
-) -> str:
-    """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it.
+def run_value_pretraining(loaded: LoadedConfig, process: RunProcess) -> str:
+    """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic; return why it ended.
 
-    `end_time` and `supervision`: see `run_training`. Returns why it ended.
+    Every process of the run calls it.
     """
     start = time.perf_counter()
     _require_weights(loaded.config)
     section = loaded.config.value_pretraining
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
-    with prepared_run(
-        loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision, stop_rule
-    ) as run:
-        assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
+    with prepared_run(loaded, process, stop_rule) as run:
+        critic = run.parts.learner.critic
+        assert critic is not None, "a configuration of value pretraining has a critic"
         # If the policy changed, the critic would silently learn the returns of another policy.
         before = _policy_digest(run)
         reason = run.loop.run()
         _require_unchanged(before, _policy_digest(run))
-        newest = [explained for explained, _ in run.learner.critic.counters.history[-NUM_AVERAGED:]]
+        newest = [explained for explained, _ in critic.counters.history[-NUM_AVERAGED:]]
         explained = sum(newest) / max(1, len(newest))
         exports = {} if reason == STOPPED_BY_SIGNAL else {"critic": run.export_critic()}
         run.summarize(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
@@ -84,7 +72,8 @@ def _require_weights(config: Config) -> None:
 
 def _policy_digest(run: PreparedRun) -> str:
     """Return the digest of this rank's part of the policy."""
-    return weights_digest(run.actor.named_local_parameters() if run.actor else {})
+    actor = run.parts.learner.local_actor
+    return weights_digest(actor.named_local_parameters() if actor else {})
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:

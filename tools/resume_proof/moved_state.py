@@ -76,13 +76,14 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
 def _save_again(arguments: Sequence[str]) -> None:
     from megatron_dapo.launch.environment import process_environment
     from megatron_dapo.run.worker import load_run, parse_arguments
+    from megatron_dapo.trainer.context import RunProcess
     from megatron_dapo.trainer.run import prepared_run
 
     process = process_environment()
     loaded = load_run(parse_arguments(arguments))
-    with prepared_run(loaded, process.rank, process.world_size, "127.0.0.1") as run:
-        run.checkpoints.start_save()
-        run.checkpoints.finish_save()
+    with prepared_run(loaded, RunProcess(process.rank, process.world_size, "127.0.0.1")) as run:
+        run.parts.checkpoints.start_save()
+        run.parts.checkpoints.finish_save()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,9 @@ def test_the_first_step_is_stored_and_warned_of_once(
             full = rank_of(planned, 1)
             return json.loads(json.dumps([values, list(vars(replace(full, servers=70 * GIB)).values())]))
 
-    check = MemoryCheck(0, TwoRanks(), planned, tmp_path, Files())
+    topology = SimpleNamespace(rank=0, coordination=TwoRanks())
+    config = SimpleNamespace(run=SimpleNamespace(output_dir=tmp_path))
+    check = MemoryCheck(SimpleNamespace(config=config, topology=topology, files=Files()), planned)
     with caplog.at_level(logging.WARNING):
         check.after_step(5)
         check.after_step(6)

@@ -96,10 +96,11 @@ class World:
             checkpoints=self.checkpoints,
             recorder=None,
             collector=None,
-            context=None,
+            data=None,
         )
         phases = SimpleNamespace(phase=lambda name: nullcontext(), timer=PhaseTimer(list(PHASES)))
-        self.loop = TrainingLoop(config, parts, self.progress, phases, self.stop)
+        context = SimpleNamespace(config=config, phases=phases, stop=self.stop)
+        self.loop = TrainingLoop(context, parts, self.progress)
 
     def _generate(self, num_groups: int, share: Any) -> TrainBatch:
         found = self._batches.get(self.progress.train_step, batch())

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.trainer import run
+from megatron_dapo.trainer.context import RunProcess
 
 
 class Joined(Exception):
@@ -29,7 +30,7 @@ def test_nccl_has_the_servers_settings_before_the_default_group_exists(
         raise Joined
 
     monkeypatch.setattr(run, "initialize_process_group", join)
-    with pytest.raises(Joined), run.prepared_run(SimpleNamespace(config=config), 1, 2, "host"):
+    with pytest.raises(Joined), run.prepared_run(SimpleNamespace(config=config), RunProcess(1, 2, "host")):
         pass
     p2p = {"NCCL_CUMEM_ENABLE": "0"} if transport == "p2p" else {}
     assert os.environ == {"NCCL_NVLS_ENABLE": "1", **p2p}  # what the user has set holds, for servers as well

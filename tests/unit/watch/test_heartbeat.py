@@ -116,7 +116,7 @@ def frames_of(*modules: str):
         (("megatron_dapo.trainer.loop", "torch.distributed.distributed_c10d"), COLLECTIVE, "distributed_c10d"),
         (("megatron_dapo.trainer.loop", "megatron.core.distributed.ddp"), COLLECTIVE, "ddp.py"),
         (("megatron_dapo.trainer.loop", "megatron_dapo.rewards.pool.pool", "threading"), BOUNDED, "verifiers"),
-        (("megatron_dapo.trainer.build_engines", "megatron_dapo.engines.sglang.server", "httpcore"), BOUNDED, "SGLang"),
+        (("megatron_dapo.trainer.start_engines", "megatron_dapo.engines.sglang.server", "httpcore"), BOUNDED, "SGLang"),
         (("megatron_dapo.trainer.loop", "subprocess"), BOUNDED, "a child process"),
         (("megatron_dapo.trainer.loop", "megatron_dapo.files.process", "socket"), BOUNDED, "file process"),
         (("megatron_dapo.trainer.loop", "megatron_dapo.checkpoints.save", "threading"), BOUNDED, "checkpoint"),

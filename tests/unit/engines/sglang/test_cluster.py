@@ -23,7 +23,7 @@ from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, S
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.trainer import build_engines
+from megatron_dapo.trainer.start_engines import start_servers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -439,23 +439,21 @@ def test_a_server_wakes_up_only_where_its_memory_is_free(monkeypatch: pytest.Mon
 
 
 def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
-    events: list[str], monkeypatch: pytest.MonkeyPatch
+    events: list[str],
 ) -> None:
     """SGLang sizes its KV cache by the free memory it finds, so nothing of the trainer may be on the device yet."""
     server = Server(0, 0)
     server.wait_until_healthy = lambda: (events.append("healthy"), Server.wait_until_healthy(server))[1]
     servers = StartedServers(lambda *start: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
-    builder = build_engines.SglangBuilder.__new__(build_engines.SglangBuilder)
-    builder._config = SimpleNamespace(model=SimpleNamespace(path="model"))
-    builder._ranks, builder._coordination = SimpleNamespace(rank=0), Coordination()
-    builder._commands = Rank0Commands(Coordination())
-    monkeypatch.setattr(build_engines, "read_architecture", lambda directory: None)
-    builder._expected_engine = lambda: SimpleNamespace(shards=lambda index: None)
-    builder._build_servers = lambda: servers
-    builder._shared_device = lambda: SharedDevice(0, 0.0)
-    builder._client = lambda server: SleepingClient(events)
+    place = SimpleNamespace(
+        ranks=SimpleNamespace(rank=0),
+        expected_engine=lambda: SimpleNamespace(shards=lambda index: None),
+        servers=lambda coordination: servers,
+        shared_device=lambda: SharedDevice(0, 0.0),
+        client=lambda servers, server: SleepingClient(events),
+    )
     with ExitStack() as stack:
-        builder._start(stack)
+        start_servers(place, Coordination(), None, Rank0Commands(Coordination()), stack)
         assert events == ["healthy", "read free memory", "barrier", "release memory", "barrier"]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from megatron_dapo.bridge.protocol.peer_group import Address
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.trainer.build_engines import SglangBuilder, server_settings, slot_device
+from megatron_dapo.parallel.rank_set import RankSet
+from megatron_dapo.trainer.connect_engines import slot_device
+from megatron_dapo.trainer.start_engines import ServerPlace, server_settings
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -35,41 +37,37 @@ def test_a_node_without_gpu_has_no_device_memory(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangBuilder:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPlace:
     """Of a run on one node with a seed of 5."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["a.jsonl"]\n[rollout]\nengine = "sglang"\n')
-    builder = SglangBuilder.__new__(SglangBuilder)  # its constructor needs processes
-    builder._config = load_config(recipe, ["run.seed=5"]).config
-    builder._nodes, builder._processes_here, builder._supervisor = NodeTopology(1, 1), 1, None
-    builder._topology, builder._key_file = SimpleNamespace(rendezvous_host="10.0.0.1"), tmp_path / "engine.key"
+    config = load_config(recipe, ["run.seed=5"]).config
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return builder
+    return ServerPlace(config, RankSet(0, 1, 0, None), NodeTopology(1, 1), "10.0.0.1", tmp_path / "engine.key", 1)
 
 
-def test_each_server_has_its_own_seed(builder: SglangBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_server_has_its_own_seed(place: ServerPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers with one seed draw the same numbers: a group's responses on two of them would be correlated."""
     monkeypatch.setattr(SglangServer, "start", lambda settings, index: settings)
-    started = [builder._spawn(index, 0, 0, None) for index in range(3)]
-    assert [settings.random_seed for settings in started] == [5, 6, 7]
-    again = builder._spawn(1, 0, 2, 900)
+    assert [place.spawn(index, 0, 0, None).random_seed for index in range(3)] == [5, 6, 7]
+    again = place.spawn(1, 0, 2, 900)
     assert (again.random_seed, again.num_restarts, again.replaced_cache_tokens) == (6, 2, 900)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_servers_advertise_the_address_of_their_own_node(
-    num_nodes: int, builder: SglangBuilder, monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, place: ServerPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder._nodes = NodeTopology(num_nodes, 1)
+    place = replace(place, nodes=NodeTopology(num_nodes, 1))
     monkeypatch.setattr(Address, "local_host", lambda address: "10.0.0.2")
-    settings = builder._server_settings(0)
+    settings = place.settings(0)
     assert settings.host == settings.url_host == ("127.0.0.1" if num_nodes == 1 else "10.0.0.2")
     monkeypatch.setattr(Address, "local_host", lambda address: "127.0.1.1")
     if num_nodes == 2:
         with pytest.raises(
             ValueError, match="advertises servers at 127.0.1.1, which is loopback.*2 nodes.*MASTER_ADDR"
         ):
-            builder._server_settings(0)
+            place.settings(0)
 
 
 @pytest.mark.parametrize("layout", sorted((EXAMPLES / "layouts").glob("*.toml")), ids=lambda path: path.stem)
