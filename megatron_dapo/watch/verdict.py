@@ -1,9 +1,11 @@
 """Judges a run from its watchers' observations. Pure functions: no clock, no socket, no process.
 
+    exit_failure    one rank that has ended: by a signal, for lack of memory, or with an exit code
     rank_failure    one rank, by the watcher of its node: stopped, held by a file system, silent outside any wait
     hang            all ranks, by the leader: silent in collectives, or on GPUs without a new collective
     node_failure    one node: lost, or this node's own link
     decision        when the records are complete enough, and which of them is the culprit
+    next_stage      what comes next once there is a verdict, until all ranks have ended
 
 What shows a hang depends on how a rank waits. On a CPU (gloo) it sleeps: silence, i.e. neither CPU time, data nor a
 collective, shows within seconds, and the stack of its main thread shows whether it waits for others. On a GPU a rank that waits
@@ -14,10 +16,14 @@ numbers of collectives, the one that entered fewest holds up the others.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
+from megatron_dapo.watch.evidence import signal_name
 from megatron_dapo.watch.failure import Failure, in_order
 
 COLLECTIVE, BOUNDED = "collective", "bounded"  # kinds of waits, see `heartbeat.WAITS`
@@ -31,7 +37,7 @@ _FRESH_S = 4.0  # without contact to a node, after which its last message may be
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Seconds after which something counts as wrong."""
+    """All times of a watcher, in seconds: after which something counts as wrong, then those of its own work."""
 
     stopped_s: float = 8.0  # in state T
     silent_s: float = 13.0  # without CPU time, data or a collective
@@ -43,6 +49,15 @@ class WatchLimits:
     settle_s: float = 1.5  # between the first record and the decision: the cause may be noticed after its consequence
     cause_s: float = 12.0  # the same while all records are consequences
     doubt_s: float = 2.5  # added for a lost node, which may record in the run directory that its link is lost
+    tick_s: float = 0.5  # between two looks at the ranks
+    beat_s: float = 1.0  # between two messages to the leader
+    queues_s: float = 2.0  # between two reads of the machine's TCP connections, which may be many
+    connect_s: float = 120.0  # for the first rank to connect
+    lost_record_s: float = 1.0  # for reading the record of a lost node
+    stacks_s: float = 1.0  # for ranks to write their stacks
+    write_s: float = 2.5  # for the record to reach the disk before ranks end and their launchers look for it
+    kill_s: float = 5.5  # from the verdict to SIGKILL
+    end_s: float = 9.0  # from the verdict to the end of the watcher, whatever hangs
 
     @property
     def unheard_s(self) -> float:
@@ -87,6 +102,7 @@ class NodeView:
     node_rank: int
     name: str = ""
     ranks: tuple[int, ...] = ()
+    phase: str = ""  # of its first rank
     is_gone: bool = False  # its ranks exited cleanly
     silent_s: float = 0.0  # since the last datagram or connection of its watcher
     unanswered_s: float = 0.0  # since that watcher last got an answer, as far as known
@@ -98,6 +114,24 @@ class NodeView:
     def is_in_contact(self) -> bool:
         """True if its watcher and the leader hear each other, so that its last message still holds."""
         return self.is_gone or max(self.silent_s, self.unanswered_s) < _FRESH_S
+
+
+def exit_failure(view: RankView, status: int | None, out_of_memory: str, stack: str) -> Failure:
+    """Return the record of a rank that ended before the run was over.
+
+    status: wait status, None if unknown. out_of_memory: what the kernel says of an OOM kill, "" if there was none.
+    """
+    if status is not None and not os.WIFSIGNALED(status):
+        message = f"ended with exit code {os.WEXITSTATUS(status)} before the run was over"
+        return view.failure("exit", message, stack)
+    if out_of_memory:
+        return view.failure("out of memory", f"out of memory: {out_of_memory}", stack)
+    if status is None:
+        return view.failure("signal", "exited without reporting an error, probably by signal 9 (SIGKILL)", stack)
+    message = f"killed by {signal_name(os.WTERMSIG(status))}"
+    if os.WTERMSIG(status) == signal.SIGTERM:
+        message += ": scancel, a time limit, a second Ctrl-C, or a launcher that has ended"
+    return view.failure("signal", message, stack)
 
 
 def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwritten_s: float = 0.0) -> Failure | None:
@@ -205,19 +239,19 @@ def without_contact(nodes: Sequence[NodeView], limits: WatchLimits) -> Iterator[
             yield node, node.silent_s + node.unanswered_s, "has had no answer"
 
 
-def node_failure(here: NodeView, node: NodeView, silent_s: float, how: str, fault: str, phase: str) -> Failure | None:
+def node_failure(here: NodeView, node: NodeView, silent_s: float, how: str, fault: str) -> Failure | None:
     """Return the record of a node without contact, or of this node if its own link has a fault.
 
     fault: fault of this node's link, "" if none is known. None if the node is heard: only a fault here explains that.
     """
     if fault:
         message = f"link lost: {node.name} {how} for {silent_s:.0f} s, {fault}"
-        return Failure(-1, "link lost", message, here.name, phase, node_rank=here.node_rank)
+        return Failure(-1, "link lost", message, here.name, here.phase, node_rank=here.node_rank)
     if how != "is silent":
         return None
     ranks = f" with rank{'s' * (len(node.ranks) > 1)} {', '.join(map(str, node.ranks))}" if node.ranks else ""
     message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
-    return Failure(-1, "node lost", message, node.name, phase, node_rank=node.node_rank)
+    return Failure(-1, "node lost", message, node.name, here.phase, node_rank=node.node_rank)
 
 
 def missing_ranks(nodes: Sequence[NodeView], world_size: int, age_s: float, limits: WatchLimits) -> Failure | None:
@@ -259,3 +293,25 @@ def decision(
         # Their numbers of collectives say more than which of them timed out first.
         failures.append(replace(hang_of(views), time=min(failure.time for failure in failures) - 1e-3))
     return in_order([replace(failure, attempt=attempt) for failure in failures])
+
+
+class Stage(IntEnum):
+    """Steps of the end of a run, in order. Each begins when the one before it is over."""
+
+    STACKS = 0  # ranks write their stacks
+    RECORD = 1  # the record is written
+    EXIT = 2  # ranks exit by themselves
+    KILL = 3  # those left are killed
+    NAME = 4  # those that the kernel holds are named
+
+
+def next_stage(stage: Stage, since_s: float, has_stacks: bool, is_recorded: bool, limits: WatchLimits) -> Stage:
+    """Return the stage after `stage` if that is over, `since_s` after the verdict; otherwise `stage`."""
+    is_over = {
+        Stage.STACKS: has_stacks or since_s > limits.stacks_s,
+        Stage.RECORD: is_recorded,
+        Stage.EXIT: since_s > limits.kill_s,
+        Stage.KILL: since_s > limits.end_s - 1.0,
+        Stage.NAME: False,
+    }
+    return Stage(stage + is_over[stage])

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dapo.watch import network, watcher
 from megatron_dapo.watch.network import OwnLink
+from megatron_dapo.watch.verdict import RankView
 from megatron_dapo.watch.watcher import Watcher
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher needs abstract sockets")
@@ -51,7 +52,7 @@ class Nodes:
 
     def verdicts(self) -> list[list[tuple[str, int]] | None]:
         """Return cause and node of each watcher's records."""
-        found = [each._verdict for each in self.watchers]
+        found = [each._run.verdict for each in self.watchers]
         return [None if records is None else [(each.cause, each.node_rank) for each in records] for records in found]
 
     def close(self) -> None:
@@ -88,10 +89,10 @@ def test_a_gap_of_datagrams_is_no_verdict(nodes: Nodes) -> None:
     leader, other = nodes.watchers
     nodes.is_blocked = True
     nodes.pass_time(9.0)
-    assert nodes.verdicts() == [None, None] and nodes.now - leader._heard[1] > 8.0
+    assert nodes.verdicts() == [None, None] and nodes.now - leader._run._heard[1] > 8.0
     nodes.pass_time(120.0)
-    assert nodes.verdicts() == [None, None] and nodes.now - leader._heard[1] < 30.0
-    other._note(watcher.RankView(1, "node1", 1).failure("exit", "ended with exit code 3"), nodes.now)
+    assert nodes.verdicts() == [None, None] and nodes.now - leader._run._heard[1] < 30.0
+    other._note(RankView(1, "node1", 1).failure("exit", "ended with exit code 3"), nodes.now)
     nodes.pass_time(15.0)
     assert nodes.verdicts() == [[("exit", 1)], [("exit", 1)]]
 
@@ -111,7 +112,7 @@ def test_the_next_node_decides_if_that_of_the_leader_is_lost(nodes: Nodes) -> No
     nodes.lost = {0}
     nodes.pass_time(36.0)
     assert nodes.verdicts() == [None] + [[("node lost", 0)]] * 3
-    assert [each._is_writer for each in nodes.watchers] == [False, True, False, False]
+    assert [each._run.is_writer for each in nodes.watchers] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("nodes", [2], indirect=True)

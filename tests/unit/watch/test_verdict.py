@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,13 @@ from megatron_dapo.watch.verdict import (
     WatchLimits,
     NodeView,
     RankView,
+    Stage,
     decision,
+    exit_failure,
     hang,
     hang_of,
     missing_ranks,
+    next_stage,
     node_failure,
     rank_failure,
     without_contact,
@@ -172,16 +176,16 @@ def test_phases_on_the_device_are_phases_of_a_run() -> None:
     ],
 )
 def test_contact_to_a_node(silent_s: float, unanswered_s: float, how: str | None) -> None:
-    here, node = NodeView(0, "node0"), NodeView(1, "node1", (2, 3), silent_s=silent_s, unanswered_s=unanswered_s)
+    here, node = NodeView(0, "node0", phase="train"), NodeView(1, "node1", (2, 3), silent_s=silent_s, unanswered_s=unanswered_s)
     lost = [each for _, _, each in without_contact([here, node], LIMITS)]
     assert lost == ([how] if how else [])
     assert list(without_contact([replace(node, is_gone=True)], LIMITS)) == []
-    failure = node_failure(here, node, silent_s, how or "", "", "train")
+    failure = node_failure(here, node, silent_s, how or "", "")
     assert (failure is not None) == (how == "is silent")
     if failure is not None:
         assert (failure.cause, failure.node_rank, failure.rank) == ("node lost", 1, -1)
-        assert "with ranks 2, 3" in failure.message
-    fault = node_failure(here, node, 28.5, "has had no answer", "nor does 10.0.0.9 answer", "train")
+        assert "with ranks 2, 3" in failure.message and failure.phase == "train"
+    fault = node_failure(here, node, 28.5, "has had no answer", "nor does 10.0.0.9 answer")
     assert fault is not None and (fault.cause, fault.node, fault.node_rank) == ("link lost", "node0", 0)
 
 
@@ -233,3 +237,41 @@ def test_numbers_of_collectives_tell_more_than_who_lost_patience_first() -> None
     deadline = Failure(0, "deadline", "no progress", time=100.0)
     failures = decision([(10.0, deadline)], [alone(view) for view in WAITING], 2, 12.0, LIMITS)
     assert failures is not None and [(each.rank, each.cause) for each in failures] == [(1, "hang"), (0, "deadline")]
+
+
+@pytest.mark.parametrize(
+    ("status", "out_of_memory", "cause", "message"),
+    [
+        (3 << 8, "", "exit", "ended with exit code 3 before the run was over"),
+        (signal.SIGKILL, "", "signal", "killed by signal 9 (SIGKILL)"),
+        (signal.SIGKILL, "the kernel killed it", "out of memory", "out of memory: the kernel killed it"),
+        (signal.SIGTERM, "", "signal", "killed by signal 15 (SIGTERM): scancel"),
+        (None, "", "signal", "probably by signal 9"),  # an old kernel, and its parent has reaped it
+        (None, "the kernel killed it", "out of memory", "out of memory"),
+    ],
+)
+def test_how_a_rank_ended(status: int | None, out_of_memory: str, cause: str, message: str) -> None:
+    failure = exit_failure(rank(2), status, out_of_memory, "its stack")
+    assert (failure.rank, failure.cause, failure.detail) == (2, cause, "its stack") and message in failure.message
+
+
+@pytest.mark.parametrize(
+    ("has_stacks", "recorded_s", "times"),
+    [
+        # Everything hangs: the rank's stacks, the record, then the rank itself.
+        (False, 99.0, {Stage.RECORD: 1.0, Stage.EXIT: 3.5, Stage.KILL: 5.5, Stage.NAME: 8.0}),
+        # Ranks have reported already, and the record is on disk at once.
+        (True, 0.1, {Stage.RECORD: 0.0, Stage.EXIT: 0.1, Stage.KILL: 5.5, Stage.NAME: 8.0}),
+    ],
+)
+def test_the_stages_of_the_end(has_stacks: bool, recorded_s: float, times: dict[Stage, float]) -> None:
+    """A record may take `write_s`; ranks end only then, so that their launchers find it."""
+    stage, began, since_s = Stage.STACKS, {}, 0.0
+    while since_s < 10.0:
+        is_recorded = since_s - began.get(Stage.RECORD, since_s) >= min(recorded_s, LIMITS.write_s)
+        while (following := next_stage(stage, since_s, has_stacks, is_recorded, LIMITS)) != stage:
+            stage = following
+            began[stage] = since_s
+            is_recorded = False
+        since_s += 0.05
+    assert began == pytest.approx(times, abs=0.11)
