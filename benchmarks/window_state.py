@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dapo.checkpoints.store import CheckpointStore
+from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter
 from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
@@ -103,11 +103,11 @@ def as_tensors(collector: WindowCollector, directory: Path) -> tuple[dict[str, f
     store.begin(0)
 
     def write() -> None:
-        writer = store.writer(0)
+        writer = CheckpointWriter()
         document, tensors = split_state(collector.state_dict())
         writer.save_json(names[0], document)
         writer.save_tensors(names[1], tensors)
-        writer.finish()
+        store.write(0, writer)
         store.commit(0)
 
     def read() -> Any:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.telemetry.svg import BLUE, GRAY, document, text
+from megatron_dapo.svg import BLUE, GRAY, document, text
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 60, 60, 34, 44

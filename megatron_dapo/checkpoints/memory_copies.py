@@ -15,11 +15,9 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,15 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpoints.memory_keeper import MESSAGE_BYTES, CopyId, RemoteKeeper
 from megatron_dapo.files.durable import FileEntry
-from megatron_dapo.files.linux import require_same_user
+from megatron_dapo.files.linux import require_same_user, start_helper
 
 if TYPE_CHECKING:
     from megatron_dapo.config.schema import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "megatron_dapo.checkpoints.memory_keeper"
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _CONNECT_S = 20.0  # for a keeper to start
 _ANSWER_S = 600.0  # the keeper may fetch a large file first
 _POLL_S = 0.05
@@ -63,15 +59,8 @@ class KeeperSettings:
     def start(self) -> None:
         """Start the keeper, which exits at once if the node already has one."""
         arguments = (self.name, self.host, str(self.keep_s), str(self.limit_bytes))
-        subprocess.run(
-            [sys.executable, "-S", "-m", _MODULE, *arguments],
-            cwd="/",
-            env={"PYTHONPATH": str(_PACKAGE_ROOT), "PATH": os.environ.get("PATH", "")},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
+        environment = {"PATH": os.environ.get("PATH", "")}
+        start_helper("megatron_dapo.checkpoints.memory_keeper", *arguments, environment=environment).wait()
 
     def connect(self) -> KeeperClient:
         """Connect to the keeper, started if there is none. OSError if it does not answer."""
@@ -160,9 +149,6 @@ class CopyTargets:
     def keepers(self) -> list[str]:
         """Addresses at which copies of this node's files are."""
         return [address for address in (self.own, self.peer) if address]
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def keep_copies(targets: CopyTargets, step: int, files: Sequence[tuple[FileEntry, memoryview]]) -> str:
@@ -284,31 +270,6 @@ class MemoryCopies:
         if self._client is not None:
             with suppress(OSError):  # the keeper has exited: nothing is left to free
                 self._client.ask(operation, **arguments)
-
-
-class CopiedFiles(Mapping[str, Path]):
-    """The files of a checkpoint that are in memory, by name; one on another node is fetched when it is looked up.
-
-    Its length and its iteration look up every file.
-    """
-
-    def __init__(self, copies: MemoryCopies, step: int, files: Mapping[str, FileEntry]) -> None:
-        self._copies, self._step, self._files = copies, step, files
-        self._found: dict[str, Path | None] = {}
-
-    def __getitem__(self, name: str) -> Path:
-        if name not in self._found:
-            self._found[name] = self._copies.path(self._step, self._files[name])
-        path = self._found[name]
-        if path is None:
-            raise KeyError(name)
-        return path
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._files if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 # ---- which node keeps copies for which

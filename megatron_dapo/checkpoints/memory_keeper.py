@@ -20,7 +20,6 @@ import mmap
 import os
 import secrets
 import select
-import signal
 import socket
 import socketserver
 import sys
@@ -33,7 +32,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.files.linux import require_same_user
+from megatron_dapo.files.linux import ignore_launcher_signals, require_same_user
 
 SHARED_MEMORY = "/dev/shm"
 MESSAGE_BYTES = 1 << 14  # of one request or answer
@@ -418,8 +417,7 @@ def keep(name: str, host: str, keep_s: float, limit_bytes: int) -> None:
 
 def main() -> None:
     """Detach from the run's launcher, and keep copies as the command line says."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_launcher_signals()
     # An orphan in a separate session, so that a launcher that ends its descendants does not find it.
     if os.fork():
         os._exit(0)

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,6 @@ from megatron_dapo.files.durable import (
     HERE,
     DIRECT_BYTES,
     Work,
-    json_bytes,
     piece_sizes,
     safetensors_header,
     write_direct,
@@ -48,6 +47,8 @@ from megatron_dapo.files.process import BackgroundJob, FileProcess
 if TYPE_CHECKING:
     import torch
 
+# Name, begin and end in the shared memory of a file, and the sizes of its pieces if it has any.
+Place = tuple[str, int, int, Sequence[int]]
 IDLE, IN_FLIGHT, FAILED = 0.0, 1.0, 2.0  # status of a save on one rank; the maximum over ranks is that of the save
 _LOOK_S = 0.02  # between two checks for the parts of other ranks
 
@@ -62,8 +63,8 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class _Region:
-    """Bytes of the shared memory that become one file: `head`, then `tensors` one after another."""
+class CopiedFile:
+    """Bytes [start, end) of the shared memory that become one file: `head`, then `tensors` one after another."""
 
     name: str
     start: int
@@ -72,84 +73,39 @@ class _Region:
     tensors: Sequence[torch.Tensor] = ()
     sizes: Sequence[int] = ()  # of the pieces of a safetensors file
 
+    def fill(self, memory: torch.Tensor) -> None:
+        """Copy the content to `memory` (uint8)."""
+        position = self.start + len(self.head)
+        memory[self.start : position] = _bytes_tensor(self.head)
+        for tensor in self.tensors:
+            size = tensor.numel() * tensor.element_size()
+            # Every tensor is aligned to its type: the widest types come first, after a head of whole words.
+            memory[position : position + size].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            position += size
 
-class CopyingWriter(CheckpointWriter):
-    """Notes what one rank saves; `arrange` gives each file its place in shared memory, and `copy` takes it there."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        super().__init__(directory, rank)
-        self._noted: dict[str, bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]] = {}
-        self._regions: list[_Region] = []
-        self.num_bytes = 0  # of everything, once it is arranged
-
-    def save_tensors(
-        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        """Note tensors for a safetensors file; they must not change before they are copied."""
-        self._note(name, (tensors, metadata))
-
-    def save_json(self, name: str, document: Any) -> None:
-        """Take a document for a JSON file."""
-        self._note(name, json_bytes(document))
-
-    def _note(self, name: str, content: bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]) -> None:
-        with self._new_path(name):
-            if name in self._noted:
-                raise FileExistsError(name)
-        self._noted[name] = content
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors to copy."""
-        for content in self._noted.values():
-            if not isinstance(content, bytes):
-                yield from content[0].values()
-
-    def arrange(self) -> None:
-        """Place the files one after another. ValueError for a type of tensor that the format does not have."""
-        for name, content in self._noted.items():
-            if isinstance(content, bytes):
-                self._place(name, content)
-                continue
-            tensors, metadata = content
-            header, order = safetensors_header(tensors, metadata)
-            ordered = [tensors[each].detach() for each in order]
-            self._place(name, header, ordered, piece_sizes(header, ordered))
-        self._noted.clear()
-
-    def _place(self, name: str, head: bytes, tensors: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()) -> None:
+def arrange(noted: CheckpointWriter) -> list[CopiedFile]:
+    """Place files one after another in shared memory. ValueError for a type of tensor that the format does not have."""
+    files: list[CopiedFile] = []
+    for name, content in noted.contents.items():
         # Page-aligned: the file process writes them past the page cache.
-        start = -(-self.num_bytes // DIRECT_BYTES) * DIRECT_BYTES
-        end = start + len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._regions.append(_Region(name, start, end, head, tensors, sizes))
-        self.num_bytes = end
+        start = -(-files[-1].end // DIRECT_BYTES) * DIRECT_BYTES if files else 0
+        if isinstance(content, bytes):
+            files.append(CopiedFile(name, start, start + len(content), content))
+            continue
+        tensors, metadata = content
+        header, order = safetensors_header(tensors, metadata)
+        ordered = [tensors[each].detach() for each in order]
+        sizes = piece_sizes(header, ordered)
+        files.append(CopiedFile(name, start, start + sum(sizes), header, ordered, sizes))
+    return files
 
-    def copy(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Copy everything to `memory` (uint8, of `num_bytes` at least), from a CUDA device on `stream`."""
-        import torch
 
-        with torch.cuda.stream(stream):  # None changes nothing
-            self._copy(memory)
-        if stream is not None:
-            stream.synchronize()
-
-    def _copy(self, memory: torch.Tensor) -> None:
-        for region in self._regions:
-            memory[region.start : region.start + len(region.head)] = _bytes_tensor(region.head)
-            place = region.start + len(region.head)
-            for tensor in region.tensors:
-                size = tensor.numel() * tensor.element_size()
-                # Every tensor is aligned to its type: the widest types come first, after a head of whole words.
-                memory[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-                place += size
-
-    def places(self) -> list[tuple[str, int, int, Sequence[int]]]:
-        """Return name, begin and end in the shared memory of each file, and the sizes of its pieces if it has any."""
-        return [(each.name, each.start, each.end, each.sizes) for each in self._regions]
-
-    def forget(self) -> None:
-        """Drop the references to the tensors."""
-        self._noted.clear()
-        self._regions.clear()
+def tensors_of(noted: CheckpointWriter) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are to be copied."""
+    for content in noted.contents.values():
+        if not isinstance(content, bytes):
+            yield from content[0].values()
 
 
 class _CopyMemory:
@@ -238,27 +194,39 @@ class BackgroundSaves:
         self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory, files: FileProcess
     ) -> None:
         """Note the content, and begin to copy it."""
-        writer = CopyingWriter(self._store.partial_path(save.step), self._store.rank)
-        write(writer)
-        devices = {tensor.device for tensor in writer.tensors()}
+        noted = CheckpointWriter()
+        write(noted)
+        devices = {tensor.device for tensor in tensors_of(noted)}
         cuda = next((device for device in devices if device.type == "cuda"), None)
         stream = _stream_behind_current(cuda) if cuda is not None else None
 
         def copy() -> None:
             save.is_noted.wait()  # let the run continue first
             try:
-                writer.arrange()  # hundreds of names and sizes
-                writer.copy(memory.tensor(writer.num_bytes, is_locked=stream is not None), stream)
-                arguments = self._store.partial_path(save.step), self._store.rank, writer.places()
-                copies = self._store.copies
-                targets = copies.targets.to_json() if copies is not None and copies.targets is not None else None
-                save.part = files.start(write_part, *arguments, save.step, targets)
+                places = self._fill(arrange(noted), memory, stream)
+                copies, store = self._store.copies, self._store
+                targets = asdict(copies.targets) if copies is not None and copies.targets is not None else None
+                directory = store.partial_path(save.step)
+                save.part = files.start(write_part, directory, store.rank, places, save.step, targets)
             except Exception as error:
                 save.problem = error
-            writer.forget()  # the run may change its tensors again
+            noted.contents.clear()  # the run may change its tensors again
 
         save.copying = device_thread(copy, name="checkpoint copy")
         save.copying.start()
+
+    @staticmethod
+    def _fill(files: Sequence[CopiedFile], memory: _CopyMemory, stream: torch.cuda.Stream | None) -> list[Place]:
+        """Copy files to shared memory, from a CUDA device on `stream`; return where they are."""
+        import torch
+
+        target = memory.tensor(files[-1].end if files else 0, is_locked=stream is not None)
+        with torch.cuda.stream(stream):  # None changes nothing
+            for file in files:
+                file.fill(target)
+        if stream is not None:
+            stream.synchronize()
+        return [(file.name, file.start, file.end, file.sizes) for file in files]
 
     @property
     def is_in_flight(self) -> bool:
@@ -344,7 +312,7 @@ def write_part(
     work: Work,
     directory: Path,
     rank: int,
-    places: Sequence[tuple[str, int, int, Sequence[int]]],
+    places: Sequence[Place],
     step: int = 0,
     targets: Mapping[str, str] | None = None,
 ) -> str:

@@ -52,7 +52,7 @@ def _only_in_one(first: SavedModel, second: SavedModel, kind: str) -> str:
 def _read(model: SavedModel, name: str, kind: str) -> torch.Tensor:
     if kind != STEP:
         return model.read_tensor(name, kind)
-    begin = next(piece for piece in model.pieces_of(name) if not any(piece.bounds.offset))
+    begin = next(stored for stored in model.slices_of(name) if not any(stored.bounds.offset))
     return torch.tensor(model.read_step(name, begin.file))
 
 

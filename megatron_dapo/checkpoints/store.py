@@ -19,12 +19,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import astuple, dataclass, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.checkpoints.memory_copies import CopiedFiles, MemoryCopies
+from megatron_dapo.checkpoints.memory_copies import MemoryCopies
 from megatron_dapo.checkpoints.retention import KeepPolicy, steps_to_delete
 from megatron_dapo.files.checksums import DamagedError, PieceChecksums
 from megatron_dapo.files.durable import (
@@ -32,6 +32,7 @@ from megatron_dapo.files.durable import (
     FileEntry,
     Files,
     is_intact,
+    json_bytes,
     sha256_of_pieces,
     sync_directory,
 )
@@ -59,19 +60,9 @@ class CheckpointError(RuntimeError):
     `is_consequence`: another rank failed, and its message says why. `is_final`: another attempt would fail in the same way.
     """
 
-    is_consequence = is_final = False
-
-
-def _consequence(message: str) -> CheckpointError:
-    error = CheckpointError(message)
-    error.is_consequence = True
-    return error
-
-
-def _final(message: str) -> CheckpointError:
-    error = CheckpointError(message)
-    error.is_final = True
-    return error
+    def __init__(self, message: str, *, is_consequence: bool = False, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_consequence, self.is_final = is_consequence, is_final
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Checkpoint:
     directory: Path
     files: Mapping[str, FileEntry]
     metadata: Mapping[str, Any]
-    copies: Mapping[str, Path] = field(default_factory=dict)  # files to read from memory, by name
+    find_copy: Callable[[str], Path | None] = lambda name: None  # where to read a file in memory, if it is there
 
     def load_json(self, name: str) -> Any:
         return read_json(self._path(name))
@@ -92,7 +83,7 @@ class Checkpoint:
         # Imported here, as checkpoints are listed and checked without torch.
         from megatron_dapo.checkpoints.formats.safetensors import read_tensors
 
-        return read_tensors(self.copies.get(name, self._path(name)), self.checksums.get(name))
+        return read_tensors(self.find_copy(name) or self._path(name), self.checksums.get(name))
 
     @cached_property
     def checksums(self) -> Mapping[str, PieceChecksums]:
@@ -108,39 +99,29 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """The files one rank writes into the directory of an unfinished checkpoint."""
+    """Notes the files that one rank saves. Their names are plain and differ between ranks."""
 
-    def __init__(self, directory: Path, rank: int, files: Files = HERE) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._files = files
-        self._entries: list[FileEntry] = []
+    def __init__(self) -> None:
+        # Bytes, or tensors and metadata of a safetensors file.
+        self.contents: dict[str, bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]] = {}
 
     def save_tensors(
         self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write a safetensors file. Names are plain and differ between ranks."""
-        with self._new_path(name) as path:
-            self._entries.append(self._files.write_tensors(path, tensors, metadata, "x"))
+        """Note tensors for a safetensors file; they must not change before they are written or copied."""
+        self._require_new(name)
+        self.contents[name] = tensors, metadata
 
     def save_json(self, name: str, document: Any) -> None:
-        """Write a JSON file. Names are plain and differ between ranks."""
-        with self._new_path(name) as path:
-            self._entries.append(self._files.write_json(path, document, "x"))
+        """Encode a document for a JSON file."""
+        self._require_new(name)
+        self.contents[name] = json_bytes(document)
 
-    def finish(self) -> None:
-        """Declare this rank's files complete."""
-        part = self._directory / part_name(self._rank)
-        self._files.write_json(part, [entry.to_json() for entry in self._entries])
-
-    @contextmanager
-    def _new_path(self, name: str) -> Iterator[Path]:
+    def _require_new(self, name: str) -> None:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or _PART.fullmatch(name):
             raise ValueError(f"checkpoint file {name!r}: use letters, digits, '_', '-', '.', and not a manifest's name")
-        try:
-            yield self._directory / name
-        except FileExistsError:
-            raise ValueError(written_twice(name)) from None
+        if name in self.contents:
+            raise ValueError(written_twice(name))
 
 
 def part_name(rank: int) -> str:
@@ -224,8 +205,19 @@ class CheckpointStore:
         self.clean()
         self.partial_path(step).mkdir(parents=True)
 
-    def writer(self, step: int) -> CheckpointWriter:
-        return CheckpointWriter(self.partial_path(step), self.rank, self.files)
+    def write(self, step: int, noted: CheckpointWriter) -> None:
+        """Write this rank's files, then its part of the manifest, which declares them complete."""
+        directory, entries = self.partial_path(step), []
+        for name, content in noted.contents.items():
+            try:
+                if isinstance(content, bytes):
+                    entry = self.files.write(directory / name, [content], "x")
+                else:
+                    entry = self.files.write_tensors(directory / name, *content, mode="x")
+            except FileExistsError:
+                raise ValueError(written_twice(name)) from None
+            entries.append(entry.to_json())
+        self.files.write_json(directory / part_name(self.rank), entries)
 
     def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
         """Merge the ranks' parts, put the checkpoint in place, then delete what `keep` does not cover.
@@ -265,7 +257,7 @@ class CheckpointStore:
         sync_directory(partial)
         if final.exists():
             # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
-            os.replace(final, self._replaced_path(final))
+            os.replace(final, final.with_name(final.name + ".replaced"))
         os.replace(partial, final)
         sync_directory(self.directory)
         self.open(step)
@@ -303,11 +295,13 @@ class CheckpointStore:
         directory = self.path(step)
         checkpoint = _read_manifest(directory, step)
         if with_copies and self.copies is not None:
-            checkpoint = replace(checkpoint, copies=CopiedFiles(self.copies, step, checkpoint.files))
+            # A copy on another node is fetched when it is looked up, once.
+            lookup = cache(partial(self.copies.path, step))
+            checkpoint = replace(checkpoint, find_copy=lambda name: lookup(checkpoint.files[name]))
         for entry in checkpoint.files.values():
             path = directory / entry.name
             size = path.stat().st_size if path.is_file() else None
-            if size != entry.size and entry.name not in checkpoint.copies:
+            if size != entry.size and checkpoint.find_copy(entry.name) is None:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
                     f"checkpoint {directory}: {entry.name} {found}, the manifest says {entry.size} bytes"
@@ -336,10 +330,6 @@ class CheckpointStore:
         except OSError as error:  # the new checkpoint is in place: not a reason to fail
             logger.warning("could not delete the old checkpoint %s: %s", self.path(step), error)
         shutil.rmtree(doomed, ignore_errors=True)
-
-    @staticmethod
-    def _replaced_path(final: Path) -> Path:
-        return final.with_name(final.name + ".replaced")
 
 
 def _summed(parts: list[list[list[int]]]) -> list[list[int]]:
@@ -370,9 +360,9 @@ def save_checkpoint(
     """
 
     def write_own() -> None:
-        writer = store.writer(step)
+        writer = CheckpointWriter()
         write(writer)
-        writer.finish()
+        store.write(step, writer)
 
     is_first, begin = store.rank == 0, partial(store.ask, "begin", step)
     commit = partial(store.ask, "commit", step, dict(metadata or {}))
@@ -403,7 +393,7 @@ def require_together(store: CheckpointStore, step: int, give_up: Callable[[], ob
         store.ask("abandon", step)
     message = _save_message(store, step, problem)
     if problem is None:
-        raise _consequence(message)
+        raise CheckpointError(message, is_consequence=True)
     raise CheckpointError(message) from problem
 
 
@@ -453,7 +443,7 @@ def newest_valid(store: CheckpointStore, load: Callable[[Checkpoint], None] | No
             f"none of the checkpoints in {store.directory} can be loaded: {'; '.join(reasons)}. "
             "Restore one, or start anew with another run.output_dir"
         )
-        raise _final(message) if found_here else _consequence(message)
+        raise CheckpointError(message, is_final=found_here, is_consequence=not found_here)
     return None
 
 
@@ -516,15 +506,17 @@ def find_resume(
         raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
     if mode == "never":
         if store.steps():
-            raise _final(
+            raise CheckpointError(
                 f'checkpoint.resume = "never", but {store.directory} holds checkpoints of steps {store.steps()}; '
-                "choose another run.output_dir, or resume"
+                "choose another run.output_dir, or resume",
+                is_final=True,
             )
         return None
     found = newest_valid(store, load)
     if found is None and mode == "must":
-        raise _final(
-            f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
+        raise CheckpointError(
+            f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir',
+            is_final=True,
         )
     return found
 

@@ -152,7 +152,7 @@ def describe(checkpoint: Checkpoint, verifies: bool = False) -> dict[str, Any]:
                 "distributed_optimizer": model.distributed,
                 "kinds": {kind: str(dtype).removeprefix("torch.") for kind, dtype in model.kinds.items()},
                 "num_parameters": sum(spec.num_elements for spec in model.specs.values()),
-                "num_pieces": len(model.pieces),
+                "num_slices": len(model.slices),
                 "tensors": {tensor: list(spec.shape) for tensor, spec in model.specs.items()},
             }
     return {
@@ -191,7 +191,7 @@ def inspection_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"{facts['directory']}: step {facts['step']}, {_summary_text(facts)}; {checked}"
     for name, model in facts["models"].items():
         kinds = ", ".join(f"{kind} {dtype}" for kind, dtype in model["kinds"].items())
-        yield f"{name}: {model['num_parameters']} parameters in {model['num_pieces']} pieces; {kinds}"
+        yield f"{name}: {model['num_parameters']} parameters in {model['num_slices']} slices; {kinds}"
         yield from (f"  {tensor} {tuple(shape)}" for tensor, shape in model["tensors"].items())
     yield from (f"{file}: {size(num_bytes)}" for file, num_bytes in sorted(facts["files"].items()))
 

@@ -113,7 +113,7 @@ def nodes(
     """
     from megatron_dapo.cli.nodes import report_nodes
     from megatron_dapo.nodes.detection import DetectorSettings
-    from megatron_dapo.telemetry.node_timeline import to_lines, to_svg
+    from megatron_dapo.nodes.timeline import to_lines, to_svg
 
     picture = svg or run / "nodes/timeline.svg"
     try:

@@ -9,7 +9,7 @@ from megatron_dapo.nodes.denoiser import reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
 from megatron_dapo.nodes.records import read_alerts, read_nodes
 from megatron_dapo.nodes.samples import METRICS, SHOWN_METRICS, NodeAlert, NodeMetric, align
-from megatron_dapo.telemetry.node_timeline import NodeTimeline, timeline
+from megatron_dapo.nodes.timeline import NodeTimeline, timeline
 
 TERMINAL_POINTS = 80
 

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.step import StepPlan
-from megatron_dapo.telemetry.svg import GRAY, document, text
+from megatron_dapo.svg import GRAY, document, text
 
 _LEFT, _WIDTH, _ROW, _TOP = 110, 760, 30, 40
 _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#994455", "#6699cc", "#997700")

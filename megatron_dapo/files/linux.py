@@ -1,4 +1,7 @@
-"""What Linux lets a process know of others: the death of its parent, and the owner of a socket's other end."""
+"""Processes next to a rank: how they are started, and what Linux tells them of others.
+
+Imports only the standard library, as they do.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -41,3 +48,34 @@ def require_same_user(connection: socket.socket) -> None:
     user = struct.unpack("3i", credentials)[1]
     if user != os.geteuid():
         raise PermissionError(errno.EPERM, f"the other end belongs to user {user}, this process to {os.geteuid()}")
+
+
+def start_helper(
+    module: str,
+    *arguments: str,
+    packages: Sequence[str] | None = (),
+    environment: Mapping[str, str] = os.environ,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments` with this package.
+
+    It keeps open neither the log, whose reader may wait for its end, nor standard input, nor the working directory.
+
+    Args:
+        packages: directories of other packages; None: all those of this process. Without site-packages a process
+            starts in a tenth of a second and does not depend on what is installed.
+        options: of Popen, in place of the ones here.
+    """
+    paths = [str(Path(__file__).resolve().parents[2]), *(packages or ())]
+    if packages is None:
+        paths += filter(None, [environment.get("PYTHONPATH")])
+    command = [sys.executable, *([] if packages is None else ["-S"]), "-m", module, *arguments]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    variables = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, cwd="/", env=variables, **{**quiet, **options})
+
+
+def ignore_launcher_signals() -> None:
+    """Ignore what a launcher that ends its job sends to every process: a helper ends with its rank, or later."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

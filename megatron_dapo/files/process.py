@@ -23,7 +23,6 @@ import mmap
 import os
 import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.files.durable import FILE_PROCESS, FileEntry, Files, OpenFile, Work
-from megatron_dapo.files.linux import end_with_parent
+from megatron_dapo.files.linux import end_with_parent, ignore_launcher_signals, start_helper
 
 _NUM_PARTS = 16  # parts of the shared memory: one is written while the next ones are filled
 _MEMORY_BYTES = 1 << 26
@@ -84,15 +83,10 @@ class FileProcess(Files):
         self._memory, self._part_bytes = mmap.mmap(memory, size), size // _NUM_PARTS
         self._copy_file, self._copy_bytes = os.memfd_create("checkpoint"), 0
         descriptors = theirs.fileno(), memory, self._copy_file
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-m", "megatron_dapo.files.process", *map(str, descriptors)],
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
-            pass_fds=descriptors,
-            # A process blocked in the kernel must not keep the log open, as its reader may wait for the end.
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+        isal = importlib.util.find_spec("isal")
+        packages = [str(Path(isal.origin).parents[1])] if isal is not None and isal.origin is not None else []
+        self._process = start_helper(
+            "megatron_dapo.files.process", *map(str, descriptors), packages=packages, pass_fds=descriptors
         )
         theirs.close()
         os.close(memory)
@@ -260,13 +254,6 @@ class FileProcess(Files):
         return RuntimeError(f"the file process {self.pid} of this rank {how} at {self.doing or 'no work'}")
 
 
-def _import_path() -> list[str]:
-    """Return the import directories of the process: this package's and, if installed, isal's."""
-    isal = importlib.util.find_spec("isal")
-    found = [] if isal is None or isal.origin is None else [str(Path(isal.origin).parents[1])]
-    return [str(Path(__file__).resolve().parents[2]), *found]
-
-
 # Paths and errors as JSON
 
 
@@ -392,9 +379,7 @@ def _function(request: Mapping[str, Any]) -> Callable[..., Any]:
 
 def main() -> None:
     """Serve the rank that has started this process, until it closes its socket or dies."""
-    # A launcher that ends its job sends these to every process, but the rank still has to save its state.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_launcher_signals()  # the rank still has to save its state
     rank = os.getppid()
     end_with_parent()
     Path("/proc/self/comm").write_text(FILE_PROCESS, encoding="ascii")

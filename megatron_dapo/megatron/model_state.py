@@ -1,13 +1,13 @@
-"""A rank's part of a model's saved state: the pieces it writes, and loading from any layout.
+"""A rank's part of a model's saved state: the slices it writes, and loading from any layout.
 
-The assignment of pieces to the ranks that write and read them is pure arithmetic (`checkpoints.layouts.state`,
+The assignment of slices to the ranks that write and read them is pure arithmetic (`checkpoints.layouts.state`,
 `reshard.reading`), computed once per model: a second save plans nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -26,8 +26,8 @@ from megatron_dapo.checkpoints.formats.saved_model import (
     OtherModelError,
     SavedModel,
     kinds_of,
-    piece_name,
     rank_file,
+    slice_name,
     state_index,
 )
 from megatron_dapo.checkpoints.layouts.state import EXPERTS, LAYER_ORDER, Range, StateLayout
@@ -40,7 +40,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_transfers
 from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
 from megatron_dapo.reshard.planner import Transfer
-from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
+from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredSlice
 from megatron_dapo.reshard.regions import ReplicaGroups
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _READERS = 2  # threads: one waits for storage while the other verifies and copi
 
 
 class _View(NamedTuple):
-    """A piece as a view of a local tensor: its flattened elements [start, start + size)."""
+    """A slice as a view of a local tensor: its flattened elements [start, start + size)."""
 
     key: str
     local: str
@@ -65,7 +65,7 @@ class _View(NamedTuple):
 
 
 class _Round:
-    """Pieces of one kind that are in memory together, with what this rank reads, sends and receives."""
+    """Slices of one kind that are in memory together, with what this rank reads, sends and receives."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class _Round:
         self._sources: dict[str, torch.Tensor] = {}
         self._reads: list[Future[None]] = []
 
-    def read(self, saved: SavedModel, kind: str, piece: StoredPiece, source: str, readers: ThreadPoolExecutor) -> None:
-        """Begin to read a piece into its place, or into separate memory. Raise ValueError if its file is broken."""
-        saved.reader(piece.file)  # opened only by this thread
+    def read(self, saved: SavedModel, kind: str, stored: StoredSlice, source: str, readers: ThreadPoolExecutor) -> None:
+        """Begin to read a slice into its place, or into separate memory. Raise ValueError if its file is broken."""
+        saved.reader(stored.file)  # opened only by this thread
         transfer = self._in_place.get(source)
         if transfer is None:
             device = next(iter(self._buffers.values())).device
-            values = torch.empty(piece.bounds.shape, dtype=self._dtype, device=device)
+            values = torch.empty(stored.bounds.shape, dtype=self._dtype, device=device)
         else:
             shard = transfer.destination_shard
             values = shard_view(self._buffers[shard.local], shard, transfer.bounds)
         self._sources[source] = values.view(-1)
-        self._reads.append(readers.submit(saved.read, kind, piece, values))
+        self._reads.append(readers.submit(saved.read, kind, stored, values))
 
     def wait(self) -> None:
         """Wait for the reads and raise the first error."""
@@ -101,7 +101,7 @@ class _Round:
             read.result()
 
     def exchange(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """Send every piece to the ranks that need it. Collective."""
+        """Send every slice to the ranks that need it. Collective."""
         execute_transfers(self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group)
 
 
@@ -145,7 +145,7 @@ class ModelState:
         owned = self.layout.ranges(self.rank)
         views = []
         for shard in self.layout.saved(self.rank):
-            name = piece_name(shard.tensor, shard.bounds)
+            name = slice_name(shard.tensor, shard.bounds)
             for kind in kinds:
                 base = 0 if kind == PARAMETER else owned[shard.local][0]
                 local, start = f"{kind}/{shard.local}", shard.local_offset[0] - base
@@ -184,8 +184,8 @@ class ModelState:
         if self.rank:
             return None
         if self._index is None:
-            pieces = {rank_file(name, rank): layout.saved(rank) for rank in range(layout.num_ranks)}
-            self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, pieces)
+            slices = {rank_file(name, rank): layout.saved(rank) for rank in range(layout.num_ranks)}
+            self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, slices)
         return self._index
 
     _index: dict[str, Any] | None = None
@@ -195,18 +195,18 @@ class ModelState:
         directory: Path,
         name: str,
         checksums: Mapping[str, PieceChecksums] | None = None,
-        copies: Mapping[str, Path] | None = None,
+        find_copy: Callable[[str], Path | None] = lambda name: None,
     ) -> None:
         """Load a state saved by any layout. Collective among the model's ranks.
 
-        Files that have `copies` are read from there. Files with `checksums` are verified while they are read. Random
-        states and scales of FP8 modules belong to ranks, so they are loaded only if the layout is the same. All ranks
-        raise DamagedError if a file is not what was written, and ValueError if the state does not fit this model or
-        cannot be read; the model may then be partly loaded.
+        `find_copy`: returns where to read a file instead of `directory`, if anywhere. Files with `checksums` are verified
+        while they are read. Random states and scales of FP8 modules belong to ranks, so they are loaded only if the
+        layout is the same. All ranks raise DamagedError if a file is not what was written, and ValueError if the state
+        does not fit this model or cannot be read; the model may then be partly loaded.
         """
         model, group = self._model, self._model.part.collective_group
         with _failing_together(group):
-            saved = SavedModel(directory, name, checksums, copies, is_read_once=True)
+            saved = SavedModel(directory, name, checksums, find_copy, is_read_once=True)
         with saved:
             with _failing_together(group):
                 _check_tensors(saved, model)
@@ -229,9 +229,9 @@ class ModelState:
         shapes = model.tensors.local_shapes(self.rank)
         padded = {local for local, holes in local_holes(model.tensors.shards(self.rank), shapes).items() if holes}
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
-        pieces = sorted(saved.pieces, key=lambda piece: (places[piece.tensor], piece.bounds))
+        slices = sorted(saved.slices, key=lambda stored: (places[stored.tensor], stored.bounds))
         updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
-        plan = ReadPlan(pieces, updates, layout.num_ranks, ROUND_ELEMENTS)
+        plan = ReadPlan(slices, updates, layout.num_ranks, ROUND_ELEMENTS)
         with device_thread_pool(_READERS, "checkpoint read") as readers:
             for kind in saved.kinds:
                 named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
@@ -257,7 +257,7 @@ class ModelState:
             receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
             begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
             for index in plan.read_by(rank, indices):
-                begun.read(saved, kind, plan.pieces[index], str(index), readers)
+                begun.read(saved, kind, plan.slices[index], str(index), readers)
             yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
@@ -265,11 +265,11 @@ class ModelState:
         model, group = self._model, self._model.part.collective_group
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         steps = torch.zeros(len(places))
-        firsts = [piece for piece in saved.pieces if not any(piece.bounds.offset)]
+        firsts = [stored for stored in saved.slices if not any(stored.bounds.offset)]
         with _failing_together(group):
-            for index, piece in enumerate(firsts):
+            for index, stored in enumerate(firsts):
                 if index % self.layout.num_ranks == self.rank:
-                    steps[places[piece.tensor]] = saved.read_step(piece.tensor, piece.file)
+                    steps[places[stored.tensor]] = saved.read_step(stored.tensor, stored.file)
         if group is not None:
             steps = max_over({"steps": steps}, group)["steps"]  # ranks that did not read it have 0
         found: dict[str, float] = {}
@@ -344,9 +344,9 @@ def _needs_of_weights(layout: StateLayout) -> Needs:
 def transfers_in_place(
     receives: Iterable[Transfer], rank: int, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, Transfer]:
-    """Return, by source name, transfers of whole pieces that a rank reads itself into contiguous memory of their type.
+    """Return, by source name, transfers of whole slices that a rank reads itself into contiguous memory of their type.
 
-    Such a piece is read straight into its place, one place per piece."""
+    Such a slice is read straight into its place, one place per slice."""
     found: dict[str, Transfer] = {}
     for transfer in receives:
         source, shard = transfer.source_shard, transfer.destination_shard

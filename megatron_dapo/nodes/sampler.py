@@ -11,25 +11,19 @@ blocks no rank.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import select
-import signal
 import socket
-import struct
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_dapo.affinity import all_cpus
-from megatron_dapo.files.linux import end_with_parent
+from megatron_dapo.files.linux import end_with_parent, ignore_launcher_signals, require_same_user, start_helper
 from megatron_dapo.nodes.counters import NodeCounters
-from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, STATUS_BYTES
+from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, StatusPage
 
 SAMPLE_S = 1.0
 MAX_BYTES = 1 << 21  # size of a node's newest file; the one before it is kept too: more than two hours of samples
@@ -48,23 +42,6 @@ class SamplerSettings:
     role: str  # nodes are compared with nodes of the same role
     address: str  # of the abstract socket to which ranks hand their pages
     period_s: float  # between two reads of the samples, which must be on disk by then
-
-
-class RankPage:
-    """Another process's page of its heartbeat."""
-
-    def __init__(self, rank: int, descriptor: int) -> None:
-        self.rank = rank
-        self._memory = mmap.mmap(descriptor, STATUS_BYTES, prot=mmap.PROT_READ)
-        os.close(descriptor)
-        self._last: dict[str, Any] = {}
-
-    def read(self) -> Mapping[str, Any]:
-        """Return what the rank reports: phase, step, seconds."""
-        length = int.from_bytes(self._memory[:4], "little")
-        with suppress(ValueError):  # being written: the last one still holds
-            self._last = json.loads(self._memory[4 : 4 + length])
-        return self._last
 
 
 class SampleFile:
@@ -98,7 +75,7 @@ class NodeSampler:
         metrics = [*NodeCounters.METRICS]
         header = {"node": settings.node, "name": settings.name, "role": settings.role, "metrics": metrics}
         self._file = SampleFile(Path(settings.directory) / f"node_{settings.node}.jsonl", json.dumps(header) + "\n")
-        self._pages: dict[int, RankPage] = {}
+        self.pages: dict[int, StatusPage] = {}  # by rank of this node
         self._lines: list[str] = []
         self._phase = ""
         self._flush_s = flush_seconds(settings.period_s)
@@ -121,21 +98,17 @@ class NodeSampler:
     def _admit(self, connection: socket.socket) -> None:
         """Take the page that a rank of this user hands over."""
         with connection:
-            user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
             connection.settimeout(SAMPLE_S)
             with suppress(OSError, ValueError, KeyError):
-                text, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
-                if user == os.getuid() and len(files) == 1:
-                    self.add(RankPage(int(json.loads(text)["rank"]), files[0]))
-
-    def add(self, page: RankPage) -> None:
-        """Sample a rank of this node as well."""
-        self._pages[page.rank] = page
+                require_same_user(connection)
+                text, (page,), _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+                self.pages[int(json.loads(text)["rank"])] = StatusPage(page)
+                os.close(page)
 
     def sample(self, now: float) -> None:
         """Record one second. `now`: seconds since 1970."""
         values = self._counters.look(now)
-        pages = {rank: page.read() for rank, page in sorted(self._pages.items())}
+        pages = {rank: page.read() for rank, page in sorted(self.pages.items())}
         # The phase may have changed within the second before a sample; nodes that change phases fast are alike in that.
         phases = {str(page.get("phase", "")) for page in pages.values()}
         phase = phases.pop() if len(phases) == 1 else ""
@@ -156,30 +129,10 @@ def flush_seconds(period_s: float) -> float:
     return min(max(period_s / 8, _MIN_FLUSH_S), _MAX_FLUSH_S)
 
 
-def start_helper(module: str, argument: str, has_packages: bool, output: int = subprocess.DEVNULL) -> subprocess.Popen:
-    """Start `python -m module argument` as a child that keeps neither the log nor standard input open.
-
-    has_packages: False if it imports only the standard library and so starts in a tenth of a second. output:
-    destination of its standard output.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    others = os.environ.get("PYTHONPATH", "") if has_packages else ""
-    with all_cpus():
-        return subprocess.Popen(
-            [sys.executable, *([] if has_packages else ["-S"]), "-m", module, argument],
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, others))), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-        )
-
-
 def become_helper(nice: int) -> None:
     """Run at low priority, end with the process that started this one, and leave a launcher's signals to that
     process."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_launcher_signals()
     end_with_parent()
     os.nice(nice)
 
@@ -192,7 +145,8 @@ def main() -> None:
 
 def start_sampler(settings: SamplerSettings) -> subprocess.Popen:
     """Start a node's sampler as a child of this process."""
-    return start_helper("megatron_dapo.nodes.sampler", json.dumps(asdict(settings)), has_packages=False)
+    with all_cpus():
+        return start_helper("megatron_dapo.nodes.sampler", json.dumps(asdict(settings)))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.affinity import all_cpus
+from megatron_dapo.files.linux import start_helper
 from megatron_dapo.nodes import MIN_NODES
-from megatron_dapo.nodes.sampler import SAMPLE_S, become_helper, flush_seconds, start_helper
+from megatron_dapo.nodes.sampler import SAMPLE_S, become_helper, flush_seconds
 from megatron_dapo.watch.attempts import record_alert
 
 if TYPE_CHECKING:
@@ -269,10 +271,15 @@ class NodeWatch:
         """Start the watch. It ends with this process, or by `close`."""
         self.num_alerts = 0  # so far
         self.stragglers: Sequence[Mapping[str, Any]] = ()  # of the last look, as JSON
-        argument = json.dumps(asdict(settings))
-        self._process = start_helper(
-            "megatron_dapo.nodes.watch", argument, has_packages=True, output=subprocess.PIPE
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with all_cpus():
+            self._process = start_helper(
+                "megatron_dapo.nodes.watch",
+                json.dumps(asdict(settings)),
+                packages=None,
+                environment=environment,
+                stdout=subprocess.PIPE,
+            )
         assert self._process.stdout is not None
         threading.Thread(target=self._listen, args=[self._process.stdout], name="node watch", daemon=True).start()
 

@@ -22,7 +22,7 @@ from megatron_dapo.algorithms.selection import (
 )
 from megatron_dapo.evaluation.estimators import bootstrap_mean
 from megatron_dapo.selection.choose import NOT_DRAWN, Chosen
-from megatron_dapo.telemetry.svg import bars
+from megatron_dapo.svg import bars
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 REASONS: Mapping[str, str] = {

@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything needed to resume bit for bit as if it had never stopped.
 
 policy_00000.safetensors, ...          each rank's policy parameters, fp32 main params, moments and steps; no replicas
-policy.json                            where each box of each tensor is (`checkpoints.formats.saved_model`); any layout loads it
+policy.json                            where each slice of each tensor is (`checkpoints.formats.saved_model`); any layout loads it
 critic_00000.safetensors, critic.json  the same for the critic, if there is one, numbered by the critic's ranks
 run.json                               counters and the measurements so far
 collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -82,7 +82,7 @@ class Stateful(Protocol):
         directory: Path,
         name: str,
         checksums: Mapping[str, PieceChecksums] | None = None,
-        copies: Mapping[str, Path] | None = None,
+        find_copy: Callable[[str], Path | None] = lambda name: None,
     ) -> None: ...
 
 
@@ -269,7 +269,7 @@ class Checkpoints:
         """Restore models, optimizers and counters, but not the data."""
         state = self._state
         for name, model in state.models().items():
-            model.load(checkpoint.directory, name, checkpoint.checksums, checkpoint.copies)
+            model.load(checkpoint.directory, name, checkpoint.checksums, checkpoint.find_copy)
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])

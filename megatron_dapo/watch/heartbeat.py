@@ -18,11 +18,9 @@ import atexit
 import faulthandler
 import json
 import logging
-import mmap
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -33,10 +31,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.files.linux import start_helper
 from megatron_dapo.watch.evidence import read_text
 from megatron_dapo.watch.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
 from megatron_dapo.watch.verdict import BOUNDED, COLLECTIVE, WatchLimits
-from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, STATUS_BYTES
+from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, STATUS_BYTES, StatusPage
 
 if TYPE_CHECKING:
     from megatron_dapo.files.process import FileProcess
@@ -99,8 +98,7 @@ class Heartbeat:
         self._deadline_s = float("inf")
         self._progress: Progress | None = None
         self._socket: socket.socket | None = None
-        self._page: mmap.mmap | None = None
-        self._page_lock = threading.Lock()
+        self._page: StatusPage | None = None
         self._sample: dict[str, Any] = {}
         self._beats = 0
         self._verdict = threading.Event()
@@ -194,7 +192,7 @@ class Heartbeat:
         self._socket.settimeout(_SAMPLE_S)
         stacks, page = os.memfd_create("stacks"), os.memfd_create("page")
         os.ftruncate(page, STATUS_BYTES)
-        self._page = mmap.mmap(page, STATUS_BYTES)
+        self._page = StatusPage(page, is_writable=True)
         hello = {"kind": "hello", "rank": place.rank, "pid": os.getpid(), "node": self._node}
         socket.send_fds(self._socket, [json.dumps(hello).encode()], [page, stacks])
         self._page_file = page
@@ -330,12 +328,7 @@ class Heartbeat:
         page["step"], page["seconds"] = self.train_step(), dict(self._seconds)
         if self.file_process is not None:
             page["file_process"] = [self.file_process.pid, self.file_process.doing]
-        text = json.dumps(page).encode()
-        if len(text) > STATUS_BYTES - 4:
-            text = json.dumps({**page, "groups": {}}).encode()
-        with self._page_lock:
-            # In one write: the reader treats a page it cannot parse as one being written.
-            self._page[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+        self._page.write(page)
 
 
 @contextmanager
@@ -353,20 +346,11 @@ def watched_alone(phase: str) -> Iterator[None]:
 
 
 def _start_watcher(place: Place, address: str) -> None:
-    # Run by file path without site-packages: it starts in 0.1 s and does not depend on installed packages.
-    root = Path(__file__).resolve().parents[2]
-    subprocess.Popen(
-        [
-            sys.executable,
-            "-S",
-            "-m",
-            "megatron_dapo.watch.watcher",
-            json.dumps({**asdict(place), "address": address[1:]}),
-        ],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdin=subprocess.DEVNULL,
+    start_helper(
+        "megatron_dapo.watch.watcher",
+        json.dumps({**asdict(place), "address": address[1:]}),
         stdout=sys.__stderr__,
+        stderr=None,  # this rank's
         start_new_session=True,  # a launcher that kills its workers' process groups must not kill the watcher
     )
 

@@ -7,7 +7,9 @@ import mmap
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megatron_dapo.files.durable import FILE_PROCESS
@@ -24,6 +26,32 @@ _WORKING_FAULTS = 8
 _STALE_S = 4.0  # without a sample of its main thread
 
 
+class StatusPage:
+    """What a rank reports about itself: phase, wait, progress. Shared memory, read up to date even after a SIGKILL."""
+
+    def __init__(self, descriptor: int, is_writable: bool = False) -> None:
+        """descriptor: of the memory; it may be closed afterwards."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        self._memory, self._lock = mmap.mmap(descriptor, STATUS_BYTES, prot=protection), threading.Lock()
+        self._last: dict[str, Any] = {"phase": "start"}
+
+    def read(self) -> dict[str, Any]:
+        """Return the newest status."""
+        length = int.from_bytes(self._memory[:4], "little")
+        with suppress(ValueError):  # being written: the last one still holds
+            self._last = json.loads(self._memory[4 : 4 + length])
+        return self._last
+
+    def write(self, status: Mapping[str, Any]) -> None:
+        """Replace the status; the numbers of collectives are left out if they do not fit."""
+        text = json.dumps(status).encode()
+        if len(text) > STATUS_BYTES - 4:
+            text = json.dumps({**status, "groups": {}}).encode()
+        with self._lock:
+            # In one write: the reader treats a page it cannot parse as one being written.
+            self._memory[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+
+
 class WatchedRank:
     """One rank of this node, by its process."""
 
@@ -32,9 +60,8 @@ class WatchedRank:
         self.connection: socket.socket | None = connection
         self.stacks = stacks
         self.pidfd = os.pidfd_open(self.pid)
-        self._memory = mmap.mmap(page, STATUS_BYTES)
+        self._page = StatusPage(page)
         os.close(page)
-        self._page: dict[str, Any] = {"phase": "start"}
         self._stacks_at = 0
         self._seen = activity(self.pid)
         self._seen_at = self.moved_at = self._marked_at = now
@@ -49,12 +76,7 @@ class WatchedRank:
     @property
     def page(self) -> dict[str, Any]:
         """What the rank has written about itself: phase, wait, doing, progress, groups, sequence."""
-        length = int.from_bytes(self._memory[:4], "little")
-        try:
-            self._page = json.loads(self._memory[4 : 4 + length])
-        except ValueError:
-            pass  # being written: the last one still holds
-        return self._page
+        return self._page.read()
 
     def view(self, now: float, node_rank: int = 0) -> RankView:
         """Return what this rank does now."""
@@ -143,14 +165,10 @@ class WatchedRank:
         return text
 
     def send(self, message: Mapping[str, Any]) -> None:
-        try:
+        with suppress(OSError):
             if self.connection is not None:
                 self.connection.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
-        except OSError:
-            pass
 
     def signal(self, number: int) -> None:
-        try:
+        with suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
-        except OSError:
-            pass

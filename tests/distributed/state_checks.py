@@ -60,9 +60,9 @@ def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     saved = SavedModel(directory, NAME)
     found = {f"{kind}/{name}": saved.read_tensor(name, kind) for kind in saved.kinds for name in saved.specs}
     steps = {
-        f"step/{piece.tensor}": torch.tensor(saved.read_step(piece.tensor, piece.file))
-        for piece in saved.pieces
-        if not any(piece.bounds.offset)
+        f"step/{stored.tensor}": torch.tensor(saved.read_step(stored.tensor, stored.file))
+        for stored in saved.slices
+        if not any(stored.bounds.offset)
     }
     return found | steps
 

@@ -15,7 +15,7 @@ PACKAGE = Path(megatron_dapo.__file__).parent
 
 # From the bottom up: a package imports only from layers above it in this list, and none of the same layer.
 ORDER = (
-    ("types", "rounding", "untrusted", "affinity", "device_thread", "_version"),
+    ("types", "rounding", "svg", "untrusted", "affinity", "device_thread", "_version"),
     ("precision", "hooks", "files"),
     ("models", "watch"),
     ("config", "nodes"),

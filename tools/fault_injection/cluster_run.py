@@ -7,7 +7,6 @@ The phase of a rank is read from its heartbeat: the page of memory that it share
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 from megatron_dapo.watch.attempts import ATTEMPTS, completed_steps
 from megatron_dapo.watch.evidence import parent
-from megatron_dapo.watch.watched_rank import STATUS_BYTES
+from megatron_dapo.watch.watched_rank import StatusPage
 from tools.fault_injection.cells import PHASES
 from tools.resume_proof.compare_runs import checkpoint_steps
 from tools.virtual_cluster import CONTROLLER, JobState, VirtualCluster
@@ -99,14 +98,7 @@ class RankProcess:
     rank: int
     node: str
     pid: int  # as the machine counts
-    memory: mmap.mmap
-
-    def page(self) -> dict[str, Any]:
-        """Return what the rank says of itself; {} while it writes."""
-        try:
-            return json.loads(self.memory[4 : 4 + int.from_bytes(self.memory[:4], "little")])
-        except ValueError:
-            return {}
+    page: StatusPage
 
     def has_ended(self) -> bool:
         """Return True if the process is gone or a zombie."""
@@ -116,7 +108,7 @@ class RankProcess:
 
     def phase(self) -> str:
         """Return the phase, `score` if a generating rank waits for verifiers."""
-        page = self.page()
+        page = self.page.read()
         name = str(page.get("phase", ""))
         return "score" if name == "generate" and str(page.get("doing", "")).startswith("verifiers") else name
 
@@ -277,8 +269,8 @@ def _rank_process(node: str, pid: int) -> RankProcess | None:
         rank = re.search(r"(?:^|\0)SLURM_PROCID=(\d+)", environment)
         if found and rank:
             with open(f"/proc/{pid}/map_files/{found.group(1)}", "rb") as stream:
-                memory = mmap.mmap(stream.fileno(), STATUS_BYTES, access=mmap.ACCESS_READ)
-            return RankProcess(int(rank.group(1)), node, pid, memory)
+                page = StatusPage(stream.fileno())
+            return RankProcess(int(rank.group(1)), node, pid, page)
     return None
 
 

@@ -1,16 +1,16 @@
-"""A model's training state on disk: boxes of Hugging Face tensors in the files of many ranks, and their index.
+"""A model's training state on disk: slices of Hugging Face tensors in the files of many ranks, and their index.
 
-    <name>.json                  the index: tensors, types, the layout that saved them, every box with its file
+    <name>.json                  the index: tensors, types, the layout that saved them, every slice with its file
     <name>_00000.safetensors     what one rank saved; see docs/checkpoints.md
 
-A tensor of a file is one box: "parameter/model.norm.weight[0:64]", and "master/", "exp_avg/" and "exp_avg_sq/" of the same
-box. The scalar "step/model.norm.weight" is in the file with the tensor's first element.
+A tensor of a file is one slice: "parameter/model.norm.weight[0:64]", and "master/", "exp_avg/" and "exp_avg_sq/" of the same
+slice. The scalar "step/model.norm.weight" is in the file with the tensor's first element.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_O
 from megatron_dapo.files.checksums import PieceChecksums
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec, slice_view
-from megatron_dapo.reshard.reading import StoredPiece
+from megatron_dapo.reshard.reading import StoredSlice
 from megatron_dapo.reshard.slices import Coordinates, Slice, intersect, whole
 from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
 FORMAT = "megatron_dapo model state"
 VERSION = 2
 PARAMETER, MAIN, MOMENTS, STEP = "parameter", "master", ("exp_avg", "exp_avg_sq"), "step"
-_PIECE = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<ranges>\d+:\d+(?:, \d+:\d+)*)?\]")
+_SLICE = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<ranges>\d+:\d+(?:, \d+:\d+)*)?\]")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -53,8 +53,8 @@ def index_file(name: str) -> str:
     return f"{name}.json"
 
 
-def piece_name(tensor: str, bounds: Slice) -> str:
-    """Return the name of a box of a tensor, e.g. "model.norm.weight[0:64]"."""
+def slice_name(tensor: str, bounds: Slice) -> str:
+    """Return the name of a slice of a tensor, e.g. "model.norm.weight[0:64]"."""
     return f"{tensor}{bounds}"
 
 
@@ -62,9 +62,9 @@ def state_index(
     tensors: Mapping[str, TensorSpec],
     parallel: ParallelLayout,
     distributed: bool,
-    pieces: Mapping[str, Iterable[Shard]],
+    slices: Mapping[str, Iterable[Shard]],
 ) -> dict[str, Any]:
-    """Return the index of a model that is saved as `pieces` of each file."""
+    """Return the index of a model that is saved as `slices` of each file."""
     [dtype] = {spec.dtype for spec in tensors.values()}
     return {
         "format": FORMAT,
@@ -73,7 +73,7 @@ def state_index(
         "distributed_optimizer": distributed,
         "kinds": {kind: CODE_OF_DTYPE[each] for kind, each in kinds_of(dtype).items()},
         "tensors": {name: list(spec.shape) for name, spec in tensors.items()},
-        "files": {file: [piece_name(each.tensor, each.bounds) for each in found] for file, found in pieces.items()},
+        "files": {file: [slice_name(each.tensor, each.bounds) for each in found] for file, found in slices.items()},
     }
 
 
@@ -88,18 +88,15 @@ class SavedModel(StoredModel):
         directory: str | Path,
         name: str = "policy",
         checksums: Mapping[str, PieceChecksums] | None = None,
-        copies: Mapping[str, Path] | None = None,
+        find_copy: Callable[[str], Path | None] = lambda name: None,
         *,
         is_read_once: bool = False,
     ) -> None:
-        """`checksums`: of the pieces of files, verified on every read; DamagedError if one is wrong. `copies`: paths to
-        read files of tensors from instead of `directory`. `is_read_once`: see `SafetensorsReader`."""
+        """`checksums`: of the pieces of files, verified on every read; DamagedError if one is wrong. `find_copy`: returns
+        the path to read a file of tensors from instead of `directory`, if any. `is_read_once`: see `SafetensorsReader`."""
         super().__init__()
         self.path, self.name, self._checksums = Path(directory), name, checksums or {}
-        self._copies = (
-            {} if copies is None else copies
-        )  # no truth test: that would look up every file
-        self._is_read_once = is_read_once
+        self._find_copy, self._is_read_once = find_copy, is_read_once
         path = self.path / index_file(name)
         document = _read_index(path)
         with blamed_on(path):
@@ -112,15 +109,15 @@ class SavedModel(StoredModel):
             }
             self.layout: Mapping[str, Any] = dict(document["layout"])
             self.distributed = bool(document["distributed_optimizer"])
-            self.pieces = [
-                _piece(text, str(file), self.specs) for file, texts in document["files"].items() for text in texts
+            self.slices = [
+                _stored_slice(text, str(file), self.specs) for file, texts in document["files"].items() for text in texts
             ]
-            _check_complete(self.pieces, self.specs)
+            _check_complete(self.slices, self.specs)
 
     def reader(self, file: str) -> SafetensorsReader:
         """Return the open reader of a file."""
         if file not in self._readers:
-            copy = self._copies.get(file)  # a copy is in memory, so bypassing the page cache gains nothing
+            copy = self._find_copy(file)  # a copy is in memory, so bypassing the page cache gains nothing
             self._readers[file] = SafetensorsReader(
                 copy or self.path / file,
                 self._checksums.get(file),
@@ -128,11 +125,11 @@ class SavedModel(StoredModel):
             )
         return self._readers[file]
 
-    def read(self, kind: str, piece: StoredPiece, out: torch.Tensor, bounds: Slice | None = None) -> None:
-        """Fill `out` with a piece of one kind, or only with `bounds` (global) of it; any type, device and strides."""
-        reader, key = self.reader(piece.file), f"{kind}/{piece_name(piece.tensor, piece.bounds)}"
-        self._check(reader, key, TensorSpec(piece.bounds.shape, self.kinds[kind]))
-        reader.read(key, out, None if bounds is None else _inside(piece.bounds, bounds))
+    def read(self, kind: str, stored: StoredSlice, out: torch.Tensor, bounds: Slice | None = None) -> None:
+        """Fill `out` with a slice of one kind, or only with `bounds` (global) of it; any type, device and strides."""
+        reader, key = self.reader(stored.file), f"{kind}/{slice_name(stored.tensor, stored.bounds)}"
+        self._check(reader, key, TensorSpec(stored.bounds.shape, self.kinds[kind]))
+        reader.read(key, out, None if bounds is None else _inside(stored.bounds, bounds))
 
     def read_step(self, tensor: str, file: str) -> float:
         """Return the number of optimizer steps of a tensor, from the file that has its first element."""
@@ -155,13 +152,13 @@ class SavedModel(StoredModel):
     def read_tensor(self, name: str, kind: str = PARAMETER) -> torch.Tensor:
         """Return a whole tensor by its Hugging Face name: its parameter, or another kind."""
         out = torch.empty(self.specs[name].shape, dtype=self.kinds[kind])
-        for piece in self.pieces_of(name):
-            self.read(kind, piece, slice_view(out, piece.bounds))
+        for stored in self.slices_of(name):
+            self.read(kind, stored, slice_view(out, stored.bounds))
         return out
 
-    def pieces_of(self, name: str) -> list[StoredPiece]:
-        """Return the pieces of a tensor."""
-        return [piece for piece in self.pieces if piece.tensor == name]
+    def slices_of(self, name: str) -> list[StoredSlice]:
+        """Return the slices of a tensor."""
+        return [stored for stored in self.slices if stored.tensor == name]
 
     def _check(self, reader: SafetensorsReader, key: str, spec: TensorSpec) -> None:
         stored = reader.tensors.get(key)
@@ -196,29 +193,29 @@ def _shape(sizes: list[int]) -> Coordinates:
     return tuple(sizes)
 
 
-def _piece(text: str, file: str, specs: Mapping[str, TensorSpec]) -> StoredPiece:
-    match = _PIECE.fullmatch(text)
+def _stored_slice(text: str, file: str, specs: Mapping[str, TensorSpec]) -> StoredSlice:
+    match = _SLICE.fullmatch(text)
     if match is None or match["tensor"] not in specs or not _FILE.fullmatch(file):
         raise ValueError(
-            f"{one_line(text, 100)!r} of {one_line(file, 100)!r} is no box of a tensor in a file beside the index"
+            f"{one_line(text, 100)!r} of {one_line(file, 100)!r} is no slice of a tensor in a file next to the index"
         )
     ranges = [tuple(map(int, each.split(":"))) for each in (match["ranges"] or "").split(", ") if each]
     bounds = Slice(tuple(start for start, _ in ranges), tuple(end - start for start, end in ranges))
     shape: Coordinates = specs[match["tensor"]].shape
     if len(ranges) != len(shape) or any(not start < end <= size for (start, end), size in zip(ranges, shape)):
         raise ValueError(f"{one_line(text, 100)!r} is not inside its tensor of shape {shape}")
-    return StoredPiece(match["tensor"], bounds, file)
+    return StoredSlice(match["tensor"], bounds, file)
 
 
-def _check_complete(pieces: Iterable[StoredPiece], specs: Mapping[str, TensorSpec]) -> None:
-    """Raise ValueError unless the pieces cover each element of each tensor exactly once."""
+def _check_complete(slices: Iterable[StoredSlice], specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ValueError unless the slices cover each element of each tensor exactly once."""
     by_tensor: dict[str, list[Slice]] = {name: [] for name in specs}
-    for piece in pieces:
-        by_tensor[piece.tensor].append(piece.bounds)
+    for stored in slices:
+        by_tensor[stored.tensor].append(stored.bounds)
     for name, found in by_tensor.items():
         volume, expected = sum(bounds.volume for bounds in found), whole(specs[name].shape).volume
         if volume != expected:
-            raise ValueError(f"boxes of {name} have {volume} elements, the tensor has {expected}")
+            raise ValueError(f"slices of {name} have {volume} elements, the tensor has {expected}")
         # Sorted by rows, only neighbors can overlap.
         found.sort()
         for index, bounds in enumerate(found):
@@ -226,7 +223,7 @@ def _check_complete(pieces: Iterable[StoredPiece], specs: Mapping[str, TensorSpe
                 if bounds.shape and other.offset[0] >= bounds.offset[0] + bounds.shape[0]:
                     break
                 if intersect(bounds, other) is not None:
-                    raise ValueError(f"boxes {bounds} and {other} of {name} overlap")
+                    raise ValueError(f"slices {bounds} and {other} of {name} overlap")
 
 
 def _inside(outer: Slice, bounds: Slice) -> Slice:

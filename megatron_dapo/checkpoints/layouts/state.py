@@ -1,8 +1,8 @@
 """Layout of a model's training state: which elements of which Hugging Face tensor a rank holds, updates, and saves.
 
-Main params and both moments are fp32 tensors of the parameters' shapes, so one piece of a tensor names the same elements of
+Main params and both moments are fp32 tensors of the parameters' shapes, so one slice of a tensor names the same elements of
 all four. Under the distributed optimizer a rank updates a flat range of each local parameter; ranges are cut anywhere
-and become at most 2 * ndim - 1 boxes each (`reshard.slices.flat_range_slices`). Everything is arithmetic: ranks do not
+and become at most 2 * ndim - 1 slices each (`reshard.slices.flat_range_slices`). Everything is arithmetic: ranks do not
 communicate.
 
 Replicated elements are saved once. A rank saves the elements that no other rank updates. `reshard.assignment.worst_fit`
@@ -26,9 +26,9 @@ from megatron_dapo.reshard.slices import Coordinates, flat_range_slices, interse
 from megatron_dapo.rounding import round_up
 
 EXPERTS = ".mlp.experts."
-MAX_PIECE = 1 << 22  # elements; bounds the pieces of a tensor, so that ranks can share the reading of one
-MIN_PIECE = 1 << 14
-_PIECES_PER_RANK = 32  # minimum, if only the number of pieces balances the ranks
+MAX_SLICE = 1 << 22  # elements; bounds the slices of a tensor, so that ranks can share the reading of one
+MIN_SLICE = 1 << 14
+_SLICES_PER_RANK = 32  # minimum, if only the number of slices balances the ranks
 _PARAMETER_ALIGNMENT = 64  # elements, in megatron-core's buffers (param_and_grad_buffer.py)
 _BUCKET_ALIGNMENT = 128
 # Parameters of a layer in the order in which megatron-core's modules without Transformer Engine register them.
@@ -108,7 +108,7 @@ class StateLayout:
             found = [
                 shard
                 for local, (start, end) in self.ranges(rank).items()
-                for shard in self._pieces(rank, local, start, end)
+                for shard in self._slices(rank, local, start, end)
             ]
             self._updated[rank] = tuple(found)
         return self._updated[rank]
@@ -127,18 +127,18 @@ class StateLayout:
 
     @cached_property
     def _saved(self) -> dict[int, tuple[Shard, ...]]:
-        pieces: dict[int, list[Shard]] = {}
+        slices: dict[int, list[Shard]] = {}
         for rank, local, start, end in self._assigned():
-            for piece_start in range(start, end, MAX_PIECE):
-                piece_end = min(piece_start + MAX_PIECE, end)
-                pieces.setdefault(rank, []).extend(self._pieces(rank, local, piece_start, piece_end))
-        return {rank: tuple(found) for rank, found in pieces.items()}
+            for first in range(start, end, MAX_SLICE):
+                last = min(first + MAX_SLICE, end)
+                slices.setdefault(rank, []).extend(self._slices(rank, local, first, last))
+        return {rank: tuple(found) for rank, found in slices.items()}
 
     @cached_property
     def _dealt_out(self) -> int:
         """Maximum number of elements in one of the parts that are distributed among replicas."""
         elements = sum(spec.num_elements for spec in self.weights.tensors.values())
-        return max(MIN_PIECE, min(MAX_PIECE, elements // (_PIECES_PER_RANK * self.num_ranks)))
+        return max(MIN_SLICE, min(MAX_SLICE, elements // (_SLICES_PER_RANK * self.num_ranks)))
 
     def _assigned(self) -> Iterator[tuple[int, str, int, int]]:
         """Yield (rank, local parameter, start, end) of everything saved, padding included."""
@@ -165,7 +165,7 @@ class StateLayout:
         size = prod(shape)
         if not self.distributed:
             holders = [(rank, instance.local) for instance in instances for rank in instance.owners.ranks]
-            # Cut at row boundaries if rows are short enough: that makes fewer boxes.
+            # Cut at row boundaries if rows are short enough: that makes fewer slices.
             row = prod(shape[1:])
             step = max(self._dealt_out // row, 1) * row if row <= self._dealt_out else self._dealt_out
             yield from ((holders, start, min(start + step, size)) for start in range(0, size, step))
@@ -273,14 +273,14 @@ class StateLayout:
             self._shards_of[id(shards)] = found
         return self._shards_of[id(shards)]
 
-    def _pieces(self, rank: int, local: str, start: int, end: int) -> Iterator[Shard]:
-        """Yield elements [start, end) of a flattened local parameter as boxes of global tensors, without padding."""
+    def _slices(self, rank: int, local: str, start: int, end: int) -> Iterator[Shard]:
+        """Yield elements [start, end) of a flattened local parameter as slices of global tensors, without padding."""
         shape = self.weights.local_specs(rank)[local].shape
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        for box in flat_range_slices(shape, start, end):
+        for bounds in flat_range_slices(shape, start, end):
             for shard in self._by_local(rank).get(local, ()):
                 here = local_slice(shard)
-                common = intersect(box, here)
+                common = intersect(bounds, here)
                 if common is not None:
                     offset = tuple(g + c - h for g, c, h in zip(shard.global_offset, common.offset, here.offset))
                     position = sum(o * stride for o, stride in zip(common.offset, strides))

@@ -1,4 +1,4 @@
-"""Checkpoints of models that no rank trained: states of given or random numbers, cut into pieces of several files."""
+"""Checkpoints of models that no rank trained: states of given or random numbers, cut into slices of several files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_dapo.checkpoints.formats.saved_model import (
     STEP,
     index_file,
     kinds_of,
-    piece_name,
     rank_file,
+    slice_name,
     state_index,
 )
 from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, save_checkpoint
@@ -41,22 +41,22 @@ def save_states(directory: Path, step: int, states: Mapping[str, State], num_fil
     def write(writer: CheckpointWriter) -> None:
         for name, state in states.items():
             specs = {tensor: TensorSpec(tuple(each.shape), each.dtype) for tensor, each in state["parameter"].items()}
-            pieces: dict[str, list[Shard]] = {rank_file(name, rank): [] for rank in range(num_files)}
+            slices: dict[str, list[Shard]] = {rank_file(name, rank): [] for rank in range(num_files)}
             for tensor, spec in specs.items():
                 rows = spec.shape[0]
                 cuts = sorted({0, *(rows * rank // num_files for rank in range(1, num_files)), rows})
                 for rank, (start, end) in enumerate(zip(cuts, cuts[1:])):
                     offset, shape = (start, *[0] * (len(spec.shape) - 1)), (end - start, *spec.shape[1:])
-                    pieces[rank_file(name, rank)].append(Shard(tensor, offset, shape, tensor, (0,)))
-            for file, shards in pieces.items():
+                    slices[rank_file(name, rank)].append(Shard(tensor, offset, shape, tensor, (0,)))
+            for file, shards in slices.items():
                 tensors = {
-                    f"{kind}/{piece_name(shard.tensor, shard.bounds)}": slice_view(numbers[shard.tensor], shard.bounds)
+                    f"{kind}/{slice_name(shard.tensor, shard.bounds)}": slice_view(numbers[shard.tensor], shard.bounds)
                     for kind, numbers in state.items()
                     if kind != STEP
                     for shard in shards
                 }
                 begins = [shard.tensor for shard in shards if not any(shard.global_offset)]
                 writer.save_tensors(file, tensors | {f"{STEP}/{one}": state[STEP][one] for one in begins})
-            writer.save_json(index_file(name), state_index(specs, ParallelLayout(num_files), True, pieces))
+            writer.save_json(index_file(name), state_index(specs, ParallelLayout(num_files), True, slices))
 
     return save_checkpoint(CheckpointStore(directory, keep=9), step, write, metadata={"train_step": step})

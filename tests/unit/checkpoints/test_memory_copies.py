@@ -40,7 +40,7 @@ class RunWithCopies(Run):
 
     def damage_memory(self, step: int, position: int) -> None:
         checkpoint = self.store.open(step, with_copies=True)
-        descriptor = os.open(checkpoint.copies["rank_0.safetensors"], os.O_RDWR)
+        descriptor = os.open(checkpoint.find_copy("rank_0.safetensors"), os.O_RDWR)
         byte = os.pread(descriptor, 1, position)
         os.pwrite(descriptor, bytes([byte[0] ^ 0x40]), position)
         os.close(descriptor)

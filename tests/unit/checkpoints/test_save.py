@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_dapo.checkpoints import save as background_save
-from megatron_dapo.checkpoints.save import FAILED, IDLE, IN_FLIGHT, BackgroundSaves, CopyingWriter, Saved
+from megatron_dapo.checkpoints.save import FAILED, IDLE, IN_FLIGHT, BackgroundSaves, Saved
 from megatron_dapo.checkpoints.store import (
     Checkpoint,
     CheckpointError,
@@ -136,7 +136,7 @@ def test_the_copy_runs_on_the_gpu_of_its_rank(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: note("cudart", cudart))
     monkeypatch.setattr(torch.cuda, "stream", lambda used: note("stream", nullcontext()))
     monkeypatch.setattr(background_save, "_stream_behind_current", lambda device: stream)
-    monkeypatch.setattr(CopyingWriter, "tensors", lambda self: [SimpleNamespace(device=torch.device("cuda", 3))])
+    monkeypatch.setattr(background_save, "tensors_of", lambda noted: [SimpleNamespace(device=torch.device("cuda", 3))])
     run = Run(CheckpointStore(tmp_path, keep=1, files=files))
     run.save(1)
     assert [name for name, _, _ in calls] == ["cudart", "register", "stream", "synchronize"]

@@ -464,7 +464,7 @@ def test_one_failing_rank_fails_all_and_leaves_the_old(store: CheckpointStore) -
 def test_ranks_that_do_not_share_the_directory_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1, coordination=SimpleNamespace(rank=0, size=3))
     store.begin(1)
-    store.writer(1).finish()
+    store.write(1, CheckpointWriter())
     with pytest.raises(CheckpointError, match=r"ranks \[1, 2\] of 3.*shared"):
         store.commit(1)
 

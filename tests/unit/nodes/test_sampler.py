@@ -17,6 +17,7 @@ from megatron_dapo.nodes.records import read_nodes
 from megatron_dapo.nodes.sampler import NodeSampler, SampleFile, SamplerSettings, start_sampler
 from megatron_dapo.nodes.samples import METRICS, SHOWN_METRICS
 from megatron_dapo.watch.heartbeat import Heartbeat, Place
+from megatron_dapo.watch.watched_rank import STATUS_BYTES, StatusPage
 
 MACHINE = {
     "proc/stat": "cpu  100 0 100 800 0 0 0 0 0 0\ncpu0 1 2 3\n",
@@ -183,22 +184,15 @@ def test_samples_that_cannot_be_written_are_lost_and_later_ones_have_a_header(tm
     assert path.read_text() == "\nheader\nline\n"
 
 
-def page(rank: int, **said: object) -> object:
-    class Page:
-        def __init__(self) -> None:
-            self.rank = rank
-
-        def read(self) -> dict[str, object]:
-            return said
-
-    return Page()
-
-
 def test_samples_read_back_with_phase_step_and_known_metrics(tmp_path: Path) -> None:
     settings = SamplerSettings(str(tmp_path), 3, "node3", "policy", "unused", 8.0)
     sampler = NodeSampler(settings)
-    sampler.add(page(6, phase="train", step=4, seconds={"train": [2.0, 1.5]}))
-    sampler.add(page(7, phase="train", step=4, seconds={"train": [2.0, 0.5]}))
+    for rank, worked in ((6, 1.5), (7, 0.5)):
+        descriptor = os.memfd_create("page")
+        os.ftruncate(descriptor, STATUS_BYTES)
+        sampler.pages[rank] = StatusPage(descriptor, is_writable=True)
+        os.close(descriptor)
+        sampler.pages[rank].write({"phase": "train", "step": 4, "seconds": {"train": [2.0, worked]}})
     sampler.sample(1000.0)
     sampler._flushed -= 10.0
     sampler.sample(1001.0)

@@ -73,7 +73,7 @@ class FakeState:
     def index(self, name):
         return {"dtype": self.dtype}
 
-    def load(self, directory, name, checksums=None, copies=None) -> None:
+    def load(self, directory, name, checksums=None, find_copy=None) -> None:
         saved = json.loads((directory / f"{name}.json").read_text())
         if saved["dtype"] != self.dtype:
             raise OtherModelError(f"w: saved {saved['dtype']}, here {self.dtype}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +30,15 @@ WHOLE = {
 def directory(tmp_path: Path) -> Path:
     """A model of two tensors in two files; a moment is 10 times its parameter."""
     HERE.write_json(tmp_path / "policy.json", state_index(SPECS, ParallelLayout(2), True, PIECES))
-    for file, pieces in PIECES.items():
+    for file, slices in PIECES.items():
         tensors = {}
-        for piece in pieces:
-            values = WHOLE[piece.tensor].narrow(0, piece.global_offset[0], piece.shape[0])
+        for stored in slices:
+            values = WHOLE[stored.tensor].narrow(0, stored.global_offset[0], stored.shape[0])
             for kind in ("parameter", "master", "exp_avg", "exp_avg_sq"):
                 scaled = values if kind == "parameter" else values.float() * (10 if kind == "exp_avg" else 1)
-                tensors[f"{kind}/{piece.tensor}{piece.bounds}"] = scaled
-            if not any(piece.global_offset):
-                tensors[f"step/{piece.tensor}"] = torch.tensor(7.0)
+                tensors[f"{kind}/{stored.tensor}{stored.bounds}"] = scaled
+            if not any(stored.global_offset):
+                tensors[f"step/{stored.tensor}"] = torch.tensor(7.0)
         HERE.write_tensors(tmp_path / file, {**tensors, "random/torch": torch.tensor([len(file)])})
     return tmp_path
 
@@ -53,19 +53,10 @@ def test_a_whole_tensor_is_read_from_all_files(directory: Path) -> None:
         assert list(saved.read_local(1)) == ["random/torch"]
 
 
-class LookedUp(dict):
-    """A mapping that may be asked for single files alone."""
-
-    def __iter__(self) -> NoReturn:
-        raise AssertionError("every file would be fetched")
-
-    __len__ = __iter__
-
-
 def test_a_file_that_has_a_copy_elsewhere_is_read_there(directory: Path) -> None:
     copy = directory / "memory"
     (directory / "policy_00001.safetensors").rename(copy)
-    with SavedModel(directory, copies=LookedUp({"policy_00001.safetensors": copy})) as saved:
+    with SavedModel(directory, find_copy={"policy_00001.safetensors": copy}.get) as saved:
         assert all(torch.equal(saved.read_tensor(name), values) for name, values in WHOLE.items())
         assert list(saved.read_local(1)) == ["random/torch"]
 
@@ -87,14 +78,14 @@ CHANGES: dict[str, tuple[Callable[[dict], Any], str]] = {
     "an unknown type": (set_field("kinds", "parameter", value="F1"), "F1"),
     "a negative size": (set_field("tensors", "a", value=[-4, -3]), "no shape"),
     "a size of text": (set_field("tensors", "a", value="43"), "no shape"),
-    "a file elsewhere": (lambda document: document["files"].update({"../x.safetensors": ["b[0:5]"]}), "no box"),
-    "an unknown tensor": (set_field("files", SECOND, value=["c[2:4, 0:3]"]), "no box"),
-    "a broken range": (set_field("files", SECOND, value=["a[2:x, 0:3]"]), "no box"),
+    "a file elsewhere": (lambda document: document["files"].update({"../x.safetensors": ["b[0:5]"]}), "no slice"),
+    "an unknown tensor": (set_field("files", SECOND, value=["c[2:4, 0:3]"]), "no slice"),
+    "a broken range": (set_field("files", SECOND, value=["a[2:x, 0:3]"]), "no slice"),
     "a range outside": (set_field("files", SECOND, value=["a[2:5, 0:3]"]), "not inside"),
     "a range of another rank": (set_field("files", SECOND, value=["a[2:4]"]), "not inside"),
-    "a hole": (set_field("files", SECOND, value=[]), "boxes of a have 6 elements, the tensor has 12"),
+    "a hole": (set_field("files", SECOND, value=[]), "slices of a have 6 elements, the tensor has 12"),
     "an overlap": (set_field("files", SECOND, value=["a[1:3, 0:3]"]), "overlap"),
-    "no pieces": (set_field("files", value=7), "int"),
+    "no files": (set_field("files", value=7), "int"),
 }
 
 

@@ -17,7 +17,7 @@ from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, shard_view, slice_view
-from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredPiece
+from megatron_dapo.reshard.reading import Needs, ReadPlan, StoredSlice
 from tests.examples import first
 
 DENSE = {
@@ -104,14 +104,14 @@ def flat_part(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor
     return buffers[shard.local].view(-1)[shard.local_offset[0] :][: prod(shard.shape)].view(shard.shape)
 
 
-def save(layout: StateLayout, full: Mapping[str, torch.Tensor]) -> dict[StoredPiece, torch.Tensor]:
+def save(layout: StateLayout, full: Mapping[str, torch.Tensor]) -> dict[StoredSlice, torch.Tensor]:
     stored = {}
     for rank in range(layout.num_ranks):
         buffers = rank_buffers(layout, rank, full)
         for shard in layout.saved(rank):
-            piece = StoredPiece(shard.tensor, shard.bounds, f"{rank}")
-            assert piece not in stored
-            stored[piece] = flat_part(buffers, shard).clone()
+            place = StoredSlice(shard.tensor, shard.bounds, f"{rank}")
+            assert place not in stored
+            stored[place] = flat_part(buffers, shard).clone()
     return stored
 
 
@@ -125,20 +125,20 @@ def needs_of(layout: StateLayout, of_weights: bool) -> Needs:
 
 
 def load(
-    layout: StateLayout, stored: Mapping[StoredPiece, torch.Tensor], of_weights: bool
+    layout: StateLayout, stored: Mapping[StoredSlice, torch.Tensor], of_weights: bool
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
     """Yield (rank, its filled buffers, elements it read) for the parameters of each rank, or for its optimizer's part."""
     needs = needs_of(layout, of_weights)
-    pieces = sorted(stored, key=lambda piece: (piece.tensor, piece.bounds))
+    slices = sorted(stored, key=lambda stored: (stored.tensor, stored.bounds))
     # Whoever updates an element reads it, of all kinds.
-    plan = ReadPlan(pieces, needs_of(layout, of_weights=False), layout.num_ranks, round_elements=500)
+    plan = ReadPlan(slices, needs_of(layout, of_weights=False), layout.num_ranks, round_elements=500)
     for rank in range(layout.num_ranks):
         shapes = layout.weights.local_shapes(rank)
         buffers = {local: torch.zeros(shape, dtype=torch.int64) for local, shape in shapes.items()}
         mine = {tensor: [shard for ranks, shard in found if rank in ranks] for tensor, found in needs.items()}
         num_read = 0
         for indices in plan.rounds:
-            num_read += sum(pieces[index].bounds.volume for index in plan.read_by(rank, indices))
+            num_read += sum(slices[index].bounds.volume for index in plan.read_by(rank, indices))
             received = plan.receives(rank, indices, mine)
             # Sender and receiver list the same transfers in the same order.
             for source in range(layout.num_ranks):
@@ -146,7 +146,7 @@ def load(
                 assert sent == [each for each in received if each.source == source]
             for transfer in received:
                 values = shard_view(
-                    stored[pieces[int(transfer.source_shard.local)]].view(-1), transfer.source_shard, transfer.bounds
+                    stored[slices[int(transfer.source_shard.local)]].view(-1), transfer.source_shard, transfer.bounds
                 )
                 shard_view(
                     buffers[transfer.destination_shard.local], transfer.destination_shard, transfer.bounds

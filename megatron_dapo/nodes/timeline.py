@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dapo.nodes.comparison import fill_gaps
 from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
-from megatron_dapo.telemetry.svg import BLUE, GRAY, document, text
+from megatron_dapo.svg import BLUE, GRAY, document, text
 
 RED = "#cf222e"
 _LEFT, _TOP, _ROW, _WIDTH, _FOOT = 130, 44, 26, 720, 34  # pixels

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.nodes.samples import NodeAlert, NodeMetric, NodeSamples
-from megatron_dapo.telemetry.node_timeline import NodeTimeline, timeline, to_lines, to_svg
+from megatron_dapo.nodes.timeline import NodeTimeline, timeline, to_lines, to_svg
 
 CPU, DISK = NodeMetric("cpu_usage", "share", 0.05), NodeMetric("disk_rate", "bytes/s", 100.0)
 ALERT = NodeAlert("node2", "cpu_usage", 140.0, 30.0, 0.9, 0.1, 0.6)
