@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dapo.files.durable import sync
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -32,7 +34,6 @@ def plain_file_name(name: object, origin: Path) -> str:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise ValueError if `target` exists."""
     # lexists: a dangling symbolic link also occupies the name.
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already; choose another name or remove it")
@@ -54,11 +55,11 @@ def atomic_directory(target: str | Path) -> Iterator[Path]:
         yield temporary
         # Contents first, then the rename, then the parent: after a power cut the name never refers to empty files.
         for path in sorted(temporary.iterdir()):
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         refuse_existing(target)
         os.rename(temporary, target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -95,15 +96,15 @@ def put_in_place(fresh: Path, target: Path) -> None:
     _finish_interrupted(target)
     if not os.path.lexists(target):
         os.rename(fresh, target)
-        _sync(target.parent)
+        sync(target.parent)
     elif _exchange(fresh, target):
-        _sync(target.parent)
+        sync(target.parent)
         remove_tree(fresh)  # the previous one
     else:
         previous = _previous(target)
         os.rename(target, previous)
         os.rename(fresh, target)
-        _sync(target.parent)
+        sync(target.parent)
         remove_tree(previous)
 
 
@@ -137,11 +138,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,8 +24,6 @@ _CHECKPOINT = re.compile(r"step_\d{6,}.*")
 
 @dataclass(frozen=True)
 class CheckpointSpace:
-    """Space of a run's checkpoints, in bytes."""
-
     directory: Path
     needed: int  # bytes beyond those already on disk
     free: int
@@ -43,7 +41,6 @@ class CheckpointSpace:
 
 
 def keep_policy(config: Config) -> KeepPolicy:
-    """Return the rule by which the run keeps checkpoints."""
     section = config.checkpoint
     return KeepPolicy(section.keep, section.keep_every, section.keep_best, section.keep_best_is)
 

@@ -174,7 +174,6 @@ class _CriticSource(StoredModel):
         self._stored = stored
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the directory."""
         return self._stored.read_tensor(name)
 
 

@@ -23,8 +23,6 @@ STANDARD_DEVIATION = 0.02  # of random matrices, as the initializer_range of the
 
 @dataclass(frozen=True)
 class WeightLoadReport:
-    """Counts of what one rank read."""
-
     num_tensors: int  # Hugging Face tensors of which this rank holds elements
     num_model_tensors: int  # of the whole model
     num_elements: int  # written into parameters

@@ -123,7 +123,6 @@ class KeeperClient:
         return answer, descriptors[0] if descriptors else -1
 
     def wait_for_end(self) -> None:
-        """Wait until the keeper ends."""
         self._socket.settimeout(None)
         with suppress(OSError):
             self._socket.recv(MESSAGE_BYTES)
@@ -147,7 +146,6 @@ class CopyTargets:
 
     @property
     def keepers(self) -> list[str]:
-        """Addresses at which copies of this node's files are."""
         return [address for address in (self.own, self.peer) if address]
 
 
@@ -262,7 +260,6 @@ class MemoryCopies:
         return Path(f"/proc/self/fd/{descriptor}") if descriptor >= 0 else None
 
     def release(self) -> None:
-        """Close the files that `path` has opened."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 

@@ -114,7 +114,6 @@ class CopyStore:
             return os.dup(descriptor) if descriptor >= 0 else -1
 
     def keep_only(self, step: int) -> None:
-        """Free the copies of all other steps."""
         with self._lock:
             for copy in [copy for copy in self._copies if copy.step != step]:
                 os.close(self._copies.pop(copy))
@@ -331,7 +330,6 @@ class _Local:
         self._begun: set[CopyId] = set()
 
     def serve(self) -> None:
-        """Answer requests until the connection breaks or the keeper ends."""
         try:
             with self._connection, suppress(OSError):
                 while text := self._connection.recv(MESSAGE_BYTES):

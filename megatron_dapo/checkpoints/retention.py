@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Rule by which checkpoints are kept."""
-
     last: int = 1  # newest valid ones
     every: int = 0  # keep every multiple of this many steps forever; 0: none
     best: str = ""  # evaluation metric whose best checkpoint is kept; "": none

@@ -102,7 +102,6 @@ def arrange(noted: CheckpointWriter) -> list[CopiedFile]:
 
 
 def tensors_of(noted: CheckpointWriter) -> Iterator[torch.Tensor]:
-    """Yield the tensors that are to be copied."""
     for content in noted.contents.values():
         if not isinstance(content, bytes):
             yield from content[0].values()
@@ -140,8 +139,6 @@ class _CopyMemory:
 
 @dataclass
 class _Save:
-    """A save in flight on this rank."""
-
     step: int
     begun: float  # on the monotonic clock, which processes of one machine share
     is_noted: threading.Event = field(default_factory=threading.Event)  # set once the content may be copied
@@ -193,7 +190,6 @@ class BackgroundSaves:
     def _copy(
         self, save: _Save, write: Callable[[CheckpointWriter], None], memory: _CopyMemory, files: FileProcess
     ) -> None:
-        """Note the content, and begin to copy it."""
         noted = CheckpointWriter()
         write(noted)
         devices = {tensor.device for tensor in tensors_of(noted)}

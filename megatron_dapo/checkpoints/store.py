@@ -34,7 +34,7 @@ from megatron_dapo.files.durable import (
     is_intact,
     json_bytes,
     sha256_of_pieces,
-    sync_directory,
+    sync,
 )
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -67,8 +67,6 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
-
     step: int
     directory: Path
     files: Mapping[str, FileEntry]
@@ -113,7 +111,6 @@ class CheckpointWriter:
         self.contents[name] = tensors, metadata
 
     def save_json(self, name: str, document: Any) -> None:
-        """Encode a document for a JSON file."""
         self._require_new(name)
         self.contents[name] = json_bytes(document)
 
@@ -125,7 +122,6 @@ class CheckpointWriter:
 
 
 def part_name(rank: int) -> str:
-    """Return the name of a rank's part of the manifest."""
     return f"manifest_rank_{rank}.json"
 
 
@@ -201,7 +197,6 @@ class CheckpointStore:
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
     def begin(self, step: int) -> None:
-        """Make the empty directory that ranks write into."""
         self.clean()
         self.partial_path(step).mkdir(parents=True)
 
@@ -234,7 +229,6 @@ class CheckpointStore:
         return sorted(set(range(self.num_ranks)) - parts)
 
     def put_in_place(self, step: int, metadata: Mapping[str, Any] | None = None) -> None:
-        """Merge the ranks' parts and rename the directory."""
         partial, final = self.partial_path(step), self.path(step)
         if missing := self.missing_parts(step):
             raise CheckpointError(
@@ -254,12 +248,12 @@ class CheckpointStore:
         HERE.write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
         for rank in range(self.num_ranks):
             (partial / part_name(rank)).unlink()
-        sync_directory(partial)
+        sync(partial)
         if final.exists():
             # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
             os.replace(final, final.with_name(final.name + ".replaced"))
         os.replace(partial, final)
-        sync_directory(self.directory)
+        sync(self.directory)
         self.open(step)
 
     def abandon(self, step: int) -> None:
@@ -268,7 +262,6 @@ class CheckpointStore:
         self.clean()
 
     def remove(self) -> None:
-        """Remove the directory with all its contents."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def free_bytes(self) -> int:

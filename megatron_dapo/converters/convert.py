@@ -41,8 +41,6 @@ from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Counts of a conversion."""
-
     num_tensors: int  # stored in the Hugging Face model, including aliases and non-parameters
     num_files: int
     bytes_read: int

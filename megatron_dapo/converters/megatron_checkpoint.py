@@ -33,7 +33,6 @@ VERSION = 1
 
 
 def rank_file(rank: int) -> str:
-    """Return the file name of a rank."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -138,7 +137,6 @@ class MegatronCheckpoint(StoredModel):
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
-    """Return True if the directory has a manifest."""
     return (Path(path) / MANIFEST_FILE).is_file()
 
 

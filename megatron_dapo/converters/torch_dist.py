@@ -113,7 +113,6 @@ class TorchDistModel(StoredModel):
         self._buffer: tuple[str, torch.Tensor] | None = None  # the last one that was read
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return one whole tensor by its Hugging Face name."""
         name = self.architecture.aliases().get(name, name)
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)

@@ -56,7 +56,6 @@ class PieceSums:
         self._read = self._sum = 0  # bytes and checksum of the unfinished piece
 
     def update(self, chunk: memoryview) -> None:
-        """Take the next bytes."""
         while chunk:
             part = chunk[: self._sizes[len(self._done)] - self._read]
             chunk = chunk[len(part) :]
@@ -70,7 +69,6 @@ class PieceSums:
             self._read = self._sum = 0
 
     def text(self) -> str:
-        """Return the checksums, after the last byte."""
         self._end_pieces()  # all may be empty
         assert len(self._done) == len(self._sizes), f"{len(self._done)} of {len(self._sizes)} pieces were written"
         return " ".join(self._done)

@@ -188,7 +188,6 @@ class Files:
         return self.write(path, chunks, mode, piece_sizes(header, ordered))
 
     def append(self, path: Path, text: str) -> None:
-        """Append text to a file."""
         self.run(_append, path, text)
 
     def replace(self, path: Path, text: str) -> None:
@@ -261,10 +260,10 @@ def is_intact(path: Path, entry: FileEntry) -> bool:
     return sums.entry(entry.name) == entry
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush a directory's entries (creations and renames in it) to the disk."""
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries (creations and renames in it), to the disk."""
     # fsync of a file does not make its name durable, which is stored in the directory.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -277,7 +277,6 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def _error(description: Mapping[str, Any]) -> Exception:
-    """Return the error that a description is of."""
     module, name = description["type"]
     try:
         error = getattr(importlib.import_module(module), name)(*description["arguments"])
@@ -300,7 +299,6 @@ class _Log(logging.Handler):
         self._records.append((record.name, record.levelno, record.getMessage()))
 
     def taken(self) -> list[tuple[str, int, str]]:
-        """Return what was logged since the last call."""
         with self.lock or nullcontext():
             taken, self._records = self._records, []
         return taken

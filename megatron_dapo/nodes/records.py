@@ -20,7 +20,6 @@ _SAMPLE: dict[str, type | tuple[type, ...]] = {"t": (int, float), "phase": str, 
 
 
 def alert_line(alert: NodeAlert) -> str:
-    """Return an alert as a line."""
     return json.dumps(asdict(alert)) + "\n"
 
 
@@ -33,7 +32,6 @@ def read_nodes(directory: Path) -> list[NodeSeries]:
 
 
 def read_alerts(directory: Path) -> list[NodeAlert]:
-    """Return the alerts in `directory`, oldest first."""
     path = directory / ALERTS
     found = [_object(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     try:

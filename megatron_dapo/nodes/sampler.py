@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -138,13 +139,11 @@ def become_helper(nice: int) -> None:
 
 
 def main() -> None:
-    """Run the sampler that the command line describes."""
     become_helper(_NICE)
     NodeSampler(SamplerSettings(**json.loads(sys.argv[1]))).run()
 
 
 def start_sampler(settings: SamplerSettings) -> subprocess.Popen:
-    """Start a node's sampler as a child of this process."""
     with all_cpus():
         return start_helper("megatron_dapo.nodes.sampler", json.dumps(asdict(settings)))
 

@@ -16,8 +16,6 @@ UNKNOWN_PHASE = ""
 
 @dataclass(frozen=True)
 class NodeMetric:
-    """A metric of a node."""
-
     name: str
     unit: str  # "share" is in [0, 1]
     resolution: float  # has the metric's unit; nodes that differ by less are alike, however quiet they are
@@ -99,7 +97,6 @@ class NodeSamples:
 
     @property
     def num_seconds(self) -> int:
-        """Number of seconds that the samples span."""
         return self.values.shape[1]
 
 

@@ -20,19 +20,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_dapo.affinity import all_cpus
 from megatron_dapo.files.linux import start_helper
 from megatron_dapo.nodes import MIN_NODES
+from megatron_dapo.nodes.records import ALERTS, alert_line, parse_lines
 from megatron_dapo.nodes.sampler import SAMPLE_S, become_helper, flush_seconds
+from megatron_dapo.nodes.samples import METRICS, NodeAlert, NodeSeries, align
 from megatron_dapo.watch.attempts import record_alert
-
-if TYPE_CHECKING:
-    from megatron_dapo.nodes.samples import NodeAlert, NodeSeries
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,6 @@ class WatchSettings:
 
     @property
     def window_s(self) -> float:
-        """Seconds of samples that the detector uses."""
         return max(_WINDOW_PERIODS * self.period_s, 2 * self.continuity_s)
 
 
@@ -75,7 +73,6 @@ class Straggler:
 
     @property
     def over_median(self) -> float:
-        """Return the excess over the median, as a share of it."""
         return self.seconds / self.median - 1.0
 
 
@@ -103,30 +100,25 @@ class NodeFile:
         self._path, self._since = path, since
         self._identity, self._offset, self._torn = 0, 0, b""
         self._header = ""
-        self.samples: list[Any] = []  # NodeSample, oldest first
-        self.name, self.role, self.node = "", "", -1
+        self.series = NodeSeries(-1, "", "", ())
         self.seconds: dict[int, dict[str, tuple[float, float]]] = {}  # newest, by rank and phase
 
     def read(self, keep_since: float) -> None:
         """Read what is new, and drop samples before `keep_since`. An unreadable file has nothing new."""
-        from megatron_dapo.nodes.records import parse_lines
-
         lines = self._new_lines()
         for index, line in enumerate(lines):
             if '"metrics"' in line:
-                self._header, self.samples, self.seconds = line, [], {}
-                lines = lines[index:]
+                self._header, self.seconds = line, {}
+                self.series, lines = replace(self.series, samples=()), lines[index:]
         for line in lines:
             if '"seconds_of_ranks"' in line:
                 entry = json.loads(line)
                 if entry["t"] >= self._since:
                     self.seconds = {int(rank): phases for rank, phases in entry["seconds_of_ranks"].items()}
         if self._header:
-            series = parse_lines([self._header, *lines])
-            self.node, self.name, self.role = series.node, series.name, series.role
-            self.samples += series.samples
-        oldest = max(keep_since, self._since)
-        self.samples = [sample for sample in self.samples if sample.time >= oldest]
+            new, oldest = parse_lines([self._header, *lines]), max(keep_since, self._since)
+            samples = [sample for sample in (*self.series.samples, *new.samples) if sample.time >= oldest]
+            self.series = replace(new, samples=samples)
 
     def _new_lines(self) -> list[str]:
         try:
@@ -143,16 +135,8 @@ class NodeFile:
         *whole, self._torn = (self._torn + text).split(b"\n")
         return [line.decode(errors="replace") for line in whole if line.startswith(b"{") and line.endswith(b"}")]
 
-    def series(self) -> NodeSeries:
-        """Return its samples in the form the detector needs."""
-        from megatron_dapo.nodes.samples import NodeSeries
-
-        return NodeSeries(self.node, self.name, self.role, self.samples)
-
 
 class RunWatch:
-    """The watch itself, in its own process."""
-
     def __init__(self, settings: WatchSettings, started: float) -> None:
         """started: seconds since 1970; older samples do not count."""
         self._settings = settings
@@ -177,43 +161,43 @@ class RunWatch:
             self._record(alert, excluded)
         return {
             "alerts": [{**asdict(alert), "text": str(alert)} for alert in alerts],
-            "stragglers": [{**asdict(each), "over_median": each.over_median} for each in stragglers],
+            "stragglers": stragglers,
             "exclude": excluded,
         }
 
     def _detect(self, now: float) -> list[NodeAlert]:
-        files = [file for file in self._files.values() if file.samples]
-        if len(files) < MIN_NODES:
+        series = [file.series for file in self._files.values() if file.series.samples]
+        if len(series) < MIN_NODES:
             return []
         # The detector needs torch, which is loaded only if there are nodes to compare.
         from megatron_dapo.nodes.denoiser import reference_denoisers
         from megatron_dapo.nodes.detection import DetectorSettings, detect
-        from megatron_dapo.nodes.samples import METRICS, align
 
         # Every node has written its samples up to that time.
         end = now - flush_seconds(self._settings.period_s) - 2 * SAMPLE_S
-        num_seconds = int(min(self._settings.window_s, end - min(file.samples[0].time for file in files)))
+        num_seconds = int(min(self._settings.window_s, end - min(one.samples[0].time for one in series)))
         if num_seconds < 1:
             return []
-        samples = align([file.series() for file in files], METRICS, num_seconds, end)
+        samples = align(series, METRICS, num_seconds, end)
         settings = DetectorSettings(round(self._settings.continuity_s), noise_chance=self._settings.noise_chance)
         alert = detect(samples, settings, reference_denoisers())
         return [] if alert is None else [alert]
 
-    def _stragglers(self) -> list[Straggler]:
+    def _stragglers(self) -> list[dict[str, Any]]:
         total, nodes = {}, {}
         for file in self._files.values():
             for rank, phases in file.seconds.items():
                 total[rank] = {phase: worked for phase, (_, worked) in phases.items()}
-                nodes[rank] = file.name
+                nodes[rank] = file.series.name
         before, self._worked = self._worked, total
         worked = {
             rank: {phase: seconds - before.get(rank, {}).get(phase, 0.0) for phase, seconds in phases.items()}
             for rank, phases in total.items()
         }
         found = find_stragglers(worked, nodes, self._settings.phases, self._settings.period_s)
-        self._write(STRAGGLERS, json.dumps([{**asdict(each), "over_median": each.over_median} for each in found]))
-        return found
+        told = [{**asdict(each), "over_median": each.over_median} for each in found]
+        self._write(STRAGGLERS, json.dumps(told))
+        return told
 
     def _is_news(self, alert: NodeAlert, now: float) -> bool:
         """Return True for an alert that the last window did not have."""
@@ -222,8 +206,6 @@ class RunWatch:
         return now - last > self._settings.window_s
 
     def _record(self, alert: NodeAlert, excluded: str) -> None:
-        from megatron_dapo.nodes.records import ALERTS, alert_line
-
         self._write(ALERTS, alert_line(alert), "a")
         try:
             record_alert(Path(self._settings.directory), self._settings.attempt, asdict(alert), excluded)
@@ -240,7 +222,6 @@ class RunWatch:
 
 
 def print_line(message: Mapping[str, Any]) -> None:
-    """Send a message to rank 0."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -265,8 +246,6 @@ def main() -> None:
 
 
 class NodeWatch:
-    """Rank 0's side of the watch."""
-
     def __init__(self, settings: WatchSettings) -> None:
         """Start the watch. It ends with this process, or by `close`."""
         self.num_alerts = 0  # so far
@@ -284,7 +263,6 @@ class NodeWatch:
         threading.Thread(target=self._listen, args=[self._process.stdout], name="node watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the watch."""
         self._process.kill()
         self._process.wait(_END_S)
 

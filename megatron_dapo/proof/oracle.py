@@ -56,8 +56,6 @@ _FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"
 
 @dataclass(frozen=True)
 class Answer:
-    """Loss and gradients of one aggregation."""
-
     loss: float
     loss_scale: float  # the same sum of absolute values, to which errors of the loss are relative
     gradients: Mapping[str, torch.Tensor]  # Hugging Face name -> fp64
@@ -139,7 +137,6 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
 
 
 def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Tensor:
-    """Return the log-probs [R] of the response tokens at the temperature."""
     tokens = sample.tokens.to(model.device)
     log_p = torch.log_softmax(model(tokens[None]).logits[0] / TEMPERATURE, dim=-1).cpu()
     positions = range(sample.prompt_length, sample.num_tokens)

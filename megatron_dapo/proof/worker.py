@@ -42,7 +42,7 @@ from megatron_dapo.proof.cases import (
     layouts,
     make_batch,
 )
-from megatron_dapo.proof.report import LossCheckRow
+from megatron_dapo.proof.check_loss import LossCheckRow
 from megatron_dapo.reshard.layout import local_holes, shard_view, slice_view
 from megatron_dapo.rounding import round_up
 from megatron_dapo.trainer.updater import loss_weights
@@ -126,7 +126,6 @@ def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> Meg
 
 
 def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> list[LossCheckRow]:
-    """Check all cuts and aggregations of one layout."""
     # One actor serves all cuts: gradients are cleared between them, parameters never change.
     actor = build_actor(problem, layout, dtype)
     return [
@@ -215,7 +214,6 @@ def join_and_check(directory: str, dtype: str) -> dict[str, Any]:
 
 
 def run_worker(result_file: str, directory: str, dtype: str) -> None:
-    """Check, and write the result on rank 0."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
     result = join_and_check(directory, dtype)

@@ -43,8 +43,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Result:
-    """An accepted checkpoint and its figures."""
-
     path: Path
     format: str
     scored_by: str  # "transformers" or "sglang", whichever loaded the directory
@@ -56,7 +54,6 @@ class Result:
     modelopt: str
 
     def record(self) -> dict[str, Any]:
-        """Return a JSON-serializable object."""
         return {
             **{key: value for key, value in vars(self).items() if key not in ("difference", "tolerance")},
             "path": str(self.path),

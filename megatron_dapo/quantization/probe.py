@@ -93,11 +93,9 @@ class LogprobDifference:
 
     @property
     def perplexity_change(self) -> float:
-        """Change as a share of the perplexity before."""
         return self.perplexity_after / self.perplexity_before - 1
 
     def record(self) -> dict[str, Any]:
-        """Return a JSON-serializable object."""
         return asdict(self) | {"perplexity_change": self.perplexity_change}
 
     def violations(self, tolerance: Tolerance) -> list[str]:

@@ -55,7 +55,6 @@ def load_dequantized(directory: Path, algorithm: str, dtype: torch.dtype, device
 
 
 def plain_config(directory: Path) -> Any:
-    """Return the model's config without its quantization_config."""
     config = AutoConfig.from_pretrained(directory)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -189,5 +188,4 @@ ALGORITHMS: Mapping[str, tuple[Widen, RoundInputs]] = {
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

@@ -22,8 +22,6 @@ _FACTS = "batch.json"
 
 @dataclass(frozen=True)
 class DumpedBatch:
-    """A batch read from a dump, with the metadata of its step."""
-
     samples: tuple[TrainSample, ...]
     metadata: Mapping[str, Any]
 

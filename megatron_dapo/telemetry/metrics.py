@@ -30,8 +30,6 @@ PHASES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Metric:
-    """One name of the schema."""
-
     name: str
     unit: str
     meaning: str

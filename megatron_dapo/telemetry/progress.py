@@ -19,8 +19,6 @@ _LOG_S = 60.0  # between log lines within a step, so that an hour-long step is n
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers shown after a train step."""
-
     finished: int  # train steps
     accuracy: float  # over all generated responses
     tokens_per_s: float
@@ -79,7 +77,6 @@ class WithinStep:
         self._counted = min(1.0, done / total) if total else 0.0
 
     def finish_step(self) -> None:
-        """Begin the next step."""
         self._turn(time.monotonic())
         self._before, self._seconds, self._phase = self._seconds, {}, ""
 
@@ -110,7 +107,6 @@ class _StepBar(ProgressColumn):
         self._within = within
 
     def render(self, task: Task) -> ProgressBar:
-        """Return the bar."""
         return ProgressBar(total=1.0, completed=self._within.share(), width=10)
 
 
@@ -141,7 +137,6 @@ class LiveProgress:
         self._progress.update(self._task, phase=f"{text} {done:.0f}/{total:.0f}" if total else text)
 
     def step(self, report: StepReport) -> None:
-        """Show a finished train step."""
         self._within.finish_step()
         self._progress.update(
             self._task,
@@ -158,7 +153,6 @@ class LiveProgress:
         self._progress.update(self._task, track=verdict.partition(":")[0])
 
     def close(self) -> None:
-        """Remove the line."""
         self._progress.stop()
 
 
@@ -178,7 +172,6 @@ class LogProgress:
             logger.info("step %d/%d: %s%s", self._finished + 1, self._total, text, how_far)
 
     def step(self, report: StepReport) -> None:
-        """Show a finished train step."""
         self._finished, self._said = report.finished, time.monotonic()
         logger.info(
             "step %d/%d  acc %.2f  %s tok/s  filtered %.0f%%  mismatch %.1e [%s]  ETA %s",

@@ -40,18 +40,15 @@ class RunSummary:
 
 
 def write_summary(path: Path, summary: RunSummary, files: Files) -> None:
-    """Write summary.json atomically."""
     files.make_directory(path.parent)
     files.replace(path, json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read the summary of a finished run."""
     return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """Return the summary as a table for the terminal."""
     table = Table(title=f"{summary.name}: {summary.stopped}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()

@@ -44,7 +44,6 @@ class WandbWriter:
         _remember(run_directory, known | {"wandb": self._run.id}, files)
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of one step."""
         self._run.log({"train_step": train_step, **_finite(values)})
 
     def close(self) -> None:
@@ -83,7 +82,6 @@ class MlflowWriter:
         _remember(run_directory, known | {"mlflow": self._id}, files)
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of one step."""
         from mlflow.entities import Metric
 
         now = round(1000 * time.time())

@@ -94,7 +94,6 @@ class TrendAlarm:
         return 1 - (1 - 2 / (num_steps + 1)) ** self._num_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-serializable."""
         return {
             "num_seen": self._num_seen,
             "means": dict(self._means),

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class MetricWriter(Protocol):
-    """A destination of metrics."""
-
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
 
@@ -64,7 +62,6 @@ class JsonlWriter:
         files.run(drop_steps_from, path, first_step)
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
-        """Append the line of one step."""
         # JSON has no NaN: null keeps the line readable for every parser.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._files.append(self._path, json.dumps({"train_step": train_step, **finite}) + "\n")
@@ -102,12 +99,10 @@ class TensorBoardWriter:
             self._append([Event(step=first_step, summary=hparams_pb(dict(hyper_parameters)))])
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
-        """Add the scalars of one step."""
         now = time.time()
         self._append([event for name, value in values.items() for event in self._scalars(name, train_step, value, now)])
 
     def write_texts(self, train_step: int, texts: Mapping[str, str]) -> None:
-        """Add Markdown texts by name."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -156,18 +151,15 @@ class MetricRecorder:
         self.num_failures = 0
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of one step with every writer."""
         for writer in self._writers:
             self._attempt(writer.write, train_step, values)
 
     def write_texts(self, train_step: int, texts: Mapping[str, str]) -> None:
-        """Write texts with every writer that supports them."""
         for writer in self._writers:
             if isinstance(writer, TensorBoardWriter):
                 self._attempt(writer.write_texts, train_step, texts)
 
     def close(self) -> None:
-        """Close every writer."""
         for writer in self._writers:
             self._attempt(writer.close)
 

@@ -22,8 +22,14 @@ from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_MET
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
 from megatron_dapo.telemetry.provenance import PROVENANCE, installed_versions, write_provenance
-from megatron_dapo.telemetry.samples import TOKENS_PER_STEP, SampleWriter, choose, sample_record, token_details
-from megatron_dapo.telemetry.token_texts import TokenTexts
+from megatron_dapo.telemetry.samples import (
+    TOKENS_PER_STEP,
+    SampleWriter,
+    TokenTexts,
+    choose,
+    sample_record,
+    token_details,
+)
 from megatron_dapo.telemetry.trackers import open_trackers
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
 from megatron_dapo.trainer.batch_header import with_numbers

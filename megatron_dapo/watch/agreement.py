@@ -58,7 +58,6 @@ class Agreement:
         return self.leader_is_done or self.verdict is not None
 
     def unanswered_s(self, now: float) -> float:
-        """Return the seconds since the leader's last answer."""
         return 0.0 if self.is_leader else max(0.0, now - self._heard[self.leader])
 
     def shift(self, seconds: float) -> None:
@@ -117,8 +116,8 @@ class Agreement:
             self._heard[node] = now
             self.leader_is_done = bool(message.get("is_done")) or self.leader_is_done
             self.attempt = int(message.get("attempt", self.attempt))
-            following = {int(each): tuple(address) for each, address in message.get("next", {}).items()}
-            self._next_leaders = following or self._next_leaders
+            next_addresses = message.get("next", {}).items()
+            self._next_leaders = {int(each): tuple(address) for each, address in next_addresses} or self._next_leaders
             self._nodes[node] = NodeView(node, message.get("name", self._nodes[node].name))
         if message.get("verdict") and self.verdict is None:
             self.accept([Failure(**entry) for entry in message["verdict"]], now, is_writer=False)

@@ -57,7 +57,6 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Return "signal 9 (SIGKILL)"."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:

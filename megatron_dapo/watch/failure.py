@@ -74,7 +74,6 @@ class Failure:
 
     @property
     def advice(self) -> str:
-        """Return what to do about it."""
         return _ADVICE[self.cause]
 
     @property
@@ -85,7 +84,6 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "") -> Failure:
-    """Return the record of an exception."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     message = printable(" ".join(f"{type(error).__name__}: {error}".split()))
     chain = list(_chain(error))

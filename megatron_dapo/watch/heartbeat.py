@@ -75,8 +75,6 @@ WAITS = (
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the run."""
-
     rank: int
     world_size: int
     local_rank: int

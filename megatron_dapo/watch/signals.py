@@ -62,7 +62,6 @@ class StopRequest:
         self._signals, self._wakeup = socket.socketpair()
 
     def share(self, store: Store) -> None:
-        """Share signals with the other ranks through `store`."""
         self._store = store
 
     @property
@@ -78,7 +77,6 @@ class StopRequest:
         return float("inf") if self._end_time is None else self._end_time - time.time()
 
     def check(self) -> None:
-        """Raise Stopped if a stop is requested."""
         if self.requested:
             raise Stopped(self.signal_name or "another rank received a signal")
 

@@ -91,7 +91,6 @@ class RankView:
         return not (self.is_on_gpu and self.phase in DEVICE_PHASES)
 
     def failure(self, cause: str, message: str, detail: str = "") -> Failure:
-        """Return a record about this rank."""
         return Failure(self.rank, cause, message, self.node, self.phase, detail, node_rank=self.node_rank)
 
 

@@ -36,7 +36,6 @@ class StatusPage:
         self._last: dict[str, Any] = {"phase": "start"}
 
     def read(self) -> dict[str, Any]:
-        """Return the newest status."""
         length = int.from_bytes(self._memory[:4], "little")
         with suppress(ValueError):  # being written: the last one still holds
             self._last = json.loads(self._memory[4 : 4 + length])
@@ -53,8 +52,6 @@ class StatusPage:
 
 
 class WatchedRank:
-    """One rank of this node, by its process."""
-
     def __init__(self, hello: Mapping[str, Any], connection: socket.socket, page: int, stacks: int, now: float) -> None:
         self.rank, self.pid, self.node = int(hello["rank"]), int(hello["pid"]), str(hello["node"])
         self.connection: socket.socket | None = connection
@@ -79,7 +76,6 @@ class WatchedRank:
         return self._page.read()
 
     def view(self, now: float, node_rank: int = 0) -> RankView:
-        """Return what this rank does now."""
         page, idle_s = self.page, now - self.moved_at
         wait, doing = str(page.get("wait", "")), str(page.get("doing", ""))
         if page.get("beats") and now - self._beat_at > _STALE_S:

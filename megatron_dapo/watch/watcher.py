@@ -47,8 +47,6 @@ from megatron_dapo.watch.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, Watch
 
 
 class Watcher:
-    """The watcher of one node."""
-
     def __init__(self, place: Mapping[str, Any]) -> None:
         node, num_nodes, self._started = int(place["node_rank"]), int(place["num_nodes"]), time.monotonic()
         self._run = Agreement(node, num_nodes, int(place["world_size"]), socket.gethostname(), self._started)
@@ -70,7 +68,6 @@ class Watcher:
         self._writer: Child | None = None  # of the record
 
     def run(self) -> None:
-        """Watch until all ranks have ended."""
         while not self._is_finished():
             waiting: list[Any] = [self._listener, *self._pending, *([self._network.socket] if self._network.socket else [])]
             living = self._living()
@@ -247,7 +244,6 @@ class Watcher:
     # Other nodes
 
     def _here(self, now: float) -> NodeView:
-        """Return the state of this node's ranks."""
         limits, ranks = self._run.limits, self._ranks.values()
         views = [rank.view(now, self._run.node_rank) for rank in self._living() if not rank.is_complete]
         # The end of a rank counts as progress: ranks that waited for it have had no time to continue.
@@ -412,7 +408,6 @@ class Child:
         self._code: int | None = None
 
     def exit_code(self) -> int | None:
-        """Return its exit code, None while it runs."""
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
@@ -447,7 +442,6 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Run the watcher that the command line describes."""
     ignore_launcher_signals()  # it still has to report why the job ends
     gc.freeze()
     Watcher(json.loads(sys.argv[1])).run()

@@ -59,11 +59,9 @@ class HFCheckpoint(StoredModel):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensor data."""
         return sum(spec.num_bytes for spec in self.specs.values())
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return one whole tensor."""
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)
         self._read(name, out)
@@ -85,7 +83,6 @@ class HFCheckpoint(StoredModel):
         return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()}, num_ranks)
 
     def dtypes(self, architecture: ModelArchitecture) -> dict[str, torch.dtype]:
-        """Return the stored type of every parameter."""
         return {name: self.specs[name].dtype for name in architecture.shapes()}
 
     def check(self, architecture: ModelArchitecture) -> None:

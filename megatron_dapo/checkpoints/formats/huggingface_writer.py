@@ -104,7 +104,6 @@ class HFCheckpointWriter:
             self._open[file].close()
 
     def abandon(self) -> None:
-        """Close every file without checks."""
         for writer in self._open.values():
             writer.abandon()
 

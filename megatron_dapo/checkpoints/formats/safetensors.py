@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -75,7 +75,6 @@ class SafetensorsReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         if self._direct is not None:
             os.close(self._direct)
@@ -263,7 +262,6 @@ class StoredModel(ABC):
         """Return one whole tensor by its Hugging Face name."""
 
     def close(self) -> None:
-        """Close every file."""
         for reader in self._readers.values():
             reader.close()
 

@@ -49,7 +49,6 @@ def rank_file(name: str, rank: int) -> str:
 
 
 def index_file(name: str) -> str:
-    """Return the name of a model's index file."""
     return f"{name}.json"
 
 
@@ -115,7 +114,6 @@ class SavedModel(StoredModel):
             _check_complete(self.slices, self.specs)
 
     def reader(self, file: str) -> SafetensorsReader:
-        """Return the open reader of a file."""
         if file not in self._readers:
             copy = self._find_copy(file)  # a copy is in memory, so bypassing the page cache gains nothing
             self._readers[file] = SafetensorsReader(
@@ -157,7 +155,6 @@ class SavedModel(StoredModel):
         return out
 
     def slices_of(self, name: str) -> list[StoredSlice]:
-        """Return the slices of a tensor."""
         return [stored for stored in self.slices if stored.tensor == name]
 
     def _check(self, reader: SafetensorsReader, key: str, spec: TensorSpec) -> None:

@@ -50,11 +50,9 @@ class ComputedLayout(ABC):
     def _compute(self, rank: int) -> RankContents: ...
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """Return the shards of global tensors that a rank has."""
         return self._contents(rank).shards
 
     def buffer_names(self, rank: int) -> frozenset[str]:
-        """Return the names of a rank's local buffers."""
         return frozenset(self.local_specs(rank))
 
     def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
@@ -62,7 +60,6 @@ class ComputedLayout(ABC):
         return self._contents(rank).specs
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every local buffer of a rank, in model order."""
         return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
     def _contents(self, rank: int) -> RankContents:
@@ -107,7 +104,6 @@ def check_divides(axis: str, parallel_size: int, field: str, size: int) -> None:
 
 
 def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:
-    """Build the contents of a rank from its buffers and their types."""
     shards: list[Shard] = []
     specs: dict[str, TensorSpec] = {}
     for buffer, dtype in buffers:

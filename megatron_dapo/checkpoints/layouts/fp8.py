@@ -142,7 +142,6 @@ class Fp8EngineLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all engines."""
         return self.engines.num_ranks
 
     def _replica_key(self, rank: int) -> int:
@@ -204,7 +203,6 @@ class Fp8SourceLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the trainer."""
         return self.trainer.num_ranks
 
     def shards(self, rank: int) -> tuple[Shard, ...]:

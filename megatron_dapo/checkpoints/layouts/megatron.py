@@ -62,7 +62,6 @@ class MegatronLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
-        """World size."""
         return self.parallel.world_size
 
     def _replica_key(self, rank: int) -> tuple[int, ...]:

@@ -119,7 +119,6 @@ class SglangLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all engines."""
         return self.num_engines * self.tensor_parallel
 
     def padding(self, rank: int) -> dict[str, tuple[Slice, ...]]:
@@ -225,7 +224,6 @@ class SglangLayout(ComputedLayout):
 
 
 def _behind(prefix: str, buffer: Buffer) -> Buffer:
-    """Return the buffer with a prefix on its name."""
     if not prefix:
         return buffer
     name = prefix + buffer.name

@@ -99,7 +99,6 @@ class StateLayout:
 
     @property
     def num_ranks(self) -> int:
-        """World size."""
         return self.weights.num_ranks
 
     def updated(self, rank: int) -> tuple[Shard, ...]:
@@ -236,7 +235,6 @@ class StateLayout:
         return int(stage), kind, 0, 0, int(path.endswith("bias"))
 
     def _ranges_of(self, owners: Owners) -> list[dict[str, Range]]:
-        """Return the ranges of each owner, in order."""
         if owners.key not in self._ranges:
             sizes = {local: prod(shape) for local, shape in owners.parameters.items()}
             if self._known is not None:

@@ -93,20 +93,20 @@ def test_a_file_is_read_as_it_grows_and_after_it_was_replaced(tmp_path: Path) ->
     path = tmp_path / "nodes" / "node_0.jsonl"
     file = NodeFile(path, start)
     file.read(start)
-    assert file.samples == []
+    assert not file.series.samples
     write_node(tmp_path, 0, start - 2, [0.0] * 4)  # two are of an attempt before
     with open(path, "a") as stream:
         stream.write('{"t": 1, "torn')
     file.read(start)
-    assert [sample.time for sample in file.samples] == pytest.approx([start, start + 1], abs=0.01)
+    assert [sample.time for sample in file.series.samples] == pytest.approx([start, start + 1], abs=0.01)
     with open(path, "a") as stream:
         stream.write("\n" + json.dumps({"t": start + 2, "seconds_of_ranks": {"5": {"train": [2.0, 1.0]}}}) + "\n")
     file.read(start)
-    assert len(file.samples) == 2 and file.seconds == {5: {"train": [2.0, 1.0]}}
+    assert len(file.series.samples) == 2 and file.seconds == {5: {"train": [2.0, 1.0]}}
     path.replace(path.with_name("node_0.jsonl.1"))
     write_node(tmp_path, 0, start + 3, [0.0] * 3)
     file.read(start + 1)
-    assert len(file.samples) == 3, "a header begins anew"
+    assert len(file.series.samples) == 3, "a header begins anew"
 
 
 def test_the_report_covers_the_time_since_the_last_look(tmp_path: Path) -> None:

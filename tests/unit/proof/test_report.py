@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_dapo.proof import check_loss as command
-from megatron_dapo.proof.report import CheckLossReport, LossCheckRow, print_report
+from megatron_dapo.proof.check_loss import CheckLossReport, LossCheckRow, print_report
 
 
 def report(*differences: float) -> CheckLossReport:
