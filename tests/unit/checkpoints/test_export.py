@@ -64,10 +64,3 @@ def test_export_in_another_type(loaded, tmp_path):
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(directory / "model.safetensors").items())
     assert read_architecture(tmp_path / "out").dtype == "bfloat16"
-
-
-def test_export_refuses_an_existing_target(loaded, tmp_path):
-    directory, layout, parameters = loaded
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="out exists already"):
-        export_to_huggingface(tmp_path / "out", directory, layout, parameters, None)

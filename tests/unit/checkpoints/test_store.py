@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +30,6 @@ from megatron_dapo.checkpoints.store import (
     save_checkpoint,
     wrong_files,
 )
-from megatron_dapo.files.durable import HERE, Files
-from megatron_dapo.files.process import FileProcess
 from megatron_dapo.watch.failure import failure_of
 from tests.unit.files import fault_points
 
@@ -63,18 +61,6 @@ def test_save_and_load(store: CheckpointStore) -> None:
     assert is_of(found, 7) and found.directory == directory == store.directory / "step_000007"
     assert found.metadata == {"layout": "TP2"}
     assert sorted(os.listdir(directory)) == ["manifest.json", "model.safetensors", "trainer.json"]
-
-
-def test_newest_counts_by_number_not_by_spelling(store: CheckpointStore) -> None:
-    for step in (999999, 1000000):
-        save_checkpoint(store, step, content(step))
-    assert is_of(newest_valid(store), 1000000)
-
-
-def test_retention(store: CheckpointStore) -> None:
-    for step in range(1, 6):
-        save_checkpoint(store, step, content(step))
-        assert store.steps() == list(range(step, max(0, step - 2), -1))
 
 
 def test_the_best_and_every_fifth_stay_over_a_resume(store: CheckpointStore) -> None:
@@ -110,13 +96,6 @@ def test_a_broken_checkpoint_does_not_count_as_kept(store: CheckpointStore) -> N
     assert is_of(store.open(1), 1) and is_of(store.open(3), 3)
 
 
-def corrupt_contents(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def flip(path: Path, place: int) -> None:
     """Change one byte of a file."""
     content = bytearray(path.read_bytes())
@@ -144,7 +123,7 @@ def copy_half(directory: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "manifest of another run": take_from_another_run,
     "copied by half": copy_half,
-    "one bit": corrupt_contents,
+    "one bit": lambda directory: flip(directory / "model.safetensors", -1),
     "a byte of a header": lambda directory: flip(directory / "model.safetensors", 20),
     "truncated": lambda directory: os.truncate(directory / "model.safetensors", 40),
     "missing file": lambda directory: (directory / "trainer.json").unlink(),
@@ -233,7 +212,7 @@ def test_saving_over_a_broken_checkpoint_of_the_same_step(store: CheckpointStore
     for step in (1, 2, 2):
         save_checkpoint(store, step, content(step))
         if step == 2:
-            corrupt_contents(store.path(2))
+            flip(store.path(2) / "model.safetensors", -1)
     save_checkpoint(store, 2, content(2))
     assert is_of(newest_valid(store), 2) and store.steps() == [2, 1]
 
@@ -258,6 +237,12 @@ def test_resume_modes(store: CheckpointStore) -> None:
         find_resume("maybe", store)
 
 
+def test_newest_counts_by_number_not_by_spelling(store: CheckpointStore) -> None:
+    for step in (999999, 1000000):
+        save_checkpoint(store, step, content(step))
+    assert is_of(newest_valid(store), 1000000)
+
+
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".hidden", "manifest.json", "manifest_rank_0.json"])
 def test_names_are_no_paths(store: CheckpointStore, name: str) -> None:
     with pytest.raises(CheckpointError, match="use letters"):
@@ -265,35 +250,17 @@ def test_names_are_no_paths(store: CheckpointStore, name: str) -> None:
     assert store.steps() == []
 
 
-def test_a_name_twice_is_an_error(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="written twice"):
-        save_checkpoint(store, 1, lambda writer: (writer.save_json("a.json", 1), writer.save_json("a.json", 2)))
-
-
-@pytest.fixture(params=["here", "file process"])
-def files(request: pytest.FixtureRequest) -> Iterator[Files]:
-    """The files of this process, and those of a file process."""
-    if request.param == "here":
-        yield HERE
-        return
-    if not FileProcess.IS_POSSIBLE:
-        pytest.skip("needs Linux's memfd")
-    found = FileProcess()
-    yield found
-    found.close()
-
-
-def test_full_disk_at_every_write_point(tmp_path: Path, files: Files) -> None:
-    store = CheckpointStore(tmp_path / "count", keep=1, files=files)
+def test_full_disk_at_every_write_point(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "count", keep=1)
     save_checkpoint(store, 1, content(1))
-    files.run(fault_points.arm, 0)
+    fault_points.arm(0)
     save_checkpoint(store, 2, content(2))
-    calls = files.run(fault_points.disarm)
+    calls = fault_points.disarm()
     assert {"write", "fsync", "replace", "mkdir"} <= set(calls) and len(calls) > 12
     for point in range(1, len(calls) + 1):
-        store = CheckpointStore(tmp_path / str(point), keep=1, files=files)
+        store = CheckpointStore(tmp_path / str(point), keep=1)
         save_checkpoint(store, 1, content(1))
-        files.run(fault_points.arm, point)
+        fault_points.arm(point)
         try:
             save_checkpoint(store, 2, content(2))
             failed = False
@@ -302,7 +269,7 @@ def test_full_disk_at_every_write_point(tmp_path: Path, files: Files) -> None:
             assert "the disk is full" in str(error) and "step_000001" in str(error)
             assert failure_of(0, error).cause == "disk full"
         finally:
-            files.run(fault_points.disarm)
+            fault_points.disarm()
         found = newest_valid(store)
         assert is_of(found, 2 if found is not None and found.step == 2 else 1)
         assert failed or is_of(found, 2), f"point {point}: reported as saved, but it is not"
@@ -357,32 +324,6 @@ def test_kill_at_random_write_points(tmp_path: Path) -> None:
         directory = tmp_path / str(point)
         assert run_killed(directory, point).returncode == -9
         require_whole(directory, point)
-
-
-@pytest.mark.skipif(not FileProcess.IS_POSSIBLE, reason="needs Linux's memfd")
-def test_kill_of_the_file_process_at_random_write_points(tmp_path: Path) -> None:
-    """The rank lives on, and says who was killed."""
-
-    def write(step: int) -> Callable[[CheckpointWriter], object]:
-        return lambda writer: [writer.save_json(f"{name}.json", [step] * 500) for name in "abc"]
-
-    def save(point: int) -> list[str]:
-        files = FileProcess()
-        store = CheckpointStore(tmp_path / str(point), keep=1, files=files)
-        save_checkpoint(store, 1, write(1))
-        files.run(fault_points.arm, point, "kill")
-        save_checkpoint(store, 2, write(2))
-        save_checkpoint(store, 2, write(2))
-        calls = files.run(fault_points.disarm)
-        files.close()
-        return calls
-
-    total = len(save(0))
-    assert total > 30
-    for point in random.Random(0).sample(range(1, total + 1), 16):
-        with pytest.raises(RuntimeError, match=r"file process \d+ of this rank was killed by signal 9"):
-            save(point)
-        require_whole(tmp_path / str(point), point)
 
 
 class Ranks:
@@ -488,17 +429,3 @@ def test_a_manifest_that_changed_or_has_no_hash_is_refused(store: CheckpointStor
     manifest.write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="manifest.json is not readable.*sha256"):
         store.open(1)
-
-
-def test_manifest_is_plain_json(store: CheckpointStore) -> None:
-    save_checkpoint(store, 1, content(1))
-    document = json.loads((store.path(1) / "manifest.json").read_text())
-    assert document["step"] == 1 and {entry["name"] for entry in document["files"]} == {
-        "model.safetensors",
-        "trainer.json",
-    }
-
-
-def test_keep_zero_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        CheckpointStore(tmp_path, keep=0)

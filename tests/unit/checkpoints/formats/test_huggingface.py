@@ -84,14 +84,6 @@ def test_tokenizer_files_come_along_and_nothing_else(make_model_directory, tmp_p
     } == names
 
 
-def test_existing_target_is_refused_and_untouched(make_model_directory, tmp_path):
-    directory = make_model_directory("llama")
-    (tmp_path / "out").mkdir()
-    with HFCheckpoint(directory) as source, pytest.raises(ValueError, match="out exists already"):
-        _copy(source, read_architecture(directory), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_incomplete_export_leaves_nothing(make_model_directory, tmp_path):
     directory = make_model_directory("llama")
     architecture = read_architecture(directory)

@@ -186,6 +186,9 @@ def test_truncated_file_names_both_sizes(cut: int, tmp_path: Path):
         ValueError, match=rf"x.safetensors: truncated: the file has {len(whole) - cut} bytes, .* {len(whole)};"
     ):
         SafetensorsReader(path)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ValueError, match="too long"):
+        SafetensorsReader(path)
 
 
 def test_broken_files(tmp_path: Path):
@@ -252,14 +255,6 @@ def test_empty_tensors_take_no_place_between_others(tmp_path: Path):
         assert list(reader.tensors) == ["a", "none", "b", "last"]
 
 
-def test_trailing_bytes_are_refused(tmp_path: Path):
-    path = tmp_path / "x.safetensors"
-    save_file({"w": torch.zeros(4)}, path)
-    path.write_bytes(path.read_bytes() + b"more")
-    with pytest.raises(ValueError, match="too long"):
-        SafetensorsReader(path)
-
-
 def test_the_writer_refuses_unannounced_tensors(tmp_path: Path):
     writer = SafetensorsWriter(
         tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32), "v": TensorSpec((), torch.int64)}
@@ -268,15 +263,10 @@ def test_the_writer_refuses_unannounced_tensors(tmp_path: Path):
         writer.write("w", torch.zeros(3))
     with pytest.raises(ValueError, match="u is not a tensor of this file"):
         writer.write("u", torch.zeros(3))
-    with pytest.raises(ValueError, match="1 tensors were not written, first v"):
-        writer.close()
-
-
-def test_writer_refuses_a_second_time(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32)})
     writer.write("w", torch.zeros(2))
     with pytest.raises(ValueError, match="w is written twice"):
         writer.write("w", torch.zeros(2))
-    writer.close()
+    with pytest.raises(ValueError, match="1 tensors were not written, first v"):
+        writer.close()
     header = (tmp_path / "x.safetensors").read_bytes()
     assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {"format": "pt"}
