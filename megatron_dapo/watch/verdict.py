@@ -294,7 +294,7 @@ def decision(
     return in_order([replace(failure, attempt=attempt) for failure in failures])
 
 
-class Stage(IntEnum):
+class EndStage(IntEnum):
     """Steps of the end of a run, in order. Each begins when the one before it is over."""
 
     STACKS = 0  # ranks write their stacks
@@ -304,13 +304,13 @@ class Stage(IntEnum):
     NAME = 4  # those that the kernel holds are named
 
 
-def next_stage(stage: Stage, since_s: float, has_stacks: bool, is_recorded: bool, limits: WatchLimits) -> Stage:
+def next_stage(stage: EndStage, since_s: float, has_stacks: bool, is_recorded: bool, limits: WatchLimits) -> EndStage:
     """Return the stage after `stage` if that is over, `since_s` after the verdict; otherwise `stage`."""
     is_over = {
-        Stage.STACKS: has_stacks or since_s > limits.stacks_s,
-        Stage.RECORD: is_recorded,
-        Stage.EXIT: since_s > limits.kill_s,
-        Stage.KILL: since_s > limits.end_s - 1.0,
-        Stage.NAME: False,
+        EndStage.STACKS: has_stacks or since_s > limits.stacks_s,
+        EndStage.RECORD: is_recorded,
+        EndStage.EXIT: since_s > limits.kill_s,
+        EndStage.KILL: since_s > limits.end_s - 1.0,
+        EndStage.NAME: False,
     }
-    return Stage(stage + is_over[stage])
+    return EndStage(stage + is_over[stage])

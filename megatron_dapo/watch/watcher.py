@@ -37,7 +37,7 @@ from megatron_dapo.watch.network import Datagrams, OwnLink
 from megatron_dapo.watch.verdict import (
     BOUNDED,
     NodeView,
-    Stage,
+    EndStage,
     WatchLimits,
     exit_failure,
     next_stage,
@@ -64,7 +64,7 @@ class Watcher:
         self._lost_records: dict[int, Child] = {}  # by lost node: reads its record
         self._last_tick = self._started
         self._beat_at = self._queues_at = 0.0
-        self._stage: Stage | None = None  # of the end
+        self._stage: EndStage | None = None  # of the end
         self._writer: Child | None = None  # of the record
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class Watcher:
         if self._stage is not None:
             # The writer still answers nodes that have not heard the verdict.
             stay = 3.0 if run.is_writer and run.num_nodes > 1 else 0.0
-            is_written = self._stage >= Stage.EXIT and self._writer is None
+            is_written = self._stage >= EndStage.EXIT and self._writer is None
             since = now - run.verdict_at
             return since > run.limits.end_s or (is_over and is_written and since > stay)
         if not self._ranks:
@@ -307,7 +307,7 @@ class Watcher:
         """Begin to carry out the verdict, once there is one."""
         if self._run.verdict is None or self._stage is not None:
             return
-        self._stage = Stage.STACKS
+        self._stage = EndStage.STACKS
         # Under srun all nodes share one log; started by hand, each node has one.
         if self._run.is_writer or "SLURM_JOB_ID" not in os.environ:
             _say(first_line(self._run.verdict[0]) + "\n")
@@ -337,21 +337,21 @@ class Watcher:
             self._stage = stage
             self._enter(stage, now)
 
-    def _enter(self, stage: Stage, now: float) -> None:
+    def _enter(self, stage: EndStage, now: float) -> None:
         assert self._run.verdict is not None
         first = self._run.verdict[0]
-        if stage == Stage.RECORD and self._directory is not None:
+        if stage == EndStage.RECORD and self._directory is not None:
             self._writer = Child(partial(self._write, self._directory, self._stacks()), now)
-        if stage == Stage.EXIT:
+        if stage == EndStage.EXIT:
             for rank in self._ranks.values():
                 for line in rank.held_file_process():
                     _say(f"rank {rank.rank} ({self._run.name}) ends without what the kernel holds: {line}\n")
         for rank in self._living():
-            if stage == Stage.EXIT:
+            if stage == EndStage.EXIT:
                 rank.send({"kind": "verdict", "exit_code": first.exit_code, "culprit": first.rank})
-            elif stage == Stage.KILL:
+            elif stage == EndStage.KILL:
                 rank.signal(signal.SIGKILL)
-            elif stage == Stage.NAME:
+            elif stage == EndStage.NAME:
                 held = "; ".join(rank.held()) or "reason unknown"
                 who = f"rank {rank.rank} ({self._run.name}), process {rank.pid}"
                 _say(f"{who}, does not end: the kernel holds it: {held}\n")
@@ -359,10 +359,10 @@ class Watcher:
                 agent = parent(rank.pid)
                 if "TORCHELASTIC_RUN_ID" in os.environ and agent is not None and agent > 1:
                     os.kill(agent, signal.SIGKILL)
-        if stage == Stage.NAME and self._writer is not None:
+        if stage == EndStage.NAME and self._writer is not None:
             holds = f"the file system holds process {self._writer.pid}"
             _say(f"{self._directory}: the record could not be written: {holds}\n")
-        for child in (self._writer, self._probe) if stage == Stage.NAME else ():
+        for child in (self._writer, self._probe) if stage == EndStage.NAME else ():
             if child is not None:
                 os.kill(child.pid, signal.SIGKILL)  # works unless the kernel blocks it
 

@@ -16,7 +16,7 @@ from megatron_dapo.watch.verdict import (
     WatchLimits,
     NodeView,
     RankView,
-    Stage,
+    EndStage,
     decision,
     exit_failure,
     hang,
@@ -259,16 +259,16 @@ def test_how_a_rank_ended(status: int | None, out_of_memory: str, cause: str, me
     ("has_stacks", "recorded_s", "times"),
     [
         # Everything hangs: the rank's stacks, the record, then the rank itself.
-        (False, 99.0, {Stage.RECORD: 1.0, Stage.EXIT: 3.5, Stage.KILL: 5.5, Stage.NAME: 8.0}),
+        (False, 99.0, {EndStage.RECORD: 1.0, EndStage.EXIT: 3.5, EndStage.KILL: 5.5, EndStage.NAME: 8.0}),
         # Ranks have reported already, and the record is on disk at once.
-        (True, 0.1, {Stage.RECORD: 0.0, Stage.EXIT: 0.1, Stage.KILL: 5.5, Stage.NAME: 8.0}),
+        (True, 0.1, {EndStage.RECORD: 0.0, EndStage.EXIT: 0.1, EndStage.KILL: 5.5, EndStage.NAME: 8.0}),
     ],
 )
-def test_the_stages_of_the_end(has_stacks: bool, recorded_s: float, times: dict[Stage, float]) -> None:
+def test_the_stages_of_the_end(has_stacks: bool, recorded_s: float, times: dict[EndStage, float]) -> None:
     """A record may take `write_s`; ranks end only then, so that their launchers find it."""
-    stage, began, since_s = Stage.STACKS, {}, 0.0
+    stage, began, since_s = EndStage.STACKS, {}, 0.0
     while since_s < 10.0:
-        is_recorded = since_s - began.get(Stage.RECORD, since_s) >= min(recorded_s, LIMITS.write_s)
+        is_recorded = since_s - began.get(EndStage.RECORD, since_s) >= min(recorded_s, LIMITS.write_s)
         while (following := next_stage(stage, since_s, has_stacks, is_recorded, LIMITS)) != stage:
             stage = following
             began[stage] = since_s
