@@ -2,18 +2,21 @@
 
     loss = sum over all trained tokens of  weight(sample of the token) * token loss
 
-| mode         | loss                                        | weight of a token of sample i in group q |
-|--------------|---------------------------------------------|------------------------------------------|
-| token_mean   | sum l / sum len      (DAPO, over the step)  | 1 / sum len                              |
-| sample_mean  | mean_i(sum_t l / len_i)   (GRPO)            | 1 / (N len_i)                            |
-| per_group    | mean_q(sum l / sum_{i in q} len_i)          | 1 / (Q sum_{i in q} len_i)               |
-| dr_grpo      | sum l / (N_all L), constant L (Dr. GRPO)    | 1 / (N_all L)                            |
-| seq_sum_mean | mean_i sum_t l                              | 1 / N                                    |
+| mode               | loss                                        | weight of a token of sample i in group q |
+|--------------------|---------------------------------------------|------------------------------------------|
+| token_mean         | sum l / sum len      (DAPO, over the step)  | 1 / sum len                              |
+| sample_mean        | mean_i(sum_t l / len_i)   (GRPO)            | 1 / (N len_i)                            |
+| per_group          | mean_q(sum l / sum_{i in q} len_i)          | 1 / (Q sum_{i in q} len_i)               |
+| dr_grpo            | sum l / (N_all L), constant L (Dr. GRPO)    | 1 / (N_all L)                            |
+| seq_sum_mean       | mean_i sum_t l                              | 1 / N                                    |
+| rollout_token_mean | sum l * M / sum len of the rollout's M      | M / sum len of the whole rollout batch   |
+|                    | mini-batches (T-PPO's code)                 |                                          |
 
 The denominators are those of the whole optimizer mini-batch: every micro-batch of every data-parallel rank, after every
 filter. The weights are then right however that mini-batch is split, and gradients are SUMMED over micro-batches and
 ranks. A mean over micro-batches with unequal token counts would be another objective; no mode uses one. per_group is
-DAPO's Eq 8 as written (arXiv 2503.14476); its text and public code mean token_mean.
+DAPO's Eq 8 as written (arXiv 2503.14476); its text and public code mean token_mean. Under rollout_token_mean all tokens
+of a rollout batch weigh the same, so a mini-batch with few tokens makes a smaller step.
 """
 
 from __future__ import annotations
@@ -36,23 +39,34 @@ class Denominators:
     num_all_sequences: int  # all samples: Dr. GRPO's divisor must not depend on a filter
     group_ids: torch.Tensor  # [num_groups_all] int64, sorted
     tokens_per_group: torch.Tensor  # [num_groups_all] int64: the group's trained tokens WITHIN this mini-batch
+    mean_mini_batch_tokens: float  # trained tokens of the whole rollout batch / its mini-batches
 
 
-def global_denominators(trained_tokens: torch.Tensor, group_index: torch.Tensor) -> Denominators:
+def global_denominators(
+    trained_tokens: torch.Tensor,
+    group_index: torch.Tensor,
+    rollout_tokens: int | None = None,
+    num_mini_batches: int = 1,
+) -> Denominators:
     """Denominators from the trained tokens [S] and the group [S] of ALL samples of an optimizer mini-batch.
 
-    A group spread over several mini-batches counts in each with the tokens it has there.
+    A group spread over several mini-batches counts in each with the tokens it has there. `rollout_tokens`: trained tokens
+    of all `num_mini_batches` mini-batches of the rollout batch; None: this is the only one.
     """
+    if num_mini_batches < 1:
+        raise ValueError(f"num_mini_batches {num_mini_batches} must be at least 1")
     assert trained_tokens.shape == group_index.shape, f"{trained_tokens.shape} token counts, {group_index.shape} groups"
     positions, num_groups = group_positions(group_index)
     per_group = segment_sum(trained_tokens, positions, num_groups).round().to(torch.int64)
+    num_tokens = int(trained_tokens.sum())
     return Denominators(
-        num_tokens=int(trained_tokens.sum()),
+        num_tokens=num_tokens,
         num_sequences=int((trained_tokens > 0).sum()),
         num_groups=int((per_group > 0).sum()),
         num_all_sequences=int(trained_tokens.numel()),
         group_ids=torch.unique(group_index),
         tokens_per_group=per_group,
+        mean_mini_batch_tokens=(num_tokens if rollout_tokens is None else rollout_tokens) / num_mini_batches,
     )
 
 
@@ -87,6 +101,7 @@ AGGREGATIONS = {
     "per_group": lambda w: w.group_tokens * w.denominators.num_groups,
     "dr_grpo": lambda w: torch.full_like(w.trained_tokens, w.denominators.num_all_sequences * w.max_length),
     "seq_sum_mean": lambda w: torch.full_like(w.trained_tokens, w.denominators.num_sequences),
+    "rollout_token_mean": lambda w: torch.full_like(w.trained_tokens, w.denominators.mean_mini_batch_tokens),
 }
 
 
@@ -106,15 +121,3 @@ def sample_token_weights(
     divisor = divisor_of(WeightInputs(counts, _tokens_of_groups(group_index, denominators), denominators, max_length))
     trained = (counts > 0) & (divisor > 0)
     return torch.where(trained, 1.0 / torch.where(trained, divisor, 1.0), 0.0)
-
-
-def rollout_token_weight(num_rollout_tokens: int, num_mini_batches: int) -> float:
-    """Return the weight of every trained token if each optimizer step is normalized over the whole rollout batch.
-
-    T-PPO's code uses: sum l of the mini-batch / trained tokens of ALL mini-batches x number of mini-batches. Unlike
-    with token_mean, all tokens of a rollout weigh the same, so a mini-batch with few tokens makes a smaller step. The
-    weight is 0 if there are no trained tokens.
-    """
-    if num_mini_batches < 1:
-        raise ValueError(f"num_mini_batches {num_mini_batches} must be at least 1")
-    return num_mini_batches / num_rollout_tokens if num_rollout_tokens else 0.0

@@ -297,8 +297,7 @@ class NodesConfig(Section):
 
 
 class Config(Section):
-    """Complete configuration of a run. Sections are read by name; functions below the trainer take plain values, never
-    this tree."""
+    """Complete configuration of a run."""
 
     run: RunConfig = RunConfig()
     """Name, output directory, length and time limits of the run."""

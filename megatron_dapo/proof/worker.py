@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
@@ -131,7 +130,7 @@ def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> li
     return [
         check_cut(problem, actor, cut, aggregation, loss_weights(problem.samples, aggregation, MAX_RESPONSE_TOKENS))
         for cut in (EXPERT_CUTS if layout.expert > 1 else CUTS)
-        for aggregation in AGGREGATIONS
+        for aggregation in oracle.WEIGHTS
     ]
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.aggregation import rollout_token_weight
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums, normalize_by_batch_mean
 from megatron_dapo.algorithms.segments import MetricSums
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
     from megatron_dapo.megatron.trained_model import StepResult
 
 logger = logging.getLogger(__name__)
-
-# The aggregation whose denominator spans all mini-batches of a rollout; see `rollout_token_weight`.
-OVER_ROLLOUT = "rollout_token_mean"
 
 
 class MismatchError(RuntimeError):
@@ -203,7 +199,9 @@ class PolicyLearner:
     def cut_batch(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
         """Return the packed mini-batches of a rollout batch that have a trained token."""
         parts = self._parts(samples, train_step)
-        mini_batches = [self._pack(part, self._loss_weights(part, samples, len(parts))) for part in parts]
+        kind, length = self._config.algorithm.loss.aggregation, self._config.aggregation_length
+        num_tokens = int(trained_tokens(samples).sum())
+        mini_batches = [self._pack(part, loss_weights(part, kind, length, num_tokens, len(parts))) for part in parts]
         trained = [mini_batch for mini_batch in mini_batches if mini_batch.num_tokens]
         if len(trained) < len(mini_batches):
             # Without a gradient, a step would still move the weights through momentum and decay.
@@ -214,14 +212,6 @@ class PolicyLearner:
                 len(mini_batches),
             )
         return trained
-
-    def _loss_weights(
-        self, part: Sequence[TrainSample], samples: Sequence[TrainSample], num_mini_batches: int
-    ) -> list[float]:
-        aggregation = self._config.algorithm.loss.aggregation
-        if aggregation == OVER_ROLLOUT:
-            return [rollout_token_weight(int(trained_tokens(samples).sum()), num_mini_batches)] * len(part)
-        return loss_weights(part, aggregation, self._config.aggregation_length)
 
     def _pack(self, samples: list[TrainSample], weights: Sequence[float]) -> _PolicyMiniBatch:
         packed = self.updater.pack(self._with_positive_weights(samples), weights)

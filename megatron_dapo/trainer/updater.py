@@ -183,12 +183,21 @@ def cut(samples: Sequence[TrainSample], size: int, split: str, seed: int | None)
     return [[samples[index] for index in part] for part in parts]
 
 
-def loss_weights(samples: Sequence[TrainSample], aggregation: str, aggregation_length: int = 1) -> list[float]:
-    """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`."""
+def loss_weights(
+    samples: Sequence[TrainSample],
+    aggregation: str,
+    aggregation_length: int = 1,
+    rollout_tokens: int | None = None,
+    num_mini_batches: int = 1,
+) -> list[float]:
+    """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`.
+
+    `rollout_tokens` and `num_mini_batches`: see `global_denominators`.
+    """
     trained = trained_tokens(samples)
     groups = torch.tensor([sample.group_index for sample in samples])
     # Taken over all ranks' samples, so that the gradient does not depend on the split into ranks and micro-batches.
-    denominators = global_denominators(trained, groups)
+    denominators = global_denominators(trained, groups, rollout_tokens, num_mini_batches)
     return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length).tolist()
 
 

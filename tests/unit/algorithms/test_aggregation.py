@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from megatron_dapo.algorithms.aggregation import (
     AGGREGATIONS,
     global_denominators,
-    rollout_token_weight,
     sample_token_weights,
 )
 from tests.examples import examples
@@ -22,7 +21,7 @@ def brute_force(mode: str, losses: list[torch.Tensor], groups: list[int], max_le
     if not trained:
         return torch.zeros((), dtype=torch.float64)
     total = torch.cat([loss for loss, _ in trained]).sum()
-    if mode == "token_mean":
+    if mode in ("token_mean", "rollout_token_mean"):  # one mini-batch is the whole rollout
         return total / sum(loss.numel() for loss, _ in trained)
     if mode == "sample_mean":
         return torch.stack([loss.mean() for loss, _ in trained]).mean()
@@ -100,7 +99,7 @@ def test_dr_grpo_divisor_is_large_without_overflow():
 def test_errors_name_the_fault():
     trained, groups = torch.tensor([1, 2]), torch.tensor([0, 1])
     denominators = global_denominators(trained, groups)
-    with pytest.raises(ValueError, match="dr_grpo, per_group, sample_mean, seq_sum_mean, token_mean"):
+    with pytest.raises(ValueError, match="dr_grpo, per_group, rollout_token_mean, sample_mean, seq_sum_mean, token_mean"):
         sample_token_weights("mean", trained, groups, denominators, 8)
     with pytest.raises(ValueError, match="max_length 0"):
         sample_token_weights("dr_grpo", trained, groups, denominators, 0)
@@ -110,10 +109,13 @@ def test_errors_name_the_fault():
         sample_token_weights("token_mean", trained, groups, max_length=8)
 
 
-def test_a_rollout_weight_is_the_token_mean_where_mini_batches_are_equal():
+def test_a_rollout_weight_spans_all_mini_batches():
     trained, groups = torch.tensor([4, 2]), torch.tensor([0, 1])
-    weight = sample_token_weights("token_mean", trained, groups, global_denominators(trained, groups), 8)
-    assert rollout_token_weight(12, 2) == float(weight[0])
-    assert rollout_token_weight(0, 2) == 0.0
+
+    def weights(mode, *rollout):
+        return sample_token_weights(mode, trained, groups, global_denominators(trained, groups, *rollout), 8).tolist()
+
+    assert weights("rollout_token_mean", 12, 2) == weights("token_mean"), "mini-batches are equal"
+    assert weights("rollout_token_mean", 30, 3) == [3 / 30, 3 / 30]
     with pytest.raises(ValueError, match="at least 1"):
-        rollout_token_weight(12, 0)
+        global_denominators(trained, groups, 12, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageInputs, dr_grpo, grpo, reinforce_baseline, rloo
-from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
+from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.algorithms.egae import extended_estimates, without_tail
 from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
@@ -499,7 +499,9 @@ def check_two_windows(section, advantages) -> None:
 
 def check_tppo_aggregation(section) -> None:
     """The mini-batches of loss_aggregation: responses 0 and 1, then 2 and 3; 12 tokens in all."""
-    weight = rollout_token_weight(12, 2)
+    trained, groups = torch.tensor([4, 2]), torch.tensor([0, 1])
+    denominators = global_denominators(trained, groups, rollout_tokens=12, num_mini_batches=2)
+    weight = float(sample_token_weights("rollout_token_mean", trained, groups, denominators, 8)[0])
     assert_equal(weight * (1.0 + 1.5), section["mini0"])
     assert_equal(weight * (-3.0 + 2.1), section["mini1"])
 

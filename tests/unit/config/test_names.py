@@ -22,13 +22,12 @@ from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import SELECTION_METRICS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
-from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 from megatron_dapo.trainer.build_rollout import reward_addends
 from megatron_dapo.trainer.metrics import evaluation_metrics
 
 PAIRS = [
     (algorithm_schema.GrpoStd, STD_CONVENTIONS, ()),
-    (algorithm_schema.Aggregation, AGGREGATIONS, (OVER_ROLLOUT,)),
+    (algorithm_schema.Aggregation, AGGREGATIONS, ()),
     (algorithm_schema.KlEstimator, KL_LOSSES, ()),
     (algorithm_schema.Correction, OFF_POLICY_METHODS, ("none",)),
     (algorithm_schema.CorrectionLevel, LEVELS, ()),
