@@ -56,7 +56,7 @@ class ReplayBuffer:
         self._groups.append(group)
         self._num_put += 1
 
-    def put_back(self, groups: Sequence[Group]) -> None:
+    def give_back(self, groups: Sequence[Group]) -> None:
         """Undo a `take` of groups that were not trained; they go to the head of the queue."""
         self._groups[:0] = groups
         self._num_taken -= len(groups)
@@ -79,16 +79,16 @@ class ReplayBuffer:
         self._num_evicted += len(stale)
         return stale
 
-    def state_dict(self, put_back: Sequence[Group] = ()) -> dict[str, Any]:
+    def state_dict(self, given_back: Sequence[Group] = ()) -> dict[str, Any]:
         """Return the groups (every token, log-prob, score and version) and the counters, for `serialization.split_state`.
 
-        The state is the one after `put_back(put_back)`.
+        The state is the one after `give_back(given_back)`.
         """
         return {
             "version": STATE_VERSION,
-            "groups": [group_to_json(group) for group in [*put_back, *self._groups]],
+            "groups": [group_to_json(group) for group in [*given_back, *self._groups]],
             "num_put": self._num_put,
-            "num_taken": self._num_taken - len(put_back),
+            "num_taken": self._num_taken - len(given_back),
             "num_evicted": self._num_evicted,
         }
 

@@ -1,9 +1,14 @@
 """Group collector: fills a rollout batch with groups worth training on (dynamic sampling).
 
-    prompt stream -> in flight (engine) -> scored -> filter -> replay buffer -> batch for the trainer
-          ^    ^          | stopped                    | all right, all wrong: dropped   | too stale
-          |    +- held <--+ (partial_rollout)                                            |
-          +---------------+--------------------------------------------------------------+
+The life of a group: while it is open, `OpenGroup.stage` says which part of it.
+
+    prompt stream -> IN_FLIGHT -> scored -> filter -> buffered -> batch, given back if it is not trained
+          ^           |    ^                   |         |
+          |      stop v    | next collection   |         | too stale
+          |          HELD (partial_rollout)    v         |
+          |           | none of its responses  filtered  |
+          +-----------+ may still be trained             |
+          +---- queued again, before fresh prompts ------+
 
 Groups are trained in the order in which they started, not in which they finished: a batch is complete once every group
 started before its last one is decided. So trained responses are as long as sampled ones. With oversample = 1 the batch
@@ -34,6 +39,7 @@ from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import Collector, CollectorInputs, GroupCounters, PromptAccounting, sample_seed
 from megatron_dapo.rollout.open_group import (
     OpenGroup,
+    Stage,
     fresh_completions,
     is_partial,
     next_request,
@@ -85,8 +91,7 @@ class GroupCollector(Collector):
         self._own_filter = FunctionFilter(config.group_filter) if config.group_filter else None
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
-        self._in_flight: dict[str, OpenGroup] = {}  # by group id
-        self._unfinished: dict[str, OpenGroup] = {}  # group id -> group, in start order
+        self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # of the batch being collected
         self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()
@@ -111,7 +116,8 @@ class GroupCollector(Collector):
         if exhausted:
             return self._exhausted_batch(num_groups, exhausted, first_number)
         if not self._rollout.partial_rollout and self._buffer.max_staleness:
-            self._drain(num_groups)
+            while self._open:  # nothing may be held
+                self._receive_and_report(num_groups)
         return self._batch(num_groups, "", first_number)
 
     def hold(self) -> None:
@@ -131,7 +137,7 @@ class GroupCollector(Collector):
 
     def give_back(self, batch: RolloutBatch) -> None:
         """See `Collector`. The next call returns the batch's groups."""
-        self._buffer.put_back(batch.groups)
+        self._buffer.give_back(batch.groups)
         self._take_back(batch)
 
     @staticmethod
@@ -143,7 +149,7 @@ class GroupCollector(Collector):
         exhausted: Exhaustion = ""
         while not self._is_complete(num_groups):
             exhausted = self._start_groups(num_groups)
-            if not self._in_flight:
+            if not self._at(Stage.IN_FLIGHT):
                 return exhausted
             self._receive_and_report(num_groups)
         return ""
@@ -153,7 +159,7 @@ class GroupCollector(Collector):
             return self._num_available(self._first_open()) >= num_groups
         # Without a refill, all started groups must be decided. If none is, the groups come from a batch given back.
         num_decided = sum(self._builder.filter_decisions.values())
-        has_ended = not self._in_flight and not self._unfinished and (not num_decided or num_decided >= num_groups)
+        has_ended = not self._open and (not num_decided or num_decided >= num_groups)
         return has_ended and self._num_available() > 0
 
     def _num_supplied(self, num_groups: int) -> int:
@@ -162,31 +168,31 @@ class GroupCollector(Collector):
             return self._num_available()
         return sum(self._builder.filter_decisions.values()) % num_groups
 
-    def _drain(self, num_groups: int) -> None:
-        """Finish what is in flight."""
-        while self._in_flight:
-            self._receive_and_report(num_groups)
-
     def _receive_and_report(self, num_groups: int) -> None:
         self._receive(self._engine.poll())
         self._after_poll(self._progress(num_groups))
 
+    def _at(self, stage: Stage) -> list[OpenGroup]:
+        """Return the open groups of a stage in start order."""
+        return [group for group in self._open.values() if group.stage is stage]
+
     def _first_open(self) -> str | None:
         """Return the first undecided group in start order; None if all are decided."""
-        return min((*self._in_flight, *self._unfinished), default=None)
+        return next(iter(self._open), None)
 
     def _num_available(self, before: str | None = None) -> int:
         return self._buffer.num_available(self._training_version, before)
 
     def _start_groups(self, num_groups: int) -> Exhaustion:
         """Continue all unfinished groups, then start as many as the batches need; return the limit that was met."""
-        requests = [request for group_id in list(self._unfinished) for request in self._continue(group_id)]
+        requests = [request for group in self._at(Stage.HELD) for request in self._continue(group)]
+        num_in_flight = len(self._at(Stage.IN_FLIGHT))
         exhausted: Exhaustion = ""
         round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
         # The number of batches that may train a group started now.
         num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
-        while num_kept + len(self._in_flight) < round_size:
-            if num_kept + self._keep_rate * len(self._in_flight) >= num_batches * num_groups:
+        while num_kept + num_in_flight < round_size:
+            if num_kept + self._keep_rate * num_in_flight >= num_batches * num_groups:
                 break
             if self._rounds_are_exhausted(round_size):
                 exhausted = "rounds"
@@ -196,6 +202,7 @@ class GroupCollector(Collector):
                 exhausted = "prompts"
                 break
             requests.extend(self._start(*drawn, round_size))
+            num_in_flight += 1
         if requests:
             self._engine.submit(requests)
         return exhausted
@@ -217,21 +224,17 @@ class GroupCollector(Collector):
             self._counters.generation_step += 1
         # Fixed width, so that group ids sort in start order.
         group_id = f"{self._counters.num_started:012d}"
-        prompt = self._prompts[prompt_id]
-        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step, size=size)
+        group = OpenGroup(group_id, self._prompts[prompt_id], self._counters.generation_step, size=size)
+        self._open[group_id] = group
         self._counters.num_started += 1
         self._builder.num_started += 1
-        return self._missing(self._in_flight[group_id])
+        return self._continue(group)
 
-    def _continue(self, group_id: str) -> list[GenerationRequest]:
-        """Put an unfinished group in flight again and return its requests."""
-        group = self._in_flight[group_id] = self._unfinished.pop(group_id)
+    def _continue(self, group: OpenGroup) -> list[GenerationRequest]:
+        """Put a group in flight and return requests for its missing responses."""
+        group.stage = Stage.IN_FLIGHT
         group.num_fruitless.clear()
-        return self._missing(group)
-
-    def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
-        """Return requests for a group's unfinished responses."""
-        return [self._request(group, index) for index in group.missing(group.size)]
+        return [self._request(group, index) for index in group.missing]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
         seed = sample_seed(self._seed, group.group_id, index)
@@ -247,8 +250,7 @@ class GroupCollector(Collector):
             self._continue_aborted(completions)
         else:
             self._restart_aborted()
-        in_order = [self._in_flight[name] for name in sorted(self._in_flight)]
-        self._decide([group for group in in_order if group.is_complete(group.size)])
+        self._decide([group for group in self._at(Stage.IN_FLIGHT) if group.is_complete])
 
     def _assign(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
@@ -257,14 +259,17 @@ class GroupCollector(Collector):
 
     def _find(self, completion: Completion) -> tuple[OpenGroup, int]:
         group_id, index = completion.request_id.rsplit("/", 1)
-        assert group_id in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
-        return self._in_flight[group_id], int(index)
+        group = self._open.get(group_id)
+        assert group is not None and group.stage is Stage.IN_FLIGHT, (
+            f"the engine returned {completion.request_id}, which is not in flight"
+        )
+        return group, int(index)
 
     def _restart_aborted(self) -> None:
         """Restart groups with aborted responses from their prompts, once the engine works on none of them."""
-        for group in list(self._in_flight.values()):
-            if group.has_returned(group.size) and not group.is_complete(group.size):
-                del self._in_flight[group.group_id]
+        for group in self._at(Stage.IN_FLIGHT):
+            if group.has_returned and not group.is_complete:
+                del self._open[group.group_id]
                 self._queue_again(group)
 
     def _continue_aborted(self, completions: Sequence[Completion]) -> None:
@@ -279,7 +284,7 @@ class GroupCollector(Collector):
         if not complete:
             return
         for group in score_groups(self._scorer, complete, self._engine.policy_version):
-            del self._in_flight[group.group_id]
+            del self._open[group.group_id]
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
             self._judged.append((group.group_id, group.prompt.prompt_id, decision))
@@ -301,8 +306,7 @@ class GroupCollector(Collector):
 
     def _tell_stream(self) -> None:
         """Report the filter's decisions in start order, so that rewrites do not depend on which group was faster."""
-        held = (*self._unfinished.values(), *self._buffer)
-        num_rewrites = sum(TEMPLATE in group.prompt.extra for group in held)
+        num_rewrites = sum(TEMPLATE in group.prompt.extra for group in (*self._open.values(), *self._buffer))
         for _, prompt_id, decision in sorted(self._judged):
             self._stream.judged(prompt_id, decision, num_rewrites)
         self._judged.clear()
@@ -327,24 +331,20 @@ class GroupCollector(Collector):
 
     def _hold(self, training_version: int) -> list[OpenGroup]:
         """Hold every response in flight that may still train `training_version`; return the groups with none."""
-        if self._in_flight:
+        if self._at(Stage.IN_FLIGHT):
             self._assign(self._engine.abort())
         oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
-        stopped = {**self._unfinished, **self._in_flight}
-        self._unfinished, self._in_flight = {}, {}
         given_up = []
-        for group_id in sorted(stopped):
-            group = stopped[group_id]
+        for group in list(self._open.values()):
             kept: dict[int, Completion] = {}
             if self._rollout.partial_rollout:
                 kept = fresh_completions(group.completions, oldest_allowed, serving)
             if not kept:
-                given_up.append(group)
+                given_up.append(self._open.pop(group.group_id))
                 continue
             dropped = [held for index, held in group.completions.items() if index not in kept]
             self._builder.num_discarded_tokens += sum(completion.num_tokens for completion in dropped)
-            group.completions = kept
-            self._unfinished[group_id] = group
+            group.completions, group.stage = kept, Stage.HELD
         return given_up
 
     def _queue_again(self, group: OpenGroup) -> None:
@@ -371,8 +371,8 @@ class GroupCollector(Collector):
     def _statistics(self, num_begun_earlier: int) -> CollectStatistics:
         return self._builder.build(
             num_begun_earlier=num_begun_earlier,
-            num_carried_over=len(self._buffer),
-            num_unfinished=len(self._unfinished),
+            num_buffered=len(self._buffer),
+            num_unfinished=len(self._at(Stage.HELD)),
             prompts=self._source.statistics(),
         )
 
@@ -404,12 +404,12 @@ class GroupCollector(Collector):
         )
 
     def _progress(self, num_groups: int) -> CollectProgress:
-        opened = self._in_flight.values()
-        num_waiting = sum(not is_partial(held) for group in opened for held in group.completions.values())
+        in_flight = self._at(Stage.IN_FLIGHT)
+        num_waiting = sum(not is_partial(held) for group in in_flight for held in group.completions.values())
         return CollectProgress(
             num_accepted=min(num_groups, self._num_available()),
             num_groups=num_groups,
-            num_in_flight=len(self._in_flight),
+            num_in_flight=len(in_flight),
             num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
             num_responses=self._builder.num_scored_responses + num_waiting,
             num_tokens=self._builder.num_tokens,
@@ -425,8 +425,8 @@ class GroupCollector(Collector):
             filtered=self._counters.num_filtered,
             queued_again=self._counters.num_queued_again,
             buffered=len(self._buffer),
-            unfinished=len(self._unfinished),
-            in_flight=len(self._in_flight),
+            unfinished=len(self._at(Stage.HELD)),
+            in_flight=len(self._at(Stage.IN_FLIGHT)),
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
@@ -436,13 +436,12 @@ class GroupCollector(Collector):
         the engine has returned so far.
         """
         groups = [group for batch in untrained for group in batch.groups]
-        opened = {**self._unfinished, **self._in_flight}
         return {
             "version": STATE_VERSION,
             "stream": self._stream.state_dict(),
             "source": self._source.state_dict(),
-            "buffer": self._buffer.state_dict(put_back=groups),
-            "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
+            "buffer": self._buffer.state_dict(given_back=groups),
+            "open_groups": [open_group_to_json(group) for group in self._open.values()],
             "counters": self._counters_without(untrained),
             "judged": [list(entry) for entry in self._judged],
         }
@@ -454,13 +453,14 @@ class GroupCollector(Collector):
                 f"collector state has version {state.get('version')}, this program reads {STATE_VERSION}; resume with the "
                 "release (and the algorithm) that wrote it"
             )
-        assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
+        num_in_flight = len(self._at(Stage.IN_FLIGHT))
+        assert not num_in_flight, f"{num_in_flight} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
         self._source.load_state_dict(state["source"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
         self._judged = [tuple(entry) for entry in state["judged"]]
-        self._unfinished = {}
+        self._open = {}
         for value in state["open_groups"]:
             self._restore(open_group_from_json(value, self._prompts))
 
@@ -472,6 +472,7 @@ class GroupCollector(Collector):
             for index, held in group.completions.items()
         )
         if self._rollout.partial_rollout and fits:
-            self._unfinished[group.group_id] = group
+            group.stage = Stage.HELD
+            self._open[group.group_id] = group
         else:
             self._queue_again(group)

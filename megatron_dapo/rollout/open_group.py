@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -28,29 +29,40 @@ from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingP
 MAX_FRUITLESS = 16
 
 
+class Stage(Enum):
+    """What happens to an open group; `group_collector` draws its whole life."""
+
+    IN_FLIGHT = "the engine works on its missing responses"
+    HELD = "stopped with its tokens, until the next collection continues it"
+
+
 @dataclass(eq=False)
 class OpenGroup:
-    """An incomplete group, in flight or waiting for the next collection."""
+    """A group with responses that have not ended."""
 
     group_id: str
     prompt: Prompt
     generation_step: int
     completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
-    size: int = 0  # responses it will have; 0 if its pool knows
+    size: int = 0  # responses it will have
+    stage: Stage = Stage.IN_FLIGHT
 
-    def is_complete(self, group_size: int) -> bool:
-        """Return True if every response has ended."""
-        return len(self.completions) == group_size and not any(map(is_partial, self.completions.values()))
-
-    def missing(self, group_size: int) -> list[int]:
-        """Return the indices of the responses that have not ended."""
+    @property
+    def missing(self) -> list[int]:
+        """The indices of the responses that have not ended."""
         held = self.completions
-        return [index for index in range(group_size) if index not in held or is_partial(held[index])]
+        return [index for index in range(self.size) if index not in held or is_partial(held[index])]
 
-    def has_returned(self, group_size: int) -> bool:
-        """Return True if the engine no longer works on any of its responses."""
-        return len(self.completions) == group_size
+    @property
+    def is_complete(self) -> bool:
+        """True if every response has ended."""
+        return not self.missing
+
+    @property
+    def has_returned(self) -> bool:
+        """True if the engine no longer works on any of its responses."""
+        return len(self.completions) == self.size
 
     def add(self, index: int, completion: Completion) -> int:
         """Add an engine's completion of response `index` and return its number of new tokens.

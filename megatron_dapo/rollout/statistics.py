@@ -63,7 +63,7 @@ class CollectStatistics:
     num_unfinished: int  # groups that the next collection continues
     num_continued: int  # responses continued after tokens they already had
     num_begun_earlier: int  # groups of the batch that were begun in an earlier collection
-    num_carried_over: int  # kept groups that stay in the buffer
+    num_buffered: int  # kept groups that stay in the buffer
     num_tokens: int  # response tokens generated in this collection
     num_kept_tokens: int  # response tokens of kept groups, earlier ones included
     num_discarded_tokens: int  # response tokens thrown away unscored or too stale, earlier ones included
@@ -147,7 +147,7 @@ class StatisticsBuilder:
         self,
         *,
         num_begun_earlier: int,
-        num_carried_over: int,
+        num_buffered: int,
         num_unfinished: int,
         prompts: Mapping[str, float] | None = None,
     ) -> CollectStatistics:
@@ -164,7 +164,7 @@ class StatisticsBuilder:
             **counts,
             num_unfinished=num_unfinished,
             num_begun_earlier=num_begun_earlier,
-            num_carried_over=num_carried_over,
+            num_buffered=num_buffered,
             prompts=dict(prompts or {}),
             num_kept_tokens=sum(self.lengths["kept"]),
             num_responses=self.num_scored_responses,

@@ -48,7 +48,7 @@ from megatron_dapo.types import Group, SamplingParams, ScoredSample
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = "windows-2"  # not a number, so that a group collector refuses it
+STATE_VERSION = "windows-3"  # not a number, so that a group collector refuses it
 NOT_CHOSEN = "not_chosen"
 
 
@@ -90,7 +90,7 @@ class WindowCollector(Collector):
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
         self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
-            nothing = self._builder([]).build(num_begun_earlier=0, num_carried_over=0, num_unfinished=0)
+            nothing = self._builder([]).build(num_begun_earlier=0, num_buffered=0, num_unfinished=0)
             return RolloutBatch((), nothing, "prompts", True, version)
         for _ in self._current.generate():
             self._after_poll(self._progress_of(num_groups))
@@ -229,7 +229,7 @@ class WindowCollector(Collector):
             by_group.setdefault(group_id, []).append(sample)
         groups = []
         for group_id, members in by_group.items():
-            prompt = self._pool[group_id].responses.prompt
+            prompt = self._pool[group_id].prompt
             runs = [run for each in members for run in each.completion.versions if run.end > each.window.start]
             oldest = min((run.version for run in runs), default=version)  # version of the window's oldest tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
@@ -244,10 +244,10 @@ class WindowCollector(Collector):
         for index, group in enumerate(groups):
             builder.add_scored(group, KEPT if index in chosen else NOT_CHOSEN)
         waiting = [group for group in self._pool.groups if group.num_waiting]
-        begun_at = [self._pool[groups[index].group_id].responses.generation_step for index in chosen]
+        begun_at = [self._pool[groups[index].group_id].generation_step for index in chosen]
         return builder.build(
             num_begun_earlier=sum(step < self._counters.generation_step for step in begun_at),
-            num_carried_over=0,
+            num_buffered=0,
             num_unfinished=len(waiting),
         )
 
@@ -259,7 +259,7 @@ class WindowCollector(Collector):
         num_windows = [math.ceil(length / self._window.tokens) for length in finished]
         num_continued = sum(sample.window.start > 0 for sample in samples)
         return StatisticsBuilder(
-            num_started=sum(bool(samples) and group.responses.generation_step == step for group in self._pool.groups),
+            num_started=sum(bool(samples) and group.generation_step == step for group in self._pool.groups),
             num_continued=num_continued,
             num_tokens=num_tokens,
             windows=WindowSummary(
@@ -332,7 +332,7 @@ class WindowCollector(Collector):
 
     def _check_lengths(self) -> None:
         limit = self._sampling.max_new_tokens
-        held = [completion for group in self._pool.groups for completion in group.responses.completions.values()]
+        held = [completion for group in self._pool.groups for completion in group.completions.values()]
         longest = max((completion.num_tokens for completion in held if is_partial(completion)), default=0)
         if longest >= limit:
             raise ValueError(

@@ -32,11 +32,9 @@ ResponseKey = tuple[str, int]
 
 
 @dataclass(eq=False)
-class BegunGroup:
-    """A group with at least one response that has not ended."""
+class WindowGroup(OpenGroup):
+    """A group with at least one response that has not ended. `completions` has the begun, unfinished ones."""
 
-    responses: OpenGroup  # begun, unfinished responses with their tokens so far
-    size: int  # number of responses in the group
     num_begun: int = 0  # indices below are begun
     starts: dict[int, int] = field(default_factory=dict)  # begun, unfinished response -> its tokens before the window
     num_finished: int = 0  # over all steps
@@ -52,17 +50,13 @@ class BegunGroup:
         """Responses that have not ended."""
         return len(self.starts) + self.num_not_started
 
-    def completion(self, index: int) -> Completion | None:
-        """Return all tokens of response `index` so far; None if no engine has returned any of it yet."""
-        return self.responses.completions.get(index)
-
     def end_window(self, index: int) -> None:
         """Make the tokens of response `index` so far the context of its next window."""
-        self.starts[index] = len(self.responses.completions[index].token_ids)
+        self.starts[index] = self.completions[index].num_tokens
 
     def finish(self, index: int, accuracy: float) -> None:
         """Drop response `index`, which has ended, and count its accuracy."""
-        del self.starts[index], self.responses.completions[index]
+        del self.starts[index], self.completions[index]
         self.num_finished += 1
         self.accuracy_sum += accuracy
 
@@ -71,13 +65,13 @@ class WindowPool:
     """Begun groups in start order."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, BegunGroup] = {}
+        self._groups: dict[str, WindowGroup] = {}
 
-    def __getitem__(self, group_id: str) -> BegunGroup:
+    def __getitem__(self, group_id: str) -> WindowGroup:
         return self._groups[group_id]
 
     @property
-    def groups(self) -> Sequence[BegunGroup]:
+    def groups(self) -> Sequence[WindowGroup]:
         """All groups, in start order."""
         return tuple(self._groups.values())
 
@@ -94,7 +88,7 @@ class WindowPool:
     def begin(self, group_id: str, prompt: Prompt, generation_step: int, size: int) -> None:
         """Add a group with no response started."""
         assert group_id not in self._groups, f"group {group_id} is already in the pool"
-        self._groups[group_id] = BegunGroup(OpenGroup(group_id, prompt, generation_step), size)
+        self._groups[group_id] = WindowGroup(group_id, prompt, generation_step, size=size)
 
     def take(self, num_items: int) -> list[ResponseKey]:
         """Return the next responses to work on, at most `num_items`: unfinished ones, then the first not yet started.
@@ -122,7 +116,7 @@ class WindowPool:
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt]) -> None:
         """Invert `state_dict`. Raises KeyError for a prompt that is not in `prompts`."""
         groups = [_group_from_json(value, prompts) for value in state]
-        self._groups = {group.responses.group_id: group for group in groups}
+        self._groups = {group.group_id: group for group in groups}
 
 
 def behind_window(completion: Completion, limit: int, sampling: SamplingParams) -> Completion:
@@ -135,12 +129,10 @@ def behind_window(completion: Completion, limit: int, sampling: SamplingParams) 
     return settled(completion, sampling)
 
 
-def _group_to_json(group: BegunGroup) -> dict[str, Any]:
+def _group_to_json(group: WindowGroup) -> dict[str, Any]:
     # Sort by index, not by the engine's order, so that equal pools have equal states.
-    completions = dict(sorted(group.responses.completions.items()))
     return {
-        "responses": open_group_to_json(replace(group.responses, completions=completions)),
-        "size": group.size,
+        **open_group_to_json(replace(group, completions=dict(sorted(group.completions.items())))),
         "num_begun": group.num_begun,
         "starts": {str(index): start for index, start in group.starts.items()},
         "num_finished": group.num_finished,
@@ -148,10 +140,9 @@ def _group_to_json(group: BegunGroup) -> dict[str, Any]:
     }
 
 
-def _group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> BegunGroup:
-    return BegunGroup(
-        responses=open_group_from_json(value["responses"], prompts),
-        size=value["size"],
+def _group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> WindowGroup:
+    return WindowGroup(
+        **vars(open_group_from_json(value, prompts)),
         num_begun=value["num_begun"],
         starts={int(index): start for index, start in value["starts"].items()},
         num_finished=value["num_finished"],
@@ -228,7 +219,7 @@ class WindowCollection:
     def _forget_fruitless(self) -> None:
         # A stop that this side requested is not an engine failure.
         for group in self._pool.groups:
-            group.responses.num_fruitless.clear()
+            group.num_fruitless.clear()
 
     def _take(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
@@ -236,14 +227,14 @@ class WindowCollection:
             key = (group_id, int(index))
             assert key in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
             ended = behind_window(completion, self._limit(key), self._sampling)
-            self.num_new_tokens += self._pool[group_id].responses.add(key[1], ended)
+            self.num_new_tokens += self._pool[group_id].add(key[1], ended)
             self._in_flight.remove(key)
             self._returned.append(key)
 
     def _settle(self) -> None:
         """Score the responses that ended and submit the others up to the end of their window."""
         returned, self._returned = self._returned, []
-        held = {key: self._pool[key[0]].completion(key[1]) for key in returned}
+        held = {key: self._pool[key[0]].completions.get(key[1]) for key in returned}
         requests = {
             key: self._request(key)
             for key, so_far in held.items()
@@ -271,14 +262,12 @@ class WindowCollection:
         group_id, index = key
         sampling = replace(self._sampling, max_new_tokens=self._limit(key))
         seed = sample_seed(self._seed, group_id, index)
-        return next_request(self._pool[group_id].responses, index, sampling, seed, self._with_routing)
+        return next_request(self._pool[group_id], index, sampling, seed, self._with_routing)
 
     def _unscored(self, key: ResponseKey) -> UnscoredSample:
         group_id, index = key
         group = self._pool[group_id]
-        completion = group.completion(index)
-        assert completion is not None, f"response {group_id}/{index} was generated"
-        return UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
+        return UnscoredSample(f"{group_id}/{index}", group.prompt, group.completions[index])
 
     def _sample(self, key: ResponseKey) -> ScoredSample:
         group_id, index = key

@@ -132,7 +132,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/groups_filtered_share": 1.0 - statistics.filter_decisions.get("kept", 0) / num_finished,
         "rollout/groups_all_correct_share": statistics.filter_decisions.get("all_right", 0) / num_finished,
         "rollout/groups_all_wrong_share": statistics.filter_decisions.get("all_wrong", 0) / num_finished,
-        "rollout/groups_carried_over": statistics.num_carried_over,
+        "rollout/groups_carried_over": statistics.num_buffered,
         "rollout/groups_unfinished": statistics.num_unfinished,
         "rollout/groups_dropped_stale": statistics.num_stale,
         "rollout/generation_rounds": math.ceil(statistics.num_started / round_size),

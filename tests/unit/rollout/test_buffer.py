@@ -57,12 +57,12 @@ def test_take_skips_stale_groups_without_losing_them() -> None:
     assert names(buffer.evict(1)) == ["old"]
 
 
-def test_put_back_goes_first() -> None:
+def test_groups_given_back_go_first() -> None:
     buffer = ReplayBuffer()
     for name in "abc":
         buffer.put(make_group(name))
     taken = buffer.take(2, 0)
-    buffer.put_back(taken)
+    buffer.give_back(taken)
     assert names(buffer.take(3, 0)) == ["a", "b", "c"]
     assert buffer.state_dict()["num_taken"] == 3
 

@@ -242,7 +242,7 @@ def test_surplus_is_carried_over_within_the_bound_and_queued_again_beyond_it(
         assert statistics.num_begun_earlier == min(4, left_over)
         num_carried += statistics.num_begun_earlier
         num_stale += statistics.num_stale
-        left_over = statistics.num_carried_over
+        left_over = statistics.num_buffered
         assert world.collector.accounting().is_balanced and len(world.buffer) == left_over
         world.engine.policy_version += 1
     assert num_carried > 0 if max_staleness else num_stale > num_carried == 0
@@ -289,7 +289,7 @@ def test_stop_keeps_the_groups_for_a_later_run(make_world: Callable) -> None:
     world = make_world([0.5] * 10, group_size=16, on_exhausted="stop")
     world.collector.collect(8)
     batch = world.collector.collect(8)
-    assert batch.groups == () and batch.should_stop and batch.statistics.num_carried_over == 2
+    assert batch.groups == () and batch.should_stop and batch.statistics.num_buffered == 2
     later = world.restart(
         world.checkpoint(), settings=world.settings.model_copy(update={"on_exhausted": "train_partial"})
     )
@@ -360,7 +360,7 @@ def test_statistics_add_up(make_world: Callable) -> None:
     statistics = batch.statistics
     scored = sum(statistics.filter_decisions.values())
     assert statistics.num_started == scored + statistics.num_aborted
-    assert statistics.filter_decisions["kept"] == len(batch.groups) + statistics.num_carried_over
+    assert statistics.filter_decisions["kept"] == len(batch.groups) + statistics.num_buffered
     assert statistics.num_responses == 4 * scored == sum(statistics.outcomes.values())
     assert statistics.kept_lengths.num_responses == 4 * statistics.filter_decisions["kept"]
     lengths = [len(s.completion.token_ids) for g in [*batch.groups, *world.buffer.take(99, 0)] for s in g.samples]

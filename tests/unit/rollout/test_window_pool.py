@@ -49,9 +49,9 @@ def test_unfinished_responses_go_ahead_of_those_not_started_each_in_order() -> N
     assert pool.take(4) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert (pool.num_waiting, pool.num_not_started) == (6, 2)
     for group_id, index in (("a", 0), ("b", 0)):
-        pool[group_id].responses.add(index, completion((4, 5)))
+        pool[group_id].add(index, completion((4, 5)))
         pool[group_id].end_window(index)
-    pool["a"].responses.add(1, completion((4, 9), "stop"))
+    pool["a"].add(1, completion((4, 9), "stop"))
     pool["a"].finish(1, 1.0)
     assert pool.take(9) == [("a", 0), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
     assert pool["a"].starts == {0: 2, 2: 0} and pool["b"].starts == {0: 2, 1: 0, 2: 0}
@@ -62,12 +62,12 @@ def test_a_group_leaves_with_its_last_response() -> None:
     pool = WindowPool()
     pool.begin("a", PROMPT, 1, 2)
     pool.take(1)
-    pool["a"].responses.add(0, completion((9,), "stop"))
+    pool["a"].add(0, completion((9,), "stop"))
     pool["a"].finish(0, 0.0)
     pool.drop_finished()
     assert [group.num_waiting for group in pool.groups] == [1], "one is not started"
     pool.take(1)
-    pool["a"].responses.add(1, completion((9,), "stop"))
+    pool["a"].add(1, completion((9,), "stop"))
     pool["a"].finish(1, 0.0)
     pool.drop_finished()
     assert pool.groups == ()
@@ -79,11 +79,11 @@ def test_the_state_is_that_of_the_pool_not_of_its_history() -> None:
         pool.begin("a", PROMPT, 1, 3)
         pool.take(2)
         for index in order:
-            pool["a"].responses.add(index, completion((4, 5 + index)))
+            pool["a"].add(index, completion((4, 5 + index)))
     states = [json.dumps(pool.state_dict(), default=np.ndarray.tolist) for pool in pools]
     assert states[0] == states[1]
     restored = WindowPool()
     restored.load_state_dict(json.loads(states[0]), {"p": PROMPT})
     assert json.dumps(restored.state_dict(), default=np.ndarray.tolist) == states[0]
     assert restored.take(9) == [("a", 0), ("a", 1), ("a", 2)]
-    assert restored["a"].completion(1) == pools[0]["a"].completion(1) and restored["a"].responses.prompt == PROMPT
+    assert restored["a"].completions[1] == pools[0]["a"].completions[1] and restored["a"].prompt == PROMPT
