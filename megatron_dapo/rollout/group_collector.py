@@ -38,8 +38,8 @@ from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Ex
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import Collector, CollectorInputs, GroupCounters, PromptAccounting, sample_seed
 from megatron_dapo.rollout.open_group import (
+    GroupStage,
     OpenGroup,
-    Stage,
     fresh_completions,
     is_partial,
     next_request,
@@ -149,7 +149,7 @@ class GroupCollector(Collector):
         exhausted: Exhaustion = ""
         while not self._is_complete(num_groups):
             exhausted = self._start_groups(num_groups)
-            if not self._at(Stage.IN_FLIGHT):
+            if not self._at(GroupStage.IN_FLIGHT):
                 return exhausted
             self._receive_and_report(num_groups)
         return ""
@@ -172,7 +172,7 @@ class GroupCollector(Collector):
         self._receive(self._engine.poll())
         self._after_poll(self._progress(num_groups))
 
-    def _at(self, stage: Stage) -> list[OpenGroup]:
+    def _at(self, stage: GroupStage) -> list[OpenGroup]:
         """Return the open groups of a stage in start order."""
         return [group for group in self._open.values() if group.stage is stage]
 
@@ -185,8 +185,8 @@ class GroupCollector(Collector):
 
     def _start_groups(self, num_groups: int) -> Exhaustion:
         """Continue all unfinished groups, then start as many as the batches need; return the limit that was met."""
-        requests = [request for group in self._at(Stage.HELD) for request in self._continue(group)]
-        num_in_flight = len(self._at(Stage.IN_FLIGHT))
+        requests = [request for group in self._at(GroupStage.HELD) for request in self._continue(group)]
+        num_in_flight = len(self._at(GroupStage.IN_FLIGHT))
         exhausted: Exhaustion = ""
         round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
         # The number of batches that may train a group started now.
@@ -232,7 +232,7 @@ class GroupCollector(Collector):
 
     def _continue(self, group: OpenGroup) -> list[GenerationRequest]:
         """Put a group in flight and return requests for its missing responses."""
-        group.stage = Stage.IN_FLIGHT
+        group.stage = GroupStage.IN_FLIGHT
         group.num_fruitless.clear()
         return [self._request(group, index) for index in group.missing]
 
@@ -250,7 +250,7 @@ class GroupCollector(Collector):
             self._continue_aborted(completions)
         else:
             self._restart_aborted()
-        self._decide([group for group in self._at(Stage.IN_FLIGHT) if group.is_complete])
+        self._decide([group for group in self._at(GroupStage.IN_FLIGHT) if group.is_complete])
 
     def _assign(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
@@ -260,14 +260,14 @@ class GroupCollector(Collector):
     def _find(self, completion: Completion) -> tuple[OpenGroup, int]:
         group_id, index = completion.request_id.rsplit("/", 1)
         group = self._open.get(group_id)
-        assert group is not None and group.stage is Stage.IN_FLIGHT, (
+        assert group is not None and group.stage is GroupStage.IN_FLIGHT, (
             f"the engine returned {completion.request_id}, which is not in flight"
         )
         return group, int(index)
 
     def _restart_aborted(self) -> None:
         """Restart groups with aborted responses from their prompts, once the engine works on none of them."""
-        for group in self._at(Stage.IN_FLIGHT):
+        for group in self._at(GroupStage.IN_FLIGHT):
             if group.has_returned and not group.is_complete:
                 del self._open[group.group_id]
                 self._queue_again(group)
@@ -331,7 +331,7 @@ class GroupCollector(Collector):
 
     def _hold(self, training_version: int) -> list[OpenGroup]:
         """Hold every response in flight that may still train `training_version`; return the groups with none."""
-        if self._at(Stage.IN_FLIGHT):
+        if self._at(GroupStage.IN_FLIGHT):
             self._assign(self._engine.abort())
         oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
         given_up = []
@@ -344,7 +344,7 @@ class GroupCollector(Collector):
                 continue
             dropped = [held for index, held in group.completions.items() if index not in kept]
             self._builder.num_discarded_tokens += sum(completion.num_tokens for completion in dropped)
-            group.completions, group.stage = kept, Stage.HELD
+            group.completions, group.stage = kept, GroupStage.HELD
         return given_up
 
     def _queue_again(self, group: OpenGroup) -> None:
@@ -372,7 +372,7 @@ class GroupCollector(Collector):
         return self._builder.build(
             num_begun_earlier=num_begun_earlier,
             num_buffered=len(self._buffer),
-            num_unfinished=len(self._at(Stage.HELD)),
+            num_unfinished=len(self._at(GroupStage.HELD)),
             prompts=self._source.statistics(),
         )
 
@@ -404,7 +404,7 @@ class GroupCollector(Collector):
         )
 
     def _progress(self, num_groups: int) -> CollectProgress:
-        in_flight = self._at(Stage.IN_FLIGHT)
+        in_flight = self._at(GroupStage.IN_FLIGHT)
         num_waiting = sum(not is_partial(held) for group in in_flight for held in group.completions.values())
         return CollectProgress(
             num_accepted=min(num_groups, self._num_available()),
@@ -425,8 +425,8 @@ class GroupCollector(Collector):
             filtered=self._counters.num_filtered,
             queued_again=self._counters.num_queued_again,
             buffered=len(self._buffer),
-            unfinished=len(self._at(Stage.HELD)),
-            in_flight=len(self._at(Stage.IN_FLIGHT)),
+            unfinished=len(self._at(GroupStage.HELD)),
+            in_flight=len(self._at(GroupStage.IN_FLIGHT)),
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
@@ -453,7 +453,7 @@ class GroupCollector(Collector):
                 f"collector state has version {state.get('version')}, this program reads {STATE_VERSION}; resume with the "
                 "release (and the algorithm) that wrote it"
             )
-        num_in_flight = len(self._at(Stage.IN_FLIGHT))
+        num_in_flight = len(self._at(GroupStage.IN_FLIGHT))
         assert not num_in_flight, f"{num_in_flight} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
         self._source.load_state_dict(state["source"])
@@ -472,7 +472,7 @@ class GroupCollector(Collector):
             for index, held in group.completions.items()
         )
         if self._rollout.partial_rollout and fits:
-            group.stage = Stage.HELD
+            group.stage = GroupStage.HELD
             self._open[group.group_id] = group
         else:
             self._queue_again(group)

@@ -29,7 +29,7 @@ from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingP
 MAX_FRUITLESS = 16
 
 
-class Stage(Enum):
+class GroupStage(Enum):
     """What happens to an open group; `group_collector` draws its whole life."""
 
     IN_FLIGHT = "the engine works on its missing responses"
@@ -46,7 +46,7 @@ class OpenGroup:
     completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
     size: int = 0  # responses it will have
-    stage: Stage = Stage.IN_FLIGHT
+    stage: GroupStage = GroupStage.IN_FLIGHT
 
     @property
     def missing(self) -> list[int]:
