@@ -19,7 +19,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ from megatron_dapo.files.durable import (
     safetensors_header,
     write_direct,
 )
-from megatron_dapo.files.process import BackgroundJob, FileProcess
+from megatron_dapo.files.process import FileProcess
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +146,8 @@ class _Save:
     is_noted: threading.Event = field(default_factory=threading.Event)  # set once the content may be copied
     problem: Exception | None = None  # raised while noting, copying or starting to write
     copying: threading.Thread | None = None
-    part: BackgroundJob | None = None  # this rank's files; None until they are copied
-    commit: BackgroundJob | None = None  # on rank 0
+    part: Future[Any] | None = None  # this rank's files; None until they are copied
+    commit: Future[Any] | None = None  # on rank 0
 
 
 class BackgroundSaves:
@@ -250,9 +252,9 @@ class BackgroundSaves:
         if self.is_copying:
             return IN_FLIGHT
         for job in (save.part, save.commit):
-            if job is not None and not job.is_done():
+            if job is not None and not job.done():
                 return IN_FLIGHT
-            if job is not None and job.has_failed():
+            if job is not None and job.exception() is not None:
                 return FAILED
         return IDLE
 
@@ -266,7 +268,9 @@ class BackgroundSaves:
             return saved
         assert self._save is not None, "a save is in flight"
         store, save, self._save = self._store, self._save, None
-        give_up = save.commit.cancel if save.commit is not None else None
+        give_up = None
+        if save.commit is not None and isinstance(store.files, FileProcess):
+            give_up = partial(store.files.cancel, save.commit)
         with require_together(store, save.step, give_up):
             if save.copying is not None:
                 save.copying.join()

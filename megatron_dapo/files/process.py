@@ -22,13 +22,13 @@ import logging
 import mmap
 import os
 import resource
-import select
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -39,32 +39,6 @@ from megatron_dapo.files.linux import end_with_parent, ignore_launcher_signals, 
 _NUM_PARTS = 16  # parts of the shared memory: one is written while the next ones are filled
 _MEMORY_BYTES = 1 << 26
 _END_S = 2.0  # limit of a clean exit; a process blocked in the kernel is abandoned
-_RECEIVE_BYTES = 1 << 16
-
-
-class BackgroundJob:
-    """A call that a file process does in a thread, while it serves other requests."""
-
-    def __init__(self, files: FileProcess, number: int) -> None:
-        self._files, self._number = files, number
-
-    def is_done(self) -> bool:
-        """Return True once `result` would not block."""
-        return self._files.is_answered(self._number)
-
-    def has_failed(self) -> bool:
-        """Return True if it is done and `result` would raise."""
-        return self.is_done() and self._files.is_error(self._number)
-
-    def result(self) -> Any:
-        """Wait for the function and return its result, or raise its error. Call it once."""
-        return self._files.answer(self._number)
-
-    def cancel(self) -> None:
-        """Make the function end early, with an error, and wait for that; it may be done already."""
-        self._files.cancel(self._number)
-        with suppress(Exception):  # the error of the cancelled function
-            self.result()
 
 
 class FileProcess(Files):
@@ -75,7 +49,6 @@ class FileProcess(Files):
     def __init__(self) -> None:
         """Start the process; the calling thread must live as long as this process, as the main thread does."""
         self._socket, theirs = socket.socketpair()
-        self._received = bytearray()
         memory = os.memfd_create("files")
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # applies to files in memory too
         size = min(_MEMORY_BYTES, limit) if limit != resource.RLIM_INFINITY else _MEMORY_BYTES
@@ -91,10 +64,10 @@ class FileProcess(Files):
         theirs.close()
         os.close(memory)
         self._sending, self._writing = threading.Lock(), threading.Lock()
-        self._arrived, self._is_reading = threading.Condition(), False  # one thread reads answers for all
         self._number = 0
-        self._pending: dict[int, str] = {}  # request number -> what it does, oldest first
-        self._replies: dict[int, dict[str, Any]] = {}
+        # Request number -> what it does, and its answer, oldest first.
+        self._pending: dict[int, tuple[str, Future[Any]]] = {}
+        threading.Thread(target=self._read, name="file process", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -103,18 +76,25 @@ class FileProcess(Files):
     @property
     def doing(self) -> str:
         """The current operation and its file, "" if there is none."""
-        return next(iter(list(self._pending.values())), "")
+        return next((doing for doing, _ in list(self._pending.values())), "")
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments) computed in the file process; its errors are raised here."""
-        return self.answer(self._request("call", function, arguments))
+        return self._request("call", function, arguments).result()
 
-    def start(self, function: Callable[..., Any], *arguments: Any) -> BackgroundJob:
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Begin function(work, *arguments) in a thread of the file process; `work` is a `Work` with `copy_memory`."""
-        return BackgroundJob(self, self._request("start", function, arguments, copy_bytes=self._copy_bytes))
+        return self._request("start", function, arguments, copy_bytes=self._copy_bytes)
 
-    def _request(self, kind: str, function: Callable[..., Any], arguments: tuple[Any, ...], **more: int) -> int:
-        """Send a request to call a function of a module and return the request's number."""
+    def cancel(self, job: Future[Any]) -> None:
+        """Have a started function end early, with an error, and wait for that; it may be done already."""
+        number = next((number for number, (_, answer) in list(self._pending.items()) if answer is job), None)
+        if number is not None:
+            self._send({"do": "cancel", "job": number}, "cancel").result()
+        job.exception()  # waits
+
+    def _request(self, kind: str, function: Callable[..., Any], arguments: tuple[Any, ...], **more: int) -> Future[Any]:
+        """Send a request to call a function of a module."""
         target = next((str(each) for each in arguments if isinstance(each, Path)), "")
         named = [function.__module__, function.__qualname__]
         request = {"do": kind, "function": named, "arguments": arguments, **more}
@@ -143,19 +123,19 @@ class FileProcess(Files):
                 is_whole = True
             finally:
                 sent.append(self._send({"do": "close", "is_whole": is_whole}, doing))
-                *_, entry = map(self.answer, sent)
+                *_, entry = [answer.result() for answer in sent]
         return FileEntry(**entry)
 
     def close(self) -> None:
         """End the process after it has answered all requests, or after a short wait."""
         with suppress(OSError):  # the process has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
+            self._socket.shutdown(socket.SHUT_RDWR)  # also ends the thread that reads answers
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _copy(self, chunks: Iterable[bytes | memoryview], doing: str, sent: deque[int]) -> None:
+    def _copy(self, chunks: Iterable[bytes | memoryview], doing: str, sent: deque[Future[Any]]) -> None:
         """Copy chunks into the shared memory, part by part; `sent`: the unanswered requests."""
         part = used = 0
         for chunk in chunks:
@@ -170,80 +150,40 @@ class FileProcess(Files):
                 view, used = view[count:], used + count
         self._send_part(part, used, doing, sent)
 
-    def _send_part(self, part: int, num_bytes: int, doing: str, sent: deque[int]) -> None:
+    def _send_part(self, part: int, num_bytes: int, doing: str, sent: deque[Future[Any]]) -> None:
         start = part * self._part_bytes
         sent.append(self._send({"do": "part", "start": start, "end": start + num_bytes}, doing))
         while len(sent) >= _NUM_PARTS:  # a part is refilled only after it has been written
-            self.answer(sent.popleft())
+            sent.popleft().result()
 
-    def _send(self, request: Mapping[str, Any], doing: str) -> int:
-        """Send a request and return its number. Raises RuntimeError if the process has ended."""
+    def _send(self, request: Mapping[str, Any], doing: str) -> Future[Any]:
+        """Send a request; the result is that of its answer, or its error. Raises RuntimeError if the process has ended."""
         with self._sending:
             self._number += 1
             text = json.dumps({"number": self._number, **request}, default=_encoded)
-            self._pending[self._number] = doing
+            answer = Future[Any]()
+            self._pending[self._number] = doing, answer
             try:
                 self._socket.sendall(text.encode() + b"\n")
             except OSError as error:
                 raise self._lost() from error
-            return self._number
-
-    def answer(self, number: int) -> Any:
-        """Wait for the answer to a request and return its result; its error is raised here."""
-        with self._arrived:
-            while number not in self._replies:
-                if self._is_reading:
-                    self._arrived.wait()
-                else:
-                    self._read()
-            reply = self._replies.pop(number)
-        if "error" in reply:
-            raise _error(reply["error"])
-        return reply["result"]
-
-    def is_answered(self, number: int) -> bool:
-        """Return True if `answer` would not block: a request has its answer, or will never have one."""
-        with self._arrived:
-            while number not in self._replies and not self._is_reading:
-                if not select.select([self._socket], [], [], 0)[0]:
-                    return False
-                try:
-                    self._read()
-                except RuntimeError:  # the process has ended, as `answer` says
-                    return True
-            return number in self._replies
-
-    def is_error(self, number: int) -> bool:
-        """Return True if the answer to a request, which `is_answered`, is an error."""
-        with self._arrived:
-            return "error" in self._replies.get(number, {"error": "the process has ended"})
-
-    def cancel(self, number: int) -> None:
-        """Ask the function of a started request to end early."""
-        self.answer(self._send({"do": "cancel", "job": number}, "cancel"))
+            return answer
 
     def _read(self) -> None:
-        """Receive once and note complete replies. `_arrived` is held, but released while nothing arrives."""
-        self._is_reading = True
-        self._arrived.release()
-        try:
-            received = self._socket.recv(_RECEIVE_BYTES)
-        except OSError:  # it died with unread requests, or after `close`
-            received = b""
-        finally:
-            self._arrived.acquire()
-            self._is_reading = False
-            self._arrived.notify_all()
-        if not received:
-            raise self._lost()
-        self._received += received
-        *lines, self._received = self._received.split(b"\n")
-        for line in lines:
-            reply = json.loads(line)
-            self._pending.pop(reply["number"])
-            for name, level, message in reply["log"]:
-                logging.getLogger(name).log(level, "%s", message)
-            self._replies[reply["number"]] = reply
+        """Receive answers until the process closes its socket or dies; then the rest fail."""
+        with suppress(OSError):  # it died with unread requests, or after `close`
+            for line in self._socket.makefile("rb"):
+                reply = json.loads(line)
+                for name, level, message in reply["log"]:
+                    logging.getLogger(name).log(level, "%s", message)
+                _, answer = self._pending.pop(reply["number"])
+                if "error" in reply:
+                    answer.set_exception(_error(reply["error"]))
+                else:
+                    answer.set_result(reply["result"])
+        error = self._lost()
+        for _, answer in list(self._pending.values()):
+            answer.set_exception(error)
 
     def _lost(self) -> RuntimeError:
         try:

@@ -125,7 +125,7 @@ def test_a_checkpoint_that_was_not_committed_is_not_loaded_from_memory(run: RunW
     assert part is not None and part.result() == ""
     assert (store.partial_path(2) / "manifest_rank_0.json").is_file()
     run.load(1)
-    run.saves._save.commit.cancel()
+    run.store.files.cancel(run.saves._save.commit)
 
 
 def test_a_keeper_that_dies_costs_its_copies_alone(run: RunWithCopies) -> None:
