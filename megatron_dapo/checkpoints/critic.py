@@ -23,12 +23,11 @@ import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
-from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
+from megatron_dapo.checkpoints.load import RandomReader, TensorReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.models.architecture import HEADS, LANGUAGE_MODEL, VALUE_BIAS, VALUE_WEIGHT, ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader
-from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
-from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -102,21 +101,6 @@ def initialize_critic_randomly(
     return report
 
 
-class _JoinedReader:
-    """A `ShardReader` that serves some tensors from memory and the others from another reader."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], others: ShardReader) -> None:
-        self._tensors = tensors
-        self._others = others
-
-    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
-        """Copy `bounds` of a tensor to `out`; see `ShardReader`."""
-        if shard.tensor in self._tensors:
-            out.copy_(slice_view(self._tensors[shard.tensor], bounds))
-        else:
-            self._others.read(rank, shard, bounds, out)
-
-
 def _fill_with_head(
     specs: Mapping[str, TensorSpec],
     reader: ShardReader,
@@ -132,7 +116,7 @@ def _fill_with_head(
         {**specs, **{name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in fresh.items()}},
         layout.num_ranks,
     )
-    report = fill(source, _JoinedReader(fresh, reader), layout, rank, parameters)
+    report = fill(source, TensorReader(fresh, reader), layout, rank, parameters)
     return replace(report, fresh=tuple(fresh))
 
 

@@ -109,6 +109,20 @@ def check_complete(written: Mapping[str, int], padding: Mapping[str, int], buffe
         )
 
 
+class TensorReader:
+    """A `ShardReader` that serves tensors from memory, and the others from another reader."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: ShardReader | None = None) -> None:
+        self._tensors, self._others = tensors, others
+
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Copy `bounds` of a tensor to `out`; see `ShardReader`."""
+        if self._others is not None and shard.tensor not in self._tensors:
+            self._others.read(rank, shard, bounds, out)
+        else:
+            out.copy_(slice_view(self._tensors[shard.tensor], bounds))
+
+
 class RandomReader:
     """Random tensors that depend only on a seed and the tensor's name: every layout starts from the same model."""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.load import TensorReader, fill, load_from_huggingface
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, PpoClipLossConfig
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
@@ -42,7 +42,7 @@ from megatron_dapo.proof.cases import (
     make_batch,
 )
 from megatron_dapo.proof.check_loss import LossCheckRow
-from megatron_dapo.reshard.layout import local_holes, shard_view, slice_view
+from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec, local_holes, shard_view, slice_view
 from megatron_dapo.rounding import round_up
 from megatron_dapo.trainer.updater import loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
@@ -100,7 +100,9 @@ def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
         if directory:
             load_from_huggingface(directory, layout, dist.get_rank(), parameters)
         else:
-            fill_from_whole(parameters, layout, dist.get_rank(), weights)
+            specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+            source = SingleHolderLayout(specs, layout.num_ranks)
+            fill(source, TensorReader(weights), layout, dist.get_rank(), parameters)
 
     return load
 
@@ -229,17 +231,6 @@ class GradientDifference:
 
     relative: float
     tensor: str
-
-
-def fill_from_whole(
-    parameters: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, whole: Mapping[str, torch.Tensor]
-) -> None:
-    """Set a rank's local parameters from whole tensors; padding becomes zero."""
-    # First everything to zero: shards leave padding out.
-    for parameter in parameters.values():
-        parameter.zero_()
-    for shard in layout.shards(rank):
-        shard_view(parameters[shard.local], shard).copy_(slice_view(whole[shard.tensor], shard.bounds))
 
 
 def compare_gradients(
