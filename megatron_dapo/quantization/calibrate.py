@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantize_weight
 from megatron_dapo.quantization.formats import Format
-from megatron_dapo.quantization.stored import BLOCK_SCALES, read_json
+from megatron_dapo.quantization.stored import BLOCK_SCALES
+from megatron_dapo.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_existing
-from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, dtype_name
 from megatron_dapo.checkpoints.formats.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
 from megatron_dapo.models.config_json import read_architecture
@@ -33,14 +33,12 @@ from megatron_dapo.quantization.experts import separate_experts
 from megatron_dapo.quantization.formats import Format, Tolerance, check_device, check_shapes
 from megatron_dapo.quantization.probe import LogprobDifference, Sample, compare, logprobs_of, sample_responses
 from megatron_dapo.quantization.prompts import Prompts
-from megatron_dapo.quantization.stored import load_dequantized, read_json
+from megatron_dapo.quantization.stored import load_dequantized
+from megatron_dapo.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "quantization.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 @dataclass(frozen=True)
 class Result:
     path: Path
@@ -90,7 +88,8 @@ def quantize(
             f"format {entry.name}: SGLang cannot read it; leave the engine out, then transformers checks it"
         )
     version = calibrate.modelopt_version()
-    model = _load(source, device)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    model = model.to(device).eval()
     calibration, checks = _samples(model, source, prompts)
     before = [logprobs_of(model, sample) for sample in checks]
     separate_experts(model)
@@ -98,9 +97,11 @@ def quantize(
     with atomic_directory(target) as directory:
         _write(model, entry, calibration, source, directory)
         del model
-        _free(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         if engine_python:
-            after = engine_logprobs(directory, checks, engine_python, device.type, _dtype_name(dtype))
+            after = engine_logprobs(directory, checks, engine_python, device.type, dtype_name(dtype))
         else:
             loaded = load_dequantized(directory, entry.name, dtype, device)
             after = [logprobs_of(loaded, sample) for sample in checks]
@@ -144,11 +145,6 @@ def _check_source(source: Path, entry: Format) -> int:
     return num_bytes
 
 
-def _load(source: Path, device: torch.device) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-    return model.to(device).eval()
-
-
 def _samples(model: Any, source: Path, prompts: Prompts) -> tuple[list[Sample], list[Sample]]:
     """Return the samples for calibration and those for the check, which share no prompt."""
     tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True)
@@ -174,16 +170,6 @@ def _write(model: Any, entry: Format, calibration: Sequence[Sample], source: Pat
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)
-
-
 def _stored_bytes(directory: Path) -> int:
     with HFCheckpoint(directory) as stored:
         return stored.num_bytes
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ matrix as an engine does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,7 +184,3 @@ ALGORITHMS: Mapping[str, tuple[Widen, RoundInputs]] = {
     "int4_awq": (_widen_int4, _as_they_are),
     "nvfp4": (_widen_nvfp4, _round_to_nvfp4),
 }
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
-from megatron_dapo.checkpoints.formats.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, untouched_names
+from megatron_dapo.checkpoints.formats.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, dtype_name, untouched_names
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.layout import TensorSpec
@@ -171,7 +171,7 @@ def _update_config(path: Path, fields: Mapping[str, Any], dtype: torch.dtype | N
     if dtype is not None:
         # transformers 5 renamed torch_dtype to dtype; a second field would contradict the first.
         field = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[field] = str(dtype).removeprefix("torch.")
+        config[field] = dtype_name(dtype)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
