@@ -1,4 +1,4 @@
-"""Export in one process, and resharding between Megatron layouts: every rank as if loaded directly."""
+"""Export in one process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.planner import plan
-from tests.reshard_oracles import execute_in_memory
 
 
 @pytest.fixture
@@ -22,32 +20,6 @@ def loaded(make_model_directory):
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(directory, layout, 0, parameters)
     return directory, layout, parameters
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_megatron_to_megatron_in_memory(family, make_model_directory):
-    """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
-    directory = make_model_directory(family, tied=True)
-    architecture = read_architecture(directory)
-    layouts = [
-        megatron_layout(architecture, parallel, torch.float32)
-        for parallel in (
-            ParallelLayout(4, tensor=2, pipeline=2),
-            ParallelLayout(4, tensor=4),
-            ParallelLayout(4, pipeline=2, virtual_pipeline=2),
-        )
-    ]
-    models = []
-    for layout in layouts:
-        models.append([{n: torch.zeros(s) for n, s in layout.local_shapes(rank).items()} for rank in range(4)])
-        for rank in range(4):
-            load_from_huggingface(directory, layout, rank, models[-1][rank])
-    for (source, held), (destination, expected) in zip(zip(layouts, models), list(zip(layouts, models))[1:]):
-        filled = [{n: torch.zeros(s) for n, s in destination.local_shapes(rank).items()} for rank in range(4)]
-        execute_in_memory(plan(source, destination), held, filled)
-        assert all(
-            torch.equal(filled[rank][name], expected[rank][name]) for rank in range(4) for name in expected[rank]
-        )
 
 
 def test_export_of_one_process(loaded, tmp_path):

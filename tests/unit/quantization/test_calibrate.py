@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.quantization import calibrate
+from megatron_dapo.quantization.experts import separate_experts
 from megatron_dapo.quantization.formats import FORMATS
 from megatron_dapo.quantization.probe import compare, logprobs_of
 from megatron_dapo.quantization.stored import ALGORITHMS, load_dequantized
@@ -18,25 +21,40 @@ from tests.unit.quantization.quantized_matrices import quantized_matrices
 pytestmark = pytest.mark.usefixtures("modelopt")
 
 CPU = torch.device("cpu")
-NUM_MATRICES = 14  # 7 a layer
+# 2 layers: attention, and an MLP or gate, up and down of 4 experts.
+NUM_MATRICES = {"model": 2 * (4 + 3), "expert_model": 2 * (4 + 3 * 4)}
 
 
-@pytest.fixture
-def written(model, samples, tmp_path):
-    """`written(format)`: (the model as it was, ModelOpt's simulation's log-probs, the directory)."""
+class Written(NamedTuple):
+    """What ModelOpt has written of a model."""
 
-    def write(name: str):
+    before: Any  # the model, not quantized
+    simulated: list[list[float]]  # log-probs of ModelOpt's simulation
+    directory: Path
+    matrices: dict[str, dict[str, torch.Tensor]]  # quantized ones
+
+
+@pytest.fixture(params=["model", "expert_model"])
+def written(request, samples, tmp_path):
+    """`written(format)` of a dense model, and of one with experts."""
+
+    def write(name: str) -> Written:
+        model = request.getfixturevalue(request.param)
+        separate_experts(model)
         before = copy.deepcopy(model)
         calibrate.quantize_model(model, FORMATS[name], [sample.token_ids for sample in samples])
         simulated = [logprobs_of(model, sample) for sample in samples]
         calibrate.export(model, FORMATS[name], tmp_path / name)
-        return before, simulated, tmp_path / name
+        matrices = quantized_matrices(tmp_path / name)
+        assert len(matrices) == NUM_MATRICES[request.param]
+        return Written(before, simulated, tmp_path / name, matrices)
 
     return write
 
 
+@pytest.mark.parametrize("written", ["model"], indirect=True)
 def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None:
-    before, simulated, directory = written("fp8")
+    before, simulated, directory, _ = written("fp8")
     read = load_dequantized(directory, "fp8", torch.float32, CPU)
     found = compare(simulated, [logprobs_of(read, sample) for sample in samples])
     rounding = compare(simulated, [logprobs_of(before, sample) for sample in samples])
@@ -45,28 +63,27 @@ def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None
 
 
 def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
-    before, _, directory = written("fp8")
-    stored = quantized_matrices(directory)
-    assert len(stored) == NUM_MATRICES
-    for name, tensors in stored.items():
+    before, _, _, matrices = written("fp8")
+    for name, tensors in matrices.items():
         nearest = (before.get_submodule(name).weight / tensors["weight_scale"]).to(torch.float8_e4m3fn)
         assert torch.equal(tensors["weight"].float(), nearest.float())
-        assert float(tensors["weight"].float().abs().max()) == 448
+        # gate_proj and up_proj of an expert share the larger scale.
+        assert ".experts." in name or float(tensors["weight"].float().abs().max()) == 448
+        assert float(tensors["input_scale"]) > 0, name
 
 
 def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
-    before, _, directory = written("fp8_blockwise")
-    stored = quantized_matrices(directory)
-    assert len(stored) == NUM_MATRICES
-    for name, tensors in stored.items():
+    before, _, _, matrices = written("fp8_blockwise")
+    for name, tensors in matrices.items():
         ours = quantize_weight(before.get_submodule(name).weight)
         assert torch.equal(tensors["weight"].float(), ours.values.float())
         assert torch.equal(tensors["weight_scale_inv"], ours.scales)
 
 
+@pytest.mark.parametrize("written", ["model"], indirect=True)
 def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
     pytest.importorskip("accelerate", reason="transformers reads FP8 directories with accelerate only")
-    _, _, directory = written("fp8_blockwise")
+    directory = written("fp8_blockwise").directory
     theirs = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
@@ -77,21 +94,27 @@ def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
 
 
 def test_four_bits_with_their_scaled_inputs_give_the_matrix_back(written) -> None:
-    """Scales of shared inputs lie in the norm before them, the others beside their matrix."""
-    before, _, directory = written("int4_awq")
-    stored, widen = quantized_matrices(directory), ALGORITHMS["int4_awq"][0]
-    read = load_dequantized(directory, "int4_awq", torch.float32, CPU)
+    """Scales of inputs lie in the norm before their matrix if no other matrix reads it, otherwise next to the matrix."""
+    before, _, directory, matrices = written("int4_awq")
+    widen, read = ALGORITHMS["int4_awq"][0], load_dequantized(directory, "int4_awq", torch.float32, CPU)
     norms = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm"}
     norms |= {"gate_proj": "post_attention_layernorm", "up_proj": "post_attention_layernorm"}
-    assert len(stored) == NUM_MATRICES
-    for name, tensors in stored.items():
+    for name, tensors in matrices.items():
         layer, last = ".".join(name.split(".")[:3]), name.split(".")[-1]
         exact, found = before.get_submodule(name).weight, widen(tensors)
-        if last in norms:
+        if last in norms and ".experts." not in name:
             path = f"{layer}.{norms[last]}"
             exact, found = exact * before.get_submodule(path).weight, found * read.get_submodule(path).weight
         # Normal values in steps of their group's largest / 7.
         assert float(((found - exact).norm() / exact.norm()).detach()) < 0.16, name
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
+def test_what_is_read_back_is_the_model(written, samples, name) -> None:
+    before, _, directory, _ = written(name)
+    read = load_dequantized(directory, name, torch.float32, CPU)
+    found = compare(*([logprobs_of(model, sample) for sample in samples] for model in (before, read)))
+    assert 1e-3 < found.mean_abs < 2 * FORMATS[name].tolerance.mean_abs
 
 
 def test_nvfp4_packs_as_the_reader_unpacks() -> None:
