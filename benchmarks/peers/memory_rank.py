@@ -207,7 +207,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     meter = Meter(held)
     with meter.measuring():
         actor.train_step(micro_batches, loss, 1.0, 1e-4)
-    shards, _ = actor.state_shards()
+    shards = actor.state_shards()
     main_params = [tensor.nbytes for name, tensor in shards.items() if name.startswith("master/")]
     moments = [tensor.nbytes for name, tensor in shards.items() if name.startswith(MOMENTS)]
     return {

@@ -22,7 +22,7 @@ from megatron_dapo.megatron.attention import check_flash_attention
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
+from megatron_dapo.precision import RECIPES, LinearSizes, misfits
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
@@ -45,12 +45,6 @@ class ModelSettings:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     attention: str = "auto"  # an `AttentionImplementation`
     megatron: Mapping[str, Any] = field(default_factory=dict)  # megatron-core's fields, as in [megatron]
-
-    def __post_init__(self) -> None:
-        for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
-            if value not in table:
-                raise ValueError(f"model settings: {name} {value!r} is unknown; choose one of {', '.join(table)}")
-        recipe_name(self.precision.recipe, self.dtype)
 
 
 @dataclass

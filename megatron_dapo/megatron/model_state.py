@@ -162,7 +162,7 @@ class ModelState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves, by the names of `checkpoints.formats.saved_model`. Tensors are live: write or copy them
         before the next step. Collective on first use."""
-        local, _ = self._model.state_shards()
+        local = self._model.state_shards()
         found = {}
         for key, name, start, shape in self._views:
             if name in local:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_dapo.megatron.model_config import data_parallel_fields, optimizer_
 from megatron_dapo.megatron.parallel_state import world_is
 from megatron_dapo.megatron.state import OwnedShard, has_main_param, owned_shards, update_tensors
 from megatron_dapo.parallel.rank_set import RankSet
+from megatron_dapo.reshard.pieces import pieces
 
 
 def wrap_data_parallel(
@@ -149,7 +150,8 @@ def _step_inner(shards: Sequence[OwnedShard], host: HostMemory) -> None:
     groups = shards[0].inner.param_groups
     whole, counts = [group["params"] for group in groups], [group.get("step") for group in groups]
     stepped = list(counts)
-    for piece in _pieces(shards):
+    for span in pieces([shard.main.numel() for shard in shards], PIECE_ELEMENTS):
+        piece = shards[span]
         mains = {id(shard.main) for shard in piece}
         host.onload(tensor for shard in piece for tensor in update_tensors(shard))
         for index, group in enumerate(groups):
@@ -175,19 +177,6 @@ def _set_count(group: dict[str, Any], count: int | None) -> None:
         group.pop("step", None)
     else:
         group["step"] = count
-
-
-def _pieces(shards: Sequence[OwnedShard]) -> Iterator[list[OwnedShard]]:
-    """Yield the shards in runs of at most PIECE_ELEMENTS; a larger shard is a separate piece."""
-    piece, size = list[OwnedShard](), 0
-    for shard in shards:
-        if piece and size + shard.main.numel() > PIECE_ELEMENTS:
-            yield piece
-            piece, size = [], 0
-        piece.append(shard)
-        size += shard.main.numel()
-    if piece:
-        yield piece
 
 
 def _all_ranks(condition: bool, group: dist.ProcessGroup | None) -> bool:

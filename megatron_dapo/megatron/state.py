@@ -1,4 +1,4 @@
-"""The exact state of a rank, as flat named tensors and a JSON-able description.
+"""The exact state of a rank, as flat named tensors.
 
 Tensor names are "<kind>/<local parameter name>" with these kinds:
 
@@ -12,8 +12,7 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | fp8 | scale or history of maxima of an FP8 module under delayed scaling (`megatron.precision`); other recipes have none |
 
 With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local
-parameter, the shard that this data-parallel rank owns; a parameter without a shard on this rank has none of them. The
-description lists each range.
+parameter, the shard that this data-parallel rank owns; a parameter without a shard on this rank has none of them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_dapo.megatron.host_memory import HostMemory
 
-FORMAT = 1
 Buffers = Mapping[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GENERATOR = "torch"
@@ -86,21 +84,17 @@ def update_tensors(part: OwnedShard) -> Iterator[torch.Tensor]:
     if has_main_param(part):
         yield part.main
     for value in part.inner.state.get(part.main, {}).values():
-        # Step counts are scalars, not worth a copy.
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
+        # Step counts have no dimension and are not worth a copy; the moments of a value head's bias have one element.
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
             yield value
 
 
-def state_shards(
-    parameters: Mapping[str, torch.nn.Parameter], optimizer: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return this rank's state and its description. The tensors are live: write or copy them before the next step."""
+def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's state. The tensors are live: write or copy them before the next step."""
     tensors: dict[str, torch.Tensor] = {
         f"parameter/{name}": _plain(parameter) for name, parameter in parameters.items()
     }
-    ranges: dict[str, list[int]] = {}
     for part in owned_shards(parameters, optimizer):
-        ranges[part.name] = [part.start, part.end]
         if has_main_param(part):
             tensors[f"master/{part.name}"] = part.main.detach()
         state = part.inner.state.get(part.main, {})
@@ -109,17 +103,7 @@ def state_shards(
             tensors[f"step/{part.name}"] = _step_of(part)
     random_states = {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     tensors.update({f"random/{name}": state for name, state in random_states.items()})
-    distributed = any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
-    description = {
-        "format": FORMAT,
-        "distributed_optimizer": distributed,
-        "parameters": {
-            name: {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
-            for name, p in parameters.items()
-        },
-        "owned": ranges,
-    }
-    return tensors, description
+    return tensors
 
 
 def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -160,70 +144,6 @@ def _set_update_state(part: OwnedShard, moments: dict[str, torch.Tensor], step: 
         part.inner.state[part.main] = state
     else:
         part.inner.state.pop(part.main, None)
-
-
-def load_state_shards(
-    parameters: Mapping[str, torch.nn.Parameter],
-    optimizer: Any,
-    tensors: Mapping[str, torch.Tensor],
-    description: Mapping[str, Any],
-) -> None:
-    """Restore a state that `state_shards` returned on the same layout. Raise ValueError, changing nothing, if it does
-    not fit."""
-    parts = list(owned_shards(parameters, optimizer))
-    _check(parameters, parts, optimizer, tensors, description)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"parameter/{name}"])
-        for part in parts:
-            _load_shard(part, tensors)
-    set_random_states(
-        {key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")}
-    )
-
-
-def _load_shard(part: OwnedShard, tensors: Mapping[str, torch.Tensor]) -> None:
-    if has_main_param(part):
-        part.main.copy_(tensors[f"master/{part.name}"])
-    step = float(tensors.get(f"step/{part.name}", torch.zeros(())))
-    moments = MOMENTS if step else ()
-    device = part.main.device
-    _set_update_state(
-        part, {moment: tensors[f"{moment}/{part.name}"].to(device, copy=True) for moment in moments}, step
-    )
-
-
-def _check(
-    parameters: Mapping[str, torch.nn.Parameter],
-    parts: list[OwnedShard],
-    optimizer: Any,
-    tensors: Mapping[str, torch.Tensor],
-    description: Mapping[str, Any],
-) -> None:
-    own = state_shards(parameters, optimizer)[1]
-    for field in ("format", "distributed_optimizer", "parameters", "owned"):
-        if description.get(field) != own[field]:
-            raise ValueError(
-                f"state: {field} differs: {_difference(description.get(field), own[field])}; "
-                "load it on the layout that saved it"
-            )
-    shapes = {f"parameter/{name}": parameter.shape for name, parameter in parameters.items()}
-    for part in parts:
-        kinds = (("master",) if has_main_param(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
-        shapes.update({f"{kind}/{part.name}": part.main.shape for kind in kinds})
-    missing = sorted(set(shapes) - set(tensors))
-    if missing:
-        raise ValueError(f"state: {len(missing)} tensors are missing, first {missing[0]!r}")
-    for key, shape in shapes.items():
-        if tensors[key].shape != shape:
-            raise ValueError(f"state: {key} has shape {tuple(tensors[key].shape)}, here it is {tuple(shape)}")
-
-
-def _difference(saved: Any, own: Any) -> str:
-    if not isinstance(saved, Mapping) or not isinstance(own, Mapping):
-        return f"saved {saved}, here {own}"
-    name = next(key for key in sorted({*saved, *own}) if saved.get(key) != own.get(key))
-    return f"{name}: saved {saved.get(name)}, here {own.get(name)}"
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:

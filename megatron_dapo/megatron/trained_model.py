@@ -102,8 +102,6 @@ class TrainedModel:
         self.architecture = architecture
         self.layout = layout
         self.settings = settings
-        if settings.offload not in OFFLOADS:
-            raise ValueError(f"offload {settings.offload!r}; there are {', '.join(OFFLOADS)}")
         self._host = HostMemory()
         self.part = part or all_ranks()
         self.rank = self.part.rank
@@ -206,13 +204,13 @@ class TrainedModel:
             return list(state.optimizer_tensors(parameters, self.optimizer))
         return [parameter.main_grad if kind == "gradients" else parameter for parameter in parameters.values()]
 
-    def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The
-        tensors are live; for offloaded tensors they are the host copies."""
+    def state_shards(self) -> dict[str, torch.Tensor]:
+        """Return this rank's whole state as flat tensors (see `megatron.state`). They are live; for offloaded tensors they
+        are the host copies."""
         self.finish_steps()
-        found, description = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
+        found = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
         tensors = {name: self._to_save(tensor) for name, tensor in found.items()}
-        return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}, description
+        return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._host.is_offloaded(tensor):
@@ -220,16 +218,6 @@ class TrainedModel:
         # A file writer reads memory through numpy, and memory that numpy has seen cannot be freed by resizing.
         pinned = tensor.device.type == "cpu" and OFFLOADS[self.settings.offload]
         return tensor.clone() if pinned else tensor
-
-    def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Restore the state that `state_shards` returned on the same layout. Raise ValueError if it does not fit."""
-        self.onload()
-        with self.on_device(self._tensors("optimizer")):
-            state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
-        saved = _of_kind(FP8, tensors)
-        if saved:
-            load_scales(self.chunks, saved, get_fp8_recipe(self.config))
-        self._settle()
 
     @cached_property
     def saved_state(self) -> ModelState:

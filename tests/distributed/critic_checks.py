@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from actor_checks import (
     largest_over_ranks,
     make_micro_batch,
     ragged_batch,
+    snapshot,
+    take_over,
 )
 from actor_checks import loss_fn as policy_loss
 from replica_checks import drifted_replicas
@@ -31,7 +32,6 @@ from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
-from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks, partition_ranks
@@ -223,10 +223,6 @@ def train(critic: MegatronCritic, seeds: Sequence[int]) -> list[tuple[float, flo
     return [(result.metrics["loss"], result.grad_norm) for result in results]
 
 
-def snapshot(model: TrainedModel) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in model.state_shards()[0].items()}
-
-
 def relative(ours: Sequence[float], exact: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, exact, strict=True))
 
@@ -300,8 +296,7 @@ def _resume_case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
 
     whole, first, second = build(), build(), build()
     history, begun = train(whole, STEPS), train(first, STEPS[:2])
-    tensors, description = first.state_shards()
-    second.load_state_shards({key: t.clone() for key, t in tensors.items()}, json.loads(json.dumps(description)))
+    take_over(second, snapshot(first))
     num_loaded = len(differing(snapshot(first), snapshot(second)))
     continued = train(second, STEPS[2:])
     counts = {"loaded": num_loaded, "difference": len(differing(snapshot(whole), snapshot(second)))}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from actor_checks import differing, largest_over_ranks
+from actor_checks import differing, largest_over_ranks, take_over
 from critic_checks import CriticReference, layout_of, of_rank, settings_of, snapshot, train
 
 from megatron_dapo.megatron import optimizer
@@ -43,13 +42,12 @@ def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
         history.append(train(plain, [seed]) == train(offloaded, [seed]))
     offloaded.offload()
     left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(offloaded, kind)]
-    tensors, description = offloaded.state_shards()
-    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    saved = snapshot(offloaded)
     num_saved_otherwise = len(differing(snapshot(plain), saved))
     still_away = not _bytes(offloaded, "optimizer")
     again = MegatronCritic.build(want.directory, layout, changed)
     again.offload()
-    again.load_state_shards(saved, json.loads(json.dumps(description)))
+    take_over(again, saved)
     resumed = [train(model, [13]) for model in (plain, again, offloaded)]
     parameters = offloaded.named_local_parameters()
     counts = {

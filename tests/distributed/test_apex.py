@@ -36,7 +36,7 @@ def test_steps_with_apex_are_those_with_torch(tmp_path: Path) -> None:
         assert found["rows"]["optimizer"] == "NVIDIA apex FusedAdam", mode
         assert found["rows"]["gradient norm"] == "NVIDIA apex multi_tensor_l2norm", mode
         # Also the weights after the step: a count of steps that is lost changes the bias correction alone.
-        assert found["resumed"] == [found["history"][-1]] * 2 and found["differing"] == [[], []], mode
+        assert found["resumed"] == found["history"][-1] and found["differing"] == [], mode
         for step, expected in zip(found["history"], right["history"], strict=True):
             assert step == pytest.approx(expected, rel=1e-5), mode
         ours = torch.load(tmp_path / f"{mode}.pt")

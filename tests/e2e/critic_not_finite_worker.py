@@ -32,7 +32,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         return token_loss * float("nan"), metrics
 
     def state(model: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in model.state_shards()[0].items()}
+        return {name: tensor.clone() for name, tensor in model.state_shards().items()}
 
     changed: dict[str, list[int]] = {name: [] for name in models}
     for step, spoilt_rank in enumerate((None, 1, 0, None)):

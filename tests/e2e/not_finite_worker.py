@@ -28,7 +28,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     clean = samples(2, 40)  # one mini-batch of two groups
 
     def state() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in actor.state_shards()[0].items()}
+        return {name: tensor.clone() for name, tensor in actor.state_shards().items()}
 
     seen: dict[str, Any] = {"changed": []}
     for step, spoilt_rank in enumerate((None, 1, 0, None)):

@@ -272,7 +272,7 @@ def test_weights_held_as_fp8_are_the_quantized_main_params(recipe) -> None:
     actor = build(want, layout, settings)
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     assert actor.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3).applied
-    shards, _ = actor.state_shards()
+    shards = actor.state_shards()
     checked = 0
     for name, parameter in actor.named_local_parameters().items():
         if not hasattr(parameter, "dequantize") or type(parameter) is torch.nn.Parameter:
@@ -290,18 +290,17 @@ def test_weights_held_as_fp8_are_the_quantized_main_params(recipe) -> None:
 )
 def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_param) -> None:
     """Two steps, the state as a checkpoint holds it, another model from other weights: the same bits, and the next step."""
-    from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot
+    from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot, take_over
 
     want, layout, settings = wide_settings(recipe(name).model_copy(update={"fp8_param": fp8_param}))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     whole = build(want, layout, settings)
     for _ in range(2):
         assert whole.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3).applied
-    tensors, description = whole.state_shards()
-    saved = {key: tensor.cpu().clone() for key, tensor in tensors.items()}
+    saved = {key: tensor.cpu() for key, tensor in snapshot(whole).items()}
     others = {key: 0.5 * tensor for key, tensor in want.weights.items()}
     resumed = build(Reference(want.architecture, others, 0.0, {}, ()), layout, settings)
-    resumed.load_state_shards(saved, description)
+    take_over(resumed, saved)
     assert not differing(saved, {key: tensor.cpu() for key, tensor in snapshot(resumed).items()})
     steps = [model.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for model in (whole, resumed)]
     assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-3)
@@ -362,7 +361,7 @@ def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fuse
     """The same log-probs and gradients up to the order of sums, and a state that the other form has saved."""
     if fused and request.config.getoption("--stand-in", default=False):
         pytest.skip("Triton's kernels of the fused permutation have no stand-in")
-    from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot
+    from actor_checks import TEMPERATURE, differing, loss_fn, ragged_batch, snapshot, take_over
 
     want, layout, settings = wide_settings(recipe(name), "experts")
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
@@ -383,9 +382,8 @@ def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fuse
     errors = {key: relative(found[key], right[key]) for key in right if float(right[key].norm()) > 0}
     assert max(errors.values()) < 0.1, errors
     assert single.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3).applied
-    tensors, description = single.state_shards()
-    saved = {key: tensor.cpu().clone() for key, tensor in tensors.items()}
-    grouped.load_state_shards(saved, description)
+    saved = {key: tensor.cpu() for key, tensor in snapshot(single).items()}
+    take_over(grouped, saved)
     assert not differing(saved, {key: tensor.cpu() for key, tensor in snapshot(grouped).items()})
     steps = [actor.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for actor in (single, grouped)]
     assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-2)

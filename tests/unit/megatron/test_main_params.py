@@ -23,7 +23,7 @@ def test_main_params_of_a_bfloat16_model_are_the_fp32_checkpoint_bit_for_bit(
     wide = build_actor(want, LAYOUT).named_local_parameters()
     settings = ActorSettings(model=ModelSettings(dtype="bfloat16"), use_distributed_optimizer=distributed)
     actor = build_actor(want, LAYOUT, settings)
-    shards, _ = actor.state_shards()
+    shards = actor.state_shards()
     for name, parameter in actor.named_local_parameters().items():
         assert torch.equal(shards[f"master/{name}"].flatten(), wide[name].flatten()), name
         assert torch.equal(parameter, wide[name].to(torch.bfloat16)), name

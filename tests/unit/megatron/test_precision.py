@@ -88,7 +88,7 @@ def test_layers_in_bf16_are_those_that_megatron_keeps() -> None:
 
 def test_the_model_s_type_is_not_contradicted() -> None:
     with pytest.raises(ValueError, match="recipe bf16 is of a model in bfloat16, but the model is in float32"):
-        ModelSettings("float32", precision=PrecisionConfig(recipe="bf16"))
+        linear_backend(PrecisionConfig(recipe="bf16"), "float32")
 
 
 # ---- what can run here
@@ -217,7 +217,7 @@ def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) ->
     want = wide_model(**FAMILIES[family])
     actor = build_actor(want, LAYOUT, settings_of())
     parameters = {name: p.detach() for name, p in actor.named_local_parameters().items()}
-    shards, _ = actor.state_shards()
+    shards = actor.state_shards()
     seen = {}
 
     def watch(part: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, None]) -> None:
@@ -265,7 +265,7 @@ def test_main_params_are_the_checkpoint_s_values() -> None:
     want = wide_model()
     wide = build_actor(want, ParallelLayout(1), settings_of(PrecisionConfig())).named_local_parameters()
     actor = build_actor(want, LAYOUT, settings_of(dtype="bfloat16"))
-    shards, _ = actor.state_shards()
+    shards = actor.state_shards()
     for name, parameter in actor.named_local_parameters().items():
         assert torch.equal(shards[f"master/{name}"].flatten(), wide[name].flatten()), name
         assert torch.isfinite(parameter).all(), name
@@ -311,7 +311,7 @@ def test_transformer_engine_requantizes_the_weights_in_every_pass() -> None:
 
 def _everything(actor: Any) -> dict[str, torch.Tensor]:
     """Parameters, main params, moments and every buffer of every module."""
-    tensors, _ = actor.state_shards()
+    tensors = actor.state_shards()
     buffers = {f"buffer/{name}": b for chunk in actor.chunks for name, b in chunk.named_buffers() if b is not None}
     return {**tensors, **buffers}
 
