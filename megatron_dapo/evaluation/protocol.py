@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_dapo.evaluation.estimators import (
     Estimate,
@@ -15,10 +15,8 @@ from megatron_dapo.evaluation.estimators import (
     problem_values,
     response_rates,
 )
+from megatron_dapo.types import SamplingParams
 from megatron_dapo.untrusted import printable
-
-if TYPE_CHECKING:
-    from megatron_dapo.types import SamplingParams
 
 FORMAT = "megatron_dapo evaluation 1"
 
@@ -63,8 +61,6 @@ class EvaluationProtocol:
     @property
     def sampling(self) -> SamplingParams:
         """Sampling parameters of every response."""
-        from megatron_dapo.types import SamplingParams  # here: reading a result needs no torch
-
         return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_new_tokens, self.stop_token_ids)
 
 
