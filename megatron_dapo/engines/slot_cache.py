@@ -104,7 +104,7 @@ class Sharing:
 
 
 def _runs(counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """(first slot, slot behind the last, rows of the fullest, columns of the longest) of runs of slots with `counts`
+    """(first slot, slot after the last, rows of the fullest, columns of the longest) of runs of slots with `counts`
     rows and `lengths` columns. What little is empty in each costs less than another product: half as many places as
     there are rows, and a quarter of its columns or a few.
     """
@@ -238,7 +238,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d].
 
-    Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens where
+    Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens if
     that is given. `Stored` ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

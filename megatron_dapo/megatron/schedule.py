@@ -35,7 +35,7 @@ Loss = Callable[[MicroBatch, Output, int], tuple[torch.Tensor, Mapping[str, torc
 
 
 # Share of a step's tokens that making micro-batches equal may add as padding. Stages that know the length in advance
-# need not exchange it at every hand-over, where the host waits for the device
+# need not exchange it at every hand-over, which makes the host wait for the device
 # (p2p_communication.py:_communicate_shapes).
 MAX_PADDED_SHARE = 0.02
 _PADDING_SEQUENCE = 512  # tokens of a padding sequence, so that its attention costs no more than a normal sequence's

@@ -180,7 +180,7 @@ def _rebase(sums: torch.Tensor, shift: torch.Tensor, pair: _Pair) -> None:
     factor, apart = shift.exp(), shift[REFERENCE] - shift[ACTOR]
     of_weights = (pair.gamma * shift[pair.weighing]).exp()
     t0, t1, t2 = sums[_T0].clone(), sums[_T1].clone(), sums[_T2]
-    # Powers of a sum, T_i of x + apart. No tile was seen where t0 is 0: its shift is that of the least number.
+    # Powers of a sum, T_i of x + apart. No tile was seen yet if t0 is 0: its shift is that of the least number.
     sums[_T2] = (t2 + 2.0 * apart * t1 + apart.square() * t0).mul_(of_weights).where(t0 > 0, 0.0)
     sums[_T1] = (t1 + apart * t0).mul_(of_weights).where(t0 > 0, 0.0)
     sums[_T0] *= of_weights
@@ -219,7 +219,7 @@ class _DivergenceGradients(chunked.TileGradients):
         self._reference, self._entered = chunked.TileLogits(pair.reference), slice(0, 0)
 
     def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
-        if self._entered != columns:  # `chunked.gradients` enters the actor's rows alone
+        if self._entered != columns:  # `chunked.gradients` only enters the actor's rows
             self._reference.enter(columns)
             self._entered = columns
         logits = _logits((self._reference, source), tokens, self._pair.actor.shard.temperature)

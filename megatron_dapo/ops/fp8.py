@@ -62,7 +62,7 @@ def quantize_weight(weight: torch.Tensor) -> Quantized:
 
 
 def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two of at most 448 / amax; 1 where amax is 0 or not finite."""
+    """Return the largest power of two of at most 448 / amax; 1 if amax is 0 or not finite."""
     fits = LARGEST / amax
     # frexp gives a mantissa in [0.5, 1): its exponent less 1 is floor(log2). The clamp keeps ldexp finite in fp32.
     power = torch.ldexp(torch.ones_like(fits), torch.frexp(fits.clamp(max=2.0**126)).exponent - 1)
@@ -73,7 +73,7 @@ def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
 
 
 def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply [P, in] by [out, in] -> [P, out] in hidden's type. ValueError where P, in or out is no multiple of 128."""
+    """Multiply [P, in] by [out, in] -> [P, out] in hidden's type. ValueError if P, in or out is no multiple of 128."""
     for name, size in (("tokens", hidden.size(0)), ("inputs", weight.size(1)), ("outputs", weight.size(0))):
         if size % BLOCK:
             raise ValueError(f"FP8 in blocks: {size} {name} on this rank are no multiple of {BLOCK}")
@@ -114,7 +114,7 @@ class _BlockwiseLinear(torch.autograd.Function):
 
 
 def _not_finite(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return 0, or NaN where a value along `dim` is not finite."""
+    """Return 0, or NaN if a value along `dim` is not finite."""
     # A conversion that saturates makes 448 of infinity, and the optimizer step's guard would not see it.
     if not values.size(dim):
         return values.new_zeros((), dtype=torch.float32).expand(1, 1)

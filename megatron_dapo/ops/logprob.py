@@ -50,16 +50,16 @@ def vocab_parallel_logprobs(
     matrix, rows in rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are
     padding. group: ranks over which the rows are sharded, None for one shard. implementation: a name of
     `lm_head.select.IMPLEMENTATIONS` or "auto". chunk_tokens, chunk_columns: tokens and columns whose logits live at a
-    time; None: by the device's cache or memory. `triton` has tiles of its own. keep_bytes: most memory that this call may
+    time; None: by the device's cache or memory. `triton` chooses its own tiles. keep_bytes: most memory that this call may
     hold until its backward pass for logits, which then need not be computed again. adds_to_main_grad: add the weight's
-    gradient to its fp32 `main_grad`, where it has one, as megatron-core's layers with fused accumulation do: autograd gets
+    gradient to its fp32 `main_grad`, if it has one, as megatron-core's layers with fused accumulation do: autograd gets
     a tensor without meaning and `grad_added_to_main_grad` says so, hence nothing but an embedding of the same weight
     (`zero_out_wgrad`) may give it another gradient. `reference` has neither.
     Sums run in fp32 (fp64 for fp64 inputs) and the results have that type. The gradient of `hidden` is this rank's
     partial sum over its columns: the caller reduces it over `group`. Every rank gets the same values bit for bit.
     Values that are not finite come out as values that are not finite, in their token's row.
     Raises ValueError for shapes that do not fit, a temperature that is not positive, an implementation that cannot run
-    here and, on a CPU, targets outside the vocabulary; on an accelerator, where the check would stall the stream, such
+    here and, on a CPU, targets outside the vocabulary; on an accelerator the check would stall the stream, and such
     a token's log-prob is NaN instead.
     """
     shard = shard_of(hidden, weight, targets, temperature, vocab_size, group)
@@ -80,7 +80,7 @@ def shard_of(
     vocab_size: int,
     group: dist.ProcessGroup | None,
 ) -> VocabShard:
-    """Return this rank's shard of the vocabulary. ValueError where the arguments of a head do not fit each other."""
+    """Return this rank's shard of the vocabulary. ValueError if the arguments of a head do not fit each other."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1) or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} "
@@ -110,7 +110,7 @@ def shard_of(
 
 
 def _nan_outside_vocabulary(logprobs: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Set NaN where the target is outside the vocabulary."""
+    """Set NaN if the target is outside the vocabulary."""
     # On a CPU such targets were refused by `shard_of`; on a device that check would wait for the stream.
     if targets.device.type == "cpu":
         return logprobs

@@ -131,7 +131,7 @@ class Coordination:
             combine: maps the values of some ranks, in rank order, to one value that represents them; it is applied to
             its own
                 results level by level.
-            down: reduces the result for all ranks below the highest group of the tree, where rank 0 is.
+            down: reduces the result for all ranks below the highest group of the tree, to which rank 0 belongs.
 
         Raise CoordinationError, which names the wait, after `timeout_s` (None: the coordination's timeout), or
         immediately if an earlier wait failed.

@@ -59,7 +59,7 @@ def partition_ranks(num_last: int, timeout_s: float, progress: Progress | None =
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if not 0 < num_last < world_size:
-        raise ValueError(f"{num_last} of {world_size} processes cannot be a part of their own: both parts need some")
+        raise ValueError(f"{num_last} of {world_size} processes cannot be a separate part: both parts need some")
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
         # Every process of the world must call new_group for every group, in the same order.

@@ -1,4 +1,4 @@
-"""The head with products of bf16 factors on a CPU, where `chunked` widens them to fp32: a CPU with instructions for bf16 takes half
+"""The head with products of bf16 factors on a CPU; `chunked` widens them to fp32. A CPU with instructions for bf16 takes half
 the time.
 
 A product is summed in fp32 and rounded to bf16, so that a log-prob is off by 0.001 on average, a tenth of what a bf16 model and its
@@ -25,7 +25,7 @@ class _Bf16Logits(chunked.TileLogits):
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the products cannot be computed, None where they can."""
+    """Return why the products cannot be computed, None if they can."""
     if device.type != "cpu":
         return f"the device is {device.type}, whose products of bf16 factors have fp32 results in `chunked`"
     return None if dtype == torch.bfloat16 else f"the model is in {dtype}, and it is for bfloat16"

@@ -72,7 +72,7 @@ def accumulate(
 
 
 def room(inputs: HeadInputs, most_bytes: int) -> KeptLogits | None:
-    """Return memory for the products of all tokens and columns as they are, None where it takes more than `most_bytes`."""
+    """Return memory for the products of all tokens and columns as they are, None if it takes more than `most_bytes`."""
     dtype = accumulation_dtype(torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype))
     num_tokens, num_columns = inputs.hidden.size(0), inputs.shard.num_columns
     if kept_logit_bytes(num_tokens, num_columns, dtype.itemsize, is_grouped=False) > most_bytes:
@@ -162,7 +162,7 @@ def gradients(
 
 
 def _accumulator(to_weight: torch.Tensor | None, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return zeros [n, h] of the accumulation type: the gradient's own rows where they have that type."""
+    """Return zeros [n, h] of the accumulation type: the gradient's own rows if they have that type."""
     if to_weight is None:
         return None
     rows = to_weight[columns]

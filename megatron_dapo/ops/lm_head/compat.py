@@ -8,7 +8,7 @@ from functools import cache
 
 @cache
 def import_failure(module: str) -> str | None:
-    """Return the error of importing `module`, None where that works."""
+    """Return the error of importing `module`, None if that works."""
     try:
         importlib.import_module(module)
     # A package that is installed and broken (another CUDA, a missing symbol) raises more than ImportError.

@@ -76,7 +76,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def room(inputs: HeadInputs, most_bytes: int) -> KeptLogits | None:
-    """Return memory for the logits of all tokens and columns, in fp16 unless the model is in fp32; None where it takes more
+    """Return memory for the logits of all tokens and columns, in fp16 unless the model is in fp32; None if it takes more
     than `most_bytes`."""
     hidden, num_tokens, num_columns = inputs.hidden, inputs.hidden.size(0), inputs.shard.num_columns
     is_fp32 = torch.promote_types(hidden.dtype, inputs.weight.dtype) == torch.float32
@@ -90,7 +90,7 @@ def room(inputs: HeadInputs, most_bytes: int) -> KeptLogits | None:
 def sums(
     inputs: HeadInputs, kept: KeptLogits | None = None, choose: ChooseBlocks = fixed_blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the sums of `lm_head`; `triton` has tiles of its own."""
+    """Compute the sums of `lm_head`; `triton` chooses its own tiles."""
     hidden, weight = _factors(inputs)
     num_tokens, num_columns = hidden.size(0), inputs.shard.num_columns
     if not num_tokens or not num_columns:
@@ -151,7 +151,7 @@ def launch_sums(
 
 def _prepare(blocks: Blocks) -> None:
     if blocks.has_tma:
-        # Descriptions of matrices lie in memory of their own. Each thread has its own allocator, and autograd has threads.
+        # Descriptions of matrices lie in separate memory. Each thread has its own allocator, and autograd has threads.
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
 
 

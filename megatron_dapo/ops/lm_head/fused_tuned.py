@@ -32,7 +32,7 @@ __all__ = ["gradients", "room", "sums"]
 logger = logging.getLogger(__name__)
 
 TOKENS = 8192
-COLUMNS = 1 << 15  # at most: a whole weight may be too much beside a model
+COLUMNS = 1 << 15  # at most: a whole weight may not fit next to a model
 TMA_BYTES = 16  # address and distance of rows are multiples of it
 # For 16-bit factors. Those that `fused` has come first, so that nothing is slower than there.
 CANDIDATES = (
@@ -119,7 +119,7 @@ def _work(
 
 
 def _milliseconds(work: Callable[[Blocks], object], blocks: Blocks) -> float:
-    """Return infinity where the device or the compiler cannot have these blocks."""
+    """Return the median time, or infinity if the device or the compiler cannot have these blocks."""
     try:
         found = float(triton.testing.do_bench(lambda: work(blocks), return_mode="median"))
     except (OutOfResources, PTXASError, CompilationError) as error:

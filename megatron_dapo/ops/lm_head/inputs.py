@@ -49,7 +49,7 @@ class KeptLogits:
     """Logits of a training pass for its backward pass, which then multiplies nothing again.
 
     In 16 bits each is relative to the largest of its token in its group of columns: rounding changes a probability by
-    2^-12 of the distance to that largest logit, and where the distance is large there is little probability to change.
+    2^-12 of the distance to that largest logit, and at a large distance there is little probability to change.
     """
 
     values: torch.Tensor  # [P, columns]; raw products by torch, divided by the temperature by Triton
@@ -64,7 +64,7 @@ class Upstream:
     """
 
     entropy: torch.Tensor
-    # log Z is maxima + log_totals. Their sum would lose the small one to rounding where logits are large.
+    # log Z is maxima + log_totals. Their sum would lose the small one to rounding if logits are large.
     maxima: torch.Tensor
     log_totals: torch.Tensor
     to_logprobs: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Selection of the head's implementation, by one rule, with the reason.
 
-`auto` is `triton` where a 16-bit model is on a device of compute capability 8.0 or more and Triton can be imported, else
-`chunked`. The others are slower or less exact and run where they are requested by name. A requested implementation that
+`auto` is `triton` if a 16-bit model is on a device of compute capability 8.0 or more and Triton can be imported, and
+`chunked` otherwise. The others are slower or less exact and only run on request. A requested implementation that
 cannot run is an error; no other one takes its place.
 """
 
