@@ -48,7 +48,7 @@ import simdjson
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.sglang.client import SglangClient
-from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, RequestAttempt
+from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import parse_generation
 from megatron_dapo.launch.environment import raise_open_files_limit
@@ -358,7 +358,7 @@ def measure_routing(num_answers: int, num_tokens: int, num_rounds: int) -> dict[
     try:
         for first in range(0, num_rounds * num_answers, num_answers):
             cpu, outcomes = time.process_time(), []
-            dispatcher.send([RequestAttempt(first + number, client, request) for number in range(num_answers)])
+            dispatcher.send([(first + number, client, request) for number in range(num_answers)])
             while len(outcomes) < num_answers:
                 outcomes += dispatcher.receive(1.0)
             rounds.append(time.process_time() - cpu)

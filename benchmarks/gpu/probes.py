@@ -47,8 +47,7 @@ from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient
 from megatron_dapo.engines.sglang.cluster import SharedDevice
 from megatron_dapo.engines.sglang.engine import SglangEngine
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.served import EngineStartError
-from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server import EngineStartError, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture

@@ -41,8 +41,7 @@ from sync import write_config
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.served import EngineStartError
-from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server import EngineStartError, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 

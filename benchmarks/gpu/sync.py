@@ -54,8 +54,7 @@ from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.served import EngineStartError
-from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server import EngineStartError, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination

@@ -136,9 +136,7 @@ class SinkControl:
     def __init__(self, sinks: Sequence[SinkClient]) -> None:
         self._sinks = sinks
 
-    def update_weights_from_tensor(
-        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
-    ) -> None:
+    def update_weights_from_tensor(self, payloads: Sequence[bytes | str], load_format: str | None = None) -> None:
         # All are started before the first is waited for: ranks of one engine load at the same time.
         for sink, payload in zip(self._sinks, payloads):
             assert isinstance(payload, bytes)
@@ -146,10 +144,10 @@ class SinkControl:
         for sink in self._sinks:
             sink.wait()
 
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str) -> None:
         raise NotImplementedError("a sink has no loader of directories")
 
-    def pause(self, mode: str) -> None: ...
+    def pause(self) -> None: ...
 
     def flush_cache(self) -> None: ...
 

@@ -90,7 +90,7 @@ def check_request_ids(requests: Sequence[GenerationRequest], in_use: Collection[
 
 
 def check_request(request: GenerationRequest, *, max_length: int, vocab_size: int) -> None:
-    """Raise ValueError where `request` cannot be served by an engine with `max_length` positions a sequence."""
+    """Raise ValueError if `request` cannot be served by an engine with `max_length` positions a sequence."""
     name, prompt_ids, sampling = request.request_id, request.prompt_ids, request.sampling
     if not prompt_ids:
         raise ValueError(f"request {name!r}: the prompt has no tokens; give at least one")

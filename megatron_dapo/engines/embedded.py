@@ -58,11 +58,6 @@ class EmbeddedEngineSettings:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        for name in ("max_slots", "max_length", "ticks_per_poll", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"embedded engine: {name} = {getattr(self, name)}, must be at least 1")
-
 
 @dataclass
 class _Prefix:
@@ -156,7 +151,7 @@ class EmbeddedEngine:
 
     def parameters_by_name(self) -> dict[str, torch.Tensor]:
         """Destination tensors by Hugging Face name, to be overwritten in place. A tied head is the embedding and has no
-        name of its own.
+        separate name.
         """
         named = ((name, parameter.data) for name, parameter in self._model.named_parameters())
         return {stored: part for name, tensor in named for stored, part in stored_parts(name, tensor)}
@@ -196,7 +191,7 @@ class EmbeddedEngine:
         return self._prefix_reuse
 
     def check(self, request: GenerationRequest) -> None:
-        """ValueError where this engine could never serve `request`."""
+        """Raise ValueError if this engine could never serve `request`."""
         check_request(request, max_length=self.settings.max_length, vocab_size=self._vocab_size)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -453,7 +448,7 @@ class EmbeddedEngine:
 
 
 def _chunks(prefixes: list[_Prefix], max_tokens: int) -> list[list[_Prefix]]:
-    """Prefixes of falling length, cut so that count x longest stays within max_tokens (one may exceed it alone)."""
+    """Prefixes of falling length, cut so that count x longest stays within max_tokens (a single one may exceed it)."""
     chunks: list[list[_Prefix]] = []
     for prefix in prefixes:
         if chunks and (len(chunks[-1]) + 1) * chunks[-1][0].length <= max_tokens:

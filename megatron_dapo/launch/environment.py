@@ -16,7 +16,7 @@ from megatron_dapo.config.rules import is_loopback
 from megatron_dapo.watch.heartbeat import Place
 
 if TYPE_CHECKING:
-    from megatron_dapo.engines.sglang.supervised import Supervision
+    from megatron_dapo.engines.sglang.supervisor import Supervision
 
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")  # exists if the NVIDIA driver does
@@ -240,7 +240,7 @@ def supervision() -> Supervision | None:
     It is torchrun with restarts, whose agent is this process's parent, or a batch script that has started the
     supervisors.
     """
-    from megatron_dapo.engines.sglang.supervised import Supervision
+    from megatron_dapo.engines.sglang.supervisor import Supervision
 
     if os.environ.get(SERVERS_ARE_KEPT):
         return Supervision(f"job {batch_job()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")

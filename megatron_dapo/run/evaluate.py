@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,9 @@ from megatron_dapo.config import Config
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
-from megatron_dapo.engines.sglang.alone import require_model, serving_engine, started
+from megatron_dapo.engines.sglang.alone import serving_engine, started
 from megatron_dapo.engines.sglang.keys import create_key
-from megatron_dapo.engines.sglang.served import Expectation
-from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.engines.sglang.server import AttachedServer, EngineStartError, Expectation
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
@@ -98,18 +97,21 @@ def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngi
 
 
 @contextmanager
-def _servers(config: Config) -> Iterator[list[SglangServer] | list[AttachedServer]]:
+def _servers(config: Config) -> Iterator[Sequence[AttachedServer]]:
     sglang = config.sglang
     if sglang.urls:
         settings = server_settings(config, Path(sglang.api_key_file), Path(), 0)
         expectation, limit_s = Expectation.of(settings), sglang.start_timeout_seconds
         attached = [
-            SglangServer.attach(url, settings.key_file, expectation, index, limit_s)
-            for index, url in enumerate(sglang.urls)
+            AttachedServer(url, settings.key_file, expectation, index, limit_s) for index, url in enumerate(sglang.urls)
         ]
+        wanted = str(config.model.path.resolve())
         for server in attached:
-            server.wait_until_healthy()
-            require_model(server, str(config.model.path.resolve()))
+            served = server.wait_until_healthy().model_path
+            if served != wanted:
+                raise EngineStartError(
+                    f"{server.url} serves {served}, not {wanted}: start it from that directory, or pass --model {served}"
+                )
         yield attached
         return
     with tempfile.TemporaryDirectory(prefix="evaluation-") as scratch:

@@ -14,7 +14,7 @@ from megatron_dapo.watch.heartbeat import Heartbeat
 from megatron_dapo.watch.signals import StopRequest
 
 if TYPE_CHECKING:
-    from megatron_dapo.engines.sglang.supervised import Supervision
+    from megatron_dapo.engines.sglang.supervisor import Supervision
 
 
 @dataclass(frozen=True)

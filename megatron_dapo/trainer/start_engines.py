@@ -20,11 +20,10 @@ from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient, T
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
-from megatron_dapo.engines.sglang.served import Expectation
-from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.engines.sglang.server import AttachedServer, Expectation, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
-from megatron_dapo.engines.sglang.supervised import SupervisedServer, SupervisorClient
+from megatron_dapo.engines.sglang.servers import ReadyServer, Servers, StartedServers
+from megatron_dapo.engines.sglang.supervisor import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination, collective_timeout, coordinate
@@ -65,7 +64,8 @@ class ServerPlace:
         """Start the run's servers, or attach to those that are given by URL. Collective."""
         sglang, rank = self.config.sglang, self.ranks.rank
         if sglang.urls:
-            return ExternalServers(self.attach, len(sglang.urls), rank, coordination)
+            attached = {index: self.attach(index) for index in range(len(sglang.urls))} if rank == 0 else {}
+            return Servers([0] * len(sglang.urls), attached, coordination)
         return StartedServers(
             self.spawn, self.nodes, rank, sglang.servers_per_node, sglang.max_restarts, coordination
         )
@@ -74,7 +74,7 @@ class ServerPlace:
         """Return the server at the URL with that index."""
         sglang = self.config.sglang
         expectation = Expectation.of(self.settings(0))
-        return SglangServer.attach(sglang.urls[index], self.key_file, expectation, index, sglang.start_timeout_seconds)
+        return AttachedServer(sglang.urls[index], self.key_file, expectation, index, sglang.start_timeout_seconds)
 
     def spawn(
         self, index: int, local_index: int, num_restarts: int, cache_tokens: int | None

@@ -17,7 +17,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import token_multiple
 
 if TYPE_CHECKING:
-    from megatron_dapo.engines.sglang.supervised import Supervision
+    from megatron_dapo.engines.sglang.supervisor import Supervision
     from megatron_dapo.parallel.coordination import Coordination
     from megatron_dapo.parallel.rank_set import RankSet
 

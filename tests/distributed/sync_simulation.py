@@ -98,9 +98,8 @@ class SimulatedEngine:
             raise ConnectionError("connection refused")
         self.calls.append(name)
 
-    def pause(self, mode: str) -> None:
+    def pause(self) -> None:
         self._call("pause")
-        assert mode == "abort"
         self.is_paused = True
 
     def flush_cache(self) -> None:
@@ -117,7 +116,7 @@ class SimulatedEngine:
         assert self.session, "no session is open"
         self.session = False
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self._call("tensor")
         assert self.is_paused and self.session and len(payloads) == len(self.models)
         self.load_all(payloads)
@@ -129,7 +128,7 @@ class SimulatedEngine:
     def load(self, model: Parameters, payload: bytes) -> None:
         weight_loader.load(model, pickle.loads(payload))
 
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str) -> None:
         raise NotImplementedError
 
     def update_weight_version(self, version: int) -> None:

@@ -38,7 +38,7 @@ class DiskEngine(SimulatedEngine):
         self._world = world
         self.directories: list[Path] = []
 
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str) -> None:
         self._call("disk")
         assert self.is_paused and self.session
         self.directories.append(Path(directory))
@@ -134,7 +134,7 @@ def test_an_engine_that_loaded_other_bytes_is_not_served(world, tmp_path) -> Non
     syncs = updates(world, engine, tmp_path, Exporter(world))
     real = engine.update_weights_from_disk
 
-    def load_and_lose(directory: str, *, flush_cache: bool = True) -> None:
+    def load_and_lose(directory: str) -> None:
         real(directory)
         next(engine.models[1].parameters()).data.view(torch.int32).view(-1)[3] ^= 1
 

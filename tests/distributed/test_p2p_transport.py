@@ -33,7 +33,7 @@ TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
 class PeerEngine(SimulatedEngine):
     """An engine whose ranks load concurrently, as the processes of a server do."""
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self._call("tensor")
         assert self.is_paused and self.session and len(payloads) == len(self.models)
         threads = [threading.Thread(target=self.load, args=pair, daemon=True) for pair in zip(self.models, payloads)]
@@ -360,9 +360,3 @@ def test_bytes_from_a_stranger_are_never_served() -> None:
     assert all("differ from the trainer's" in report.failures[0] for report in reports)
     assert engines[0].is_paused
     close_all(syncs)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="gloo"):
-        P2PSettings(backend="mpi")
-    assert set(peer_group.BACKENDS) == {"gloo", "nccl"}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.doctor.engine_import import engine_libraries
-from megatron_dapo.engines.sglang.served import EngineStartError
+from megatron_dapo.engines.sglang.server import EngineStartError
 from megatron_dapo.quantization.engine_check import engine_logprobs
 from megatron_dapo.quantization.probe import Sample, compare, logprobs_of
 

@@ -184,7 +184,7 @@ def test_an_aborted_response_continues_with_the_same_tokens(engine: SglangEngine
         assert done.token_ids.tolist() == whole[name].token_ids[: len(done.token_ids)].tolist()
         assert done.logprobs == pytest.approx(whole[name].logprobs[: len(done.token_ids)], abs=1e-5)
     for client in clients:
-        client.pause("abort")
+        client.pause()
         client.flush_cache()
         client.update_weight_version(1)
         client.resume()
@@ -215,7 +215,7 @@ def test_a_continued_window_finds_its_prefix_until_the_weights_change(clients: l
         num_context = sum(len(request.prompt_ids) + 40 for request in requests)
         # All but the last token, which the model must process to sample the next one.
         assert by_same_weights == PrefixReuse(num_context, num_context - len(requests))
-        client.pause("abort")
+        client.pause()
         client.flush_cache()
         client.update_weight_version(1)
         client.resume()

@@ -19,8 +19,7 @@ import torch
 
 from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.served import Expectation
-from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server import AttachedServer, Expectation, SglangServer
 from tools.listening import listening_sockets
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -90,7 +89,7 @@ def test_info_describes_the_server(server: SglangServer, tiny_model: Path) -> No
 
 
 def test_attaching_by_url_checks_the_server_and_never_stops_it(server: SglangServer, tiny_model: Path) -> None:
-    attached = SglangServer.attach(server.url, server.key_file, Expectation.of(server.settings))
+    attached = AttachedServer(server.url, server.key_file, Expectation.of(server.settings))
     assert attached.wait_until_healthy() == server.info
     attached.stop()
     assert attached.is_alive() and server.is_alive()

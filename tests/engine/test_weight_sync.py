@@ -129,9 +129,9 @@ class CountingControl:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self.num_messages += 1
-        self._client.update_weights_from_tensor(payloads, load_format, flush_cache=flush_cache)
+        self._client.update_weights_from_tensor(payloads, load_format)
 
 
 def test_one_message_brings_all_buckets_through_reused_memory(setup):
@@ -188,12 +188,12 @@ class TruncatingControl:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         if self._left == 0:
             *others, (text, tensor) = pickle.loads(payloads[-1])
             payloads = [*payloads[:-1], pickle.dumps([*others, (text[: len(text) // 2], tensor)])]
         self._left -= 1
-        self._client.update_weights_from_tensor(payloads, load_format, flush_cache=flush_cache)
+        self._client.update_weights_from_tensor(payloads, load_format)
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the first", "the one with all buckets"])
@@ -233,11 +233,11 @@ class KillingControl:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._setup.client, name)
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self._num_messages += 1
         if self._num_messages == 2:
             os.kill(_scheduler(self._setup.server), signal.SIGKILL)
-        self._setup.client.update_weights_from_tensor(payloads, load_format, flush_cache=flush_cache)
+        self._setup.client.update_weights_from_tensor(payloads, load_format)
 
 
 def _scheduler(server: SglangServer) -> int:

@@ -50,7 +50,7 @@ class FaultyControl:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         kind, self.kind = self.kind, ""
         texts = [texts_of(payload) for payload in payloads]
         rank = self.random.randrange(len(texts))

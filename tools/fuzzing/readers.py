@@ -54,7 +54,7 @@ def _json_file(name: str, document: Any) -> Callable[[Path], None]:
 
 
 def _read_config(directory: Path) -> None:
-    from megatron_dapo.engines.sglang.served import Expectation
+    from megatron_dapo.engines.sglang.server import Expectation
     from megatron_dapo.models.architecture import HEADS
     from megatron_dapo.models.config_json import read_architecture
 

@@ -42,7 +42,7 @@ class ArenaSpec:
 
     @property
     def creator(self) -> int:
-        """Process id of the trainer rank that created the arena, as that rank sees it; 0 if the name tells none."""
+        """Process id of the trainer rank that created the arena, as that rank sees it; 0 if the name has none."""
         match = _NAME.match(Path(self.path).name)
         return int(match[1]) if match else 0
 

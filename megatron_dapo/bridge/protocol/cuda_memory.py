@@ -21,7 +21,7 @@ def share(tensor: torch.Tensor) -> dict[str, Any]:
         chunks = tensor.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         raise ValueError(
-            f"memory of GPU {tensor.device} cannot be shared with other processes ({str(error).splitlines()[0]}); where "
+            f"memory of GPU {tensor.device} cannot be shared with other processes ({str(error).splitlines()[0]}); if "
             "PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments, start without"
         ) from error
     device, handle, size, offset, counter, counter_offset, event, event_sync = chunks

@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-PROTOCOL_VERSION = 7  # rises with every change of a message: external servers may have another release installed
+PROTOCOL_VERSION = 8  # rises with every change of a message: external servers may have another release installed
 CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it, so that any element type can view them in place
 
 
@@ -120,7 +120,6 @@ class Command:
     manifest: Manifest | None = None  # begin, adopt
     bucket: Bucket | None = None  # bucket
     channel: Mapping[str, Any] = field(default_factory=dict)  # {"kind": ..., ...}, JSON
-    seed: int = 0  # randomize
 
     def encode(self) -> str:
         value = {
@@ -149,7 +148,6 @@ class Command:
                 Manifest.from_json(value["manifest"]) if value["manifest"] else None,
                 Bucket.from_json(value["bucket"]) if value["bucket"] else None,
                 value["channel"],
-                int(value["seed"]),
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"weight sync: a message is no command ({type(error).__name__}: {error})") from error

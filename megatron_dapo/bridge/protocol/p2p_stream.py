@@ -24,7 +24,7 @@ from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Reply
 from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerError, PeerGroup, Pending
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
-DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are messages of their own; below, a copy is cheaper
+DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are separate messages; for smaller ones a copy is cheaper
 STAGED_BUCKETS = 2  # as many bytes may be staged at either end
 WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
 MAX_REPLY_BYTES = 64 << 20  # a length that came over an unauthenticated connection must not allocate more
@@ -68,7 +68,7 @@ class P2PChannel:
 
 
 class Message(NamedTuple):
-    """Bytes [start, stop) of a bucket, exchanged with one member; a large chunk alone, or small ones together."""
+    """Bytes [start, stop) of a bucket, exchanged with one member; one large chunk, or several small ones."""
 
     member: int
     start: int
@@ -222,7 +222,7 @@ class Outgoing:
 
     position: Position
     messages: Sequence[Message]  # to the engine rank's member
-    values: Mapping[Chunk, torch.Tensor]  # as the sender holds them: strided, of its own type
+    values: Mapping[Chunk, torch.Tensor]  # as the sender holds them: strided, in its type
     dtypes: Mapping[str, torch.dtype]  # of the engine's parameters
 
     def leaves_directly(self, message: Message) -> bool:

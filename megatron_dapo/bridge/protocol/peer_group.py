@@ -338,7 +338,7 @@ def _greet(group: Any, rank: int, peers: Iterable[int], deadline: float) -> None
 
 
 def meet(store: dist.Store, name: str, rank: int, size: int, *, timeout_s: float, host: str) -> PeerGroup:
-    """Return the group `name` in which members connect when they first exchange a message, over gloo alone.
+    """Return the group `name` in which members connect when they first exchange a message, over gloo only.
 
     For many members of which each talks to a few: `join` connects every member to every other. `store`: one that all members
     have, and keep. `host`: this node's address on which the others reach it. Raise PeerError if not all came within

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 NUM_SLOTS = 2
-MAX_WRITERS = 1000  # a word each, after the other counters
+MAX_WRITERS = 1000  # one int64 each, after the other counters
 LEFT = "it has left the weight sync"  # a writer ends its waiting; the engine's messenger knows the reason
 ABANDONED = "the trainer has abandoned the weight sync"
 _NUMBER, _STOPPED, _LOADED, _BEGUN, _WRITTEN = 0, 1, 2, 3, 4

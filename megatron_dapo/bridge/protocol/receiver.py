@@ -164,10 +164,8 @@ class Receiver:
             return 0, self.adopt(_required(command, command.manifest, "manifest"))
         elif op == "checksums":
             return 0, self.checksums()
-        elif op == "randomize":
-            self.randomize(command.seed)
         else:
-            known = "adopt, begin, bucket, checksums, finish, randomize"
+            known = "adopt, begin, bucket, checksums, finish"
             raise ValueError(f"weight sync: no operation {op!r}; there are {known}")
         return 0, {}
 
@@ -241,13 +239,6 @@ class Receiver:
     def checksums(self) -> dict[str, int]:
         """Return `tensor_checksum` of every parameter."""
         return {name: tensor_checksum(tensor) for name, tensor in self.parameters.items()}
-
-    def randomize(self, seed: int) -> None:
-        """Fill every parameter with noise, so that a test can tell that the first weight sync wrote all of it."""
-        generator = torch.Generator().manual_seed(seed)
-        for tensor in self.parameters.values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))  # drawn on the CPU: the same on any device
-        self.version, self._current = None, None
 
     def _expect(self, sync_id: str, bucket: Bucket) -> _Sync:
         current = self._open(sync_id)

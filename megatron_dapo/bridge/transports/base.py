@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -45,7 +45,7 @@ Control = TypeVar("Control", bound="EngineControl", covariant=True)
 class EngineControl(Protocol):
     """Control of one engine during a weight sync. Every method returns when the engine is done and raises if it fails."""
 
-    def pause(self, mode: Literal["abort"]) -> None:
+    def pause(self) -> None:
         """Stop generating; requests under way come back with what they have, as SGLang's /pause_generation has it."""
 
     def flush_cache(self) -> None:
@@ -67,11 +67,9 @@ class EngineControl(Protocol):
 class ServerControl(EngineControl, Protocol):
     """Control of an engine in separate processes, which take weights as requests: SGLang's endpoints."""
 
-    def update_weights_from_tensor(
-        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
-    ) -> None: ...
+    def update_weights_from_tensor(self, payloads: Sequence[bytes | str], load_format: str | None = None) -> None: ...
 
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None: ...
+    def update_weights_from_disk(self, directory: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ class _EmptyTensor:
     """Stand-in that is unpickled as an empty tensor; the loader reads only the names.
 
     SGLang unpickles with a list of allowed modules. A tensor's own pickle names the function that reads its storage, which
-    megatron-core (0.19) replaces by one of its own, and the server ends with "Blocked unsafe class loading".
+    megatron-core (0.19) replaces, and the server then ends with "Blocked unsafe class loading".
     """
 
     def __reduce__(self) -> tuple[type[torch.Tensor], tuple[()]]:

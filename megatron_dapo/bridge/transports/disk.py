@@ -54,7 +54,7 @@ class DiskTransport:
     ) -> None:
         self.plan = plan
         self.handles = handles
-        self.directory = Path(directory).absolute()  # servers have a working directory of their own
+        self.directory = Path(directory).absolute()  # servers have another working directory
         self.export = export
         self.coordination = coordination
         self.rank = coordination.rank

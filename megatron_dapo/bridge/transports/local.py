@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaLayout(ReplicatedLayout):
-    """`EngineLayout` of embedded engines: each rank is an engine of its own with every tensor whole."""
+    """`EngineLayout` of embedded engines: each rank is one engine with every tensor whole."""
 
     tensor_parallel = 1
 
@@ -47,7 +47,7 @@ class EmbeddedControl:
     def __init__(self, engine: DistributedEmbeddedEngine) -> None:
         self._engine = engine
 
-    def pause(self, mode: str) -> None: ...
+    def pause(self) -> None: ...
 
     def flush_cache(self) -> None: ...
 

@@ -162,7 +162,7 @@ class NodeMemory:
         return {rank: self._own_slots[rank] for rank in beside}
 
     def _slots_of(self, engine_rank: int, handle: Mapping[str, Any]) -> torch.Tensor:
-        """Return the slots of a handle. CUDA lets a process open no handle of its own, and another's once."""
+        """Return the slots of a handle. A process may not open its own CUDA handle, and another's only once."""
         if engine_rank in self._own_slots:
             return self._own_slots[engine_rank][1]
         known = self._opened.get(engine_rank)

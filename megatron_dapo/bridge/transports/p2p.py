@@ -1,4 +1,4 @@
-"""Transport to engines on nodes of their own: every trainer rank sends its chunks from its shards to the engine ranks.
+"""Transport to engines on other nodes: every trainer rank sends its chunks from its shards to the engine ranks.
 
 One request to an engine starts a receiver in each of its ranks. Receivers and trainer ranks meet in a `PeerGroup` of the
 engine, through which bytes and replies travel. All senders send at once, to all engines. Over NCCL all of them launch their
@@ -8,7 +8,7 @@ buckets in one order (`LaunchOrder`): an engine that is frozen holds back the ot
     senders   join | send 0 | send 1 | ...      | checksums of what was sent
     engine    join | begin  | receive 0, 1, ... | reply | finish: coverage and checksums | reply
 
-The group's own connections know no key, so nothing that arrives over them is trusted by itself: slices, sizes and the
+Connections within a group are not authenticated, so nothing that arrives over them is trusted by itself: slices, sizes and the
 manifest come with the request, which needs the engine's key, and the trainer compares the checksums of all parameters
 with those of what it sent. A trainer rank connects to the engine ranks that it sends to, and an engine's leader to
 all of them, whose replies it gets. Groups are reused by later syncs, and joined anew after a failure or a restart.
@@ -41,7 +41,6 @@ from megatron_dapo.bridge.protocol.p2p_stream import (
     send_buckets,
 )
 from megatron_dapo.bridge.protocol.peer_group import (
-    BACKENDS,
     LOOPBACK,
     Address,
     PeerError,
@@ -80,10 +79,6 @@ class P2PSettings:
     host: str = LOOPBACK
     backend: str = "gloo"
     connect_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"p2p transport: backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
 
 
 @dataclass(frozen=True)
@@ -406,7 +401,7 @@ class P2PTransport:
             try:
                 control.update_weights_from_tensor(payloads, LOAD_FORMAT)
             except Exception as error:
-                # They wait for the engine ranks to come; in a kept group the broken connection tells them.
+                # They wait for the engine ranks to join; in a kept group they see the broken connection.
                 if rendezvous.fresh:
                     store = RendezvousClient(rendezvous.address, self.settings.connect_s)
                     for engine_rank in members.engine_ranks:

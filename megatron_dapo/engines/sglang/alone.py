@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
@@ -31,7 +30,7 @@ def started(settings: Sequence[ServerSettings]) -> Iterator[list[SglangServer]]:
 
 @contextmanager
 def serving_engine(
-    servers: Sequence[SglangServer | AttachedServer], max_in_flight: int, vocab_size: int, timeouts: Timeouts
+    servers: Sequence[AttachedServer], max_in_flight: int, vocab_size: int, timeouts: Timeouts
 ) -> Iterator[SglangEngine]:
     """Return an engine over servers that are up and have their weights, as policy version 0."""
     with ExitStack() as stack:
@@ -44,12 +43,3 @@ def serving_engine(
         engine = stack.enter_context(SglangEngine(clients, SglangEngineSettings(longest, vocab_size, max_in_flight)))
         engine.set_policy_version(0)
         yield engine
-
-
-def require_model(server: AttachedServer, model_path: str) -> None:
-    """Raise EngineStartError if a server that was given by its URL serves another directory than `model_path`."""
-    served = server.info.model_path if server.info else ""
-    if served != model_path:
-        raise EngineStartError(
-            f"{server.url} serves {served}, not {model_path}: start it from that directory, or pass --model {served}"
-        )

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import httpx
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 # One line a request at INFO would drown the run's own log.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
-PauseMode = Literal["abort", "in_place", "retract"]
-PAUSE_MODES = ("abort", "in_place", "retract")
-
 # Idle connections are closed well before SGLang closes them (5 s): a request never meets a closing connection.
 _KEEPALIVE_S = 2.0
 _READ_BYTES = 1 << 18  # an answer arrives in a few pieces
@@ -66,11 +63,6 @@ class Timeouts:
     flush_s: float = 60.0  # all tries together
     update_s: float = 600.0  # one call that moves weights
     health_s: float = 30.0  # SGLang itself waits 20 s for a sign of life
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"SGLang client: {name} = {value}, must be above 0")
 
 
 class EngineError(RuntimeError):
@@ -250,13 +242,10 @@ class SglangClient:
 
     # Pausing
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stop generating: "abort" answers what runs with what it has; "retract" queues it again and frees its cache;
-        "in_place" keeps it with its cache. New requests wait until `resume`.
-        """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"unknown pause mode {mode!r}; there are {', '.join(PAUSE_MODES)}")
-        self._call("POST /pause_generation", {"mode": mode}, self.timeouts.control_s, retries=_NUM_RETRIES)
+    def pause(self) -> None:
+        """Stop generating: what runs is answered with what it has, and new requests wait until `resume`."""
+        # Of SGLang's other modes, "retract" queues what runs again and "in_place" keeps it with its cache.
+        self._call("POST /pause_generation", {"mode": "abort"}, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def resume(self) -> None:
         """Generate again, after a pause."""
@@ -289,24 +278,22 @@ class SglangClient:
 
     # Weights
 
-    def update_weights_from_tensor(
-        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
-    ) -> None:
+    def update_weights_from_tensor(self, payloads: Sequence[bytes | str], load_format: str | None = None) -> None:
         """Hand one serialized payload to each engine rank. Payloads as bytes are sent in base64, strings as they are.
 
         Never repeated. Success says that the loader ran; what it did is in its own report.
         """
         encoded = [p if isinstance(p, str) else base64.b64encode(p).decode("ascii") for p in payloads]
-        body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
+        body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": False}
         self._call("POST /update_weights_from_tensor", body, self.timeouts.update_s)
 
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str) -> None:
         """Load a Hugging Face checkpoint by its path on the server's node. Never repeated."""
         # The format by name: a server started with random weights would make some again.
         body = {
             "model_path": str(directory),
             "load_format": "auto",
-            "flush_cache": flush_cache,
+            "flush_cache": True,
             "abort_all_requests": False,
         }
         self._call("POST /update_weights_from_disk", body, self.timeouts.update_s)
@@ -429,7 +416,7 @@ class ColocatedClient(SglangClient):
     the sync and the trainer's own peak. Needs a server started with its memory saver (CUDA only).
     """
 
-    _released: frozenset[str] = frozenset()  # SGLang ends where something is to come back that was not released
+    _released: frozenset[str] = frozenset()  # SGLang crashes if memory is resumed that was not released
     # Told of every change to it, with None before: for a supervisor that keeps the server beyond this process.
     remember: Callable[[Sequence[str] | None], None] = staticmethod(lambda tags: None)
 
@@ -439,7 +426,7 @@ class ColocatedClient(SglangClient):
         if tags:
             # A stray request, such as a monitor's GET /health, which generates a token, would run on memory that is gone.
             # SGLang holds it back in this mode; a scheduler paused in one of the other modes would spin on its core.
-            self.pause("abort")
+            self.pause()
             self.flush_cache()
             self._change(self.release_memory, tags, self._released | set(tags))
 

@@ -185,7 +185,7 @@ class SglangEngines:
         self._rollout.submit(requests)
 
     def poll(self) -> list[Completion]:
-        """See `RolloutEngine`. Where no server is left, nothing finishes until they are back."""
+        """See `RolloutEngine`. If no server is left, nothing finishes until they are back."""
         try:
             finished = self._rollout.poll()
             self._has_progressed |= bool(finished)
@@ -229,7 +229,7 @@ class SglangEngines:
     # Publisher
 
     def publish(self, version: int) -> None:
-        """See `Publisher`. ServersFailed where servers are lost beyond the budget."""
+        """See `Publisher`. ServersFailed if more servers are lost than may be restarted."""
         self.wait_until_healthy()
         if self._update is None:
             assert self._is_attached, "attach comes before publish"
@@ -266,7 +266,7 @@ class SglangEngines:
     def sleep(self) -> None:
         """Release the memory of servers on the trainer's GPUs until the next weight sync. Collective.
 
-        Servers with devices of their own stay awake. MemoryError if this rank's GPU lacks the memory of its
+        Servers on separate devices stay awake. MemoryError if this rank's GPU lacks the memory of its
         server's weights afterwards.
         """
         self._put_to_sleep(range(self.num_servers))

@@ -1,4 +1,4 @@
-"""FP8 in blocks on a CPU, which a stock SGLang runs with AMX and its kernel package alone. With CUDA it changes nothing.
+"""FP8 in blocks on a CPU, which a stock SGLang runs only with AMX and its kernel package. With CUDA it changes nothing.
 
 A layer's e4m3 weight is multiplied by its blocks' scales, rounded to the type of the activations, and used in a plain
 product, experts' weights in SGLang's own native loop over experts; activations are not quantized. SGLang's CPU kernels

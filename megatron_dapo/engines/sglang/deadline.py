@@ -37,7 +37,7 @@ class _Ends(threading.local):
     end = math.inf
 
     def within(self, timeout: float | None, error: type[Exception]) -> float | None:
-        """Return the shorter of `timeout` and the seconds left. Raises `error` where none are."""
+        """Return the shorter of `timeout` and the seconds left. Raises `error` if none are."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise error("the deadline of the whole call")

@@ -19,19 +19,7 @@ from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import GenerationRequest, RoutingShape
 
 
-@dataclass(frozen=True)
-class RequestAttempt:
-    """One attempt of one request on one server."""
-
-    number: int
-    client: SglangClient
-    request: GenerationRequest
-
-    @property
-    def rid(self) -> str:
-        """Name of the attempt on the server."""
-        # SGLang aborts every rid that begins with the one given; the full stop keeps one from beginning another.
-        return f"{self.request.request_id}#{self.number}."
+Attempt = tuple[int, SglangClient, GenerationRequest]  # its number, unique; one try of a request on one server
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class HttpDispatcher:
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-dispatcher", daemon=True)
         self._thread.start()
 
-    def send(self, attempts: Sequence[RequestAttempt]) -> None:
+    def send(self, attempts: Sequence[Attempt]) -> None:
         """Start the attempts."""
         self._loop.call_soon_threadsafe(self._start, list(attempts))
 
@@ -108,9 +96,9 @@ class HttpDispatcher:
 
     # In the loop's thread
 
-    def _start(self, attempts: list[RequestAttempt]) -> None:
+    def _start(self, attempts: list[Attempt]) -> None:
         for attempt in attempts:
-            self._tasks[attempt.number] = self._loop.create_task(self._run(attempt))
+            self._tasks[attempt[0]] = self._loop.create_task(self._run(*attempt))
 
     def _cancel(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -127,27 +115,24 @@ class HttpDispatcher:
             self._connections[client] = client.open_async(self._max_connections)
         return self._connections[client]
 
-    async def _run(self, attempt: RequestAttempt) -> None:
+    async def _run(self, number: int, client: SglangClient, request: GenerationRequest) -> None:
         result: Generation | EngineError
-        client = attempt.client
         try:
-            result = await self._generate(attempt)
+            # SGLang aborts every rid that begins with the one given; the full stop keeps one from beginning another.
+            result = await self._generate(client, request, f"{request.request_id}#{number}.")
             self._answered_at[client] = self._loop.time()
         except EngineError as error:
             result = error
         except Exception as error:  # a mistake of ours must surface in poll, not die in this thread
             result = EngineError(client.name, "POST /generate", f"{type(error).__name__}: {error}")
-        self._tasks.pop(attempt.number, None)
-        self._arrived.put(Outcome(attempt.number, result))
+        self._tasks.pop(number, None)
+        self._arrived.put(Outcome(number, result))
 
-    async def _generate(self, attempt: RequestAttempt) -> Generation:
+    async def _generate(self, client: SglangClient, request: GenerationRequest, rid: str) -> Generation:
         """Return the answer; EngineTimeout once the server has answered no request at all for generate_s."""
-        client, sent_at = attempt.client, self._loop.time()
-        limit = client.timeouts.generate_s
+        sent_at, limit = self._loop.time(), client.timeouts.generate_s
         answer = self._loop.create_task(
-            client.generate(
-                self._http(client), attempt.request, attempt.rid, vocab_size=self._vocab_size, routing=self._routing
-            )
+            client.generate(self._http(client), request, rid, vocab_size=self._vocab_size, routing=self._routing)
         )
         try:
             while not answer.done():

@@ -6,7 +6,7 @@
 
 A request is at any time waiting, in flight on one server under one attempt number, or ready: so it comes back exactly
 once. When a server dies its attempts are given up (a late answer has a number that is no longer known) and their requests
-wait again. A server that is dying tells nothing of what it had generated, so a response starts over from what was
+wait again. A dying server loses its partial output, so a response starts over from what was
 handed in: from its prefix if it has one. On a server started with `seeded` sampling it then becomes the same
 response; otherwise it is a fresh draw, which favors short responses a little (long ones are likelier to be hit).
 
@@ -41,7 +41,7 @@ from megatron_dapo.engines.sglang.client import (
     EngineTimeout,
     SglangClient,
 )
-from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome, Probed, RequestAttempt
+from megatron_dapo.engines.sglang.dispatcher import Attempt, HttpDispatcher, Outcome, Probed
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, VersionRange
 
@@ -66,11 +66,6 @@ class SglangEngineSettings:
     abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # of the trained model, for requests that want it; None: it has no experts
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "routing" and value <= 0:
-                raise ValueError(f"SGLang engine: {name} = {value}, must be above 0")
-
 
 @dataclass
 class EngineStatistics:
@@ -94,26 +89,6 @@ class RequestGivenUp(RuntimeError):
     """A request was lost too often. It is kept."""
 
 
-@dataclass
-class _Job:
-    """An unfinished request, in the order of submission."""
-
-    order: int
-    request: GenerationRequest
-    num_tries: int = 0
-    problem: EngineError | None = None
-
-
-@dataclass
-class _InFlight:
-    """A job on its way, with the policy version that serves it and its expected tokens."""
-
-    job: _Job
-    server: _Server
-    version: int
-    num_tokens: int
-
-
 @dataclass(eq=False)
 class _Server:
     index: int
@@ -121,12 +96,26 @@ class _Server:
     problem: EngineError | None = None  # why it is dead
     is_suspect: bool = False  # its health is being probed
     last_sign: float = 0.0  # of life, on the monotonic clock
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)  # by attempt number
+    in_flight: set[int] = field(default_factory=set)  # numbers of attempts
     num_tokens: int = 0  # in flight
 
     @property
     def is_alive(self) -> bool:
         return self.problem is None
+
+
+@dataclass(eq=False)
+class _Job:
+    """An unfinished request, in the order of submission: it waits, or its latest attempt is in flight."""
+
+    order: int
+    request: GenerationRequest
+    num_tries: int = 0
+    problem: EngineError | None = None
+    # Of the latest attempt:
+    server: _Server = field(init=False)
+    version: int = field(init=False)  # policy version that serves it
+    num_tokens: int = field(init=False)  # expected in the server's cache
 
 
 class SglangEngine:
@@ -158,7 +147,7 @@ class SglangEngine:
         self._num_attempts = 0
         self._jobs: dict[str, _Job] = {}  # waiting or in flight
         self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
-        self._in_flight: dict[int, _InFlight] = {}  # by attempt number
+        self._in_flight: dict[int, _Job] = {}  # by attempt number
         self._ready: list[tuple[int, Completion]] = []
         self._affinity: dict[tuple[int, ...], _Server] = {}  # where a prompt was last sent
         self._mean_length = 0.0  # of responses, 0 before the first
@@ -333,18 +322,19 @@ class SglangEngine:
         expected = min(longest, max(so_far + 1, self._mean_length)) if self._mean_length else longest
         return len(request.prompt_ids) + int(expected)
 
-    def _launch(self, job: _Job, server: _Server) -> RequestAttempt:
+    def _launch(self, job: _Job, server: _Server) -> Attempt:
         number = self._num_attempts
         self._num_attempts += 1
         self.statistics.num_redispatched += job.num_tries > 0
         job.num_tries += 1
-        attempt = _InFlight(job, server, self._version, self._cost(job.request))
+        job.server, job.version, job.num_tokens = server, self._version, self._cost(job.request)
         if not server.in_flight:  # an idle server's last sign may be long ago
             server.last_sign = time.monotonic()
-        server.in_flight[number] = self._in_flight[number] = attempt
-        server.num_tokens += attempt.num_tokens
+        self._in_flight[number] = job
+        server.in_flight.add(number)
+        server.num_tokens += job.num_tokens
         self._affinity[job.request.prompt_ids] = server
-        return RequestAttempt(number, server.client, job.request)
+        return number, server.client, job.request
 
     # Receiving
 
@@ -352,35 +342,34 @@ class SglangEngine:
         for event in arrived:
             if isinstance(event, Probed):
                 self._handle_probe(event)
-            elif (attempt := self._take(event.number)) is None:
+            elif (job := self._take(event.number)) is None:
                 self.statistics.num_late_answers += 1
             elif isinstance(event.result, Generation):
-                self._handle_generation(attempt, event.result)
+                self._handle_generation(job, event.result)
             else:
-                self._handle_error(attempt, event.result)
+                self._handle_error(job, event.result)
 
-    def _take(self, number: int) -> _InFlight | None:
-        """Remove an attempt from the engine's state and return it; None if it was given up."""
-        attempt = self._in_flight.pop(number, None)
-        if attempt is not None:
-            del attempt.server.in_flight[number]
-            attempt.server.num_tokens -= attempt.num_tokens
-            attempt.server.last_sign = time.monotonic()
-        return attempt
+    def _take(self, number: int) -> _Job | None:
+        """Remove an attempt from the engine's state and return its job; None if the attempt was given up."""
+        job = self._in_flight.pop(number, None)
+        if job is not None:
+            job.server.in_flight.remove(number)
+            job.server.num_tokens -= job.num_tokens
+            job.server.last_sign = time.monotonic()
+        return job
 
-    def _handle_generation(self, attempt: _InFlight, generation: Generation) -> None:
-        job, expected = attempt.job, str(attempt.version)
-        if len(generation.token_ids) and generation.weight_version != expected:  # the label of `update_weight_version`
+    def _handle_generation(self, job: _Job, generation: Generation) -> None:
+        if len(generation.token_ids) and generation.weight_version != str(job.version):  # see `update_weight_version`
             problem = EngineAnswerError(
-                attempt.server.client.name,
+                job.server.client.name,
                 "POST /generate",
-                f"it serves weights labeled {generation.weight_version!r}, not policy version {expected}: "
+                f"it serves weights labeled {generation.weight_version!r}, not policy version {job.version}: "
                 "it was restarted or updated by somebody else; synchronize it again",
             )
             self._requeue(job, problem)
-            self._fail(attempt.server, problem)
+            self._fail(job.server, problem)
             return
-        completion = join(job.request, generation, attempt.version)
+        completion = join(job.request, generation, job.version)
         self._count(job.request, generation)
         if completion.finish_reason == "abort":
             # Somebody's abort; in `abort` itself the request ends here, with this prefix.
@@ -404,9 +393,9 @@ class SglangEngine:
             counts.num_prompt_tokens += num_read
             counts.num_cached_prompt_tokens += generation.num_cached
 
-    def _handle_error(self, attempt: _InFlight, error: EngineError) -> None:
-        self._requeue(attempt.job, error)
-        server = attempt.server
+    def _handle_error(self, job: _Job, error: EngineError) -> None:
+        self._requeue(job, error)
+        server = job.server
         if isinstance(error, EngineHttpError) and error.is_refusal:
             self._refusal = self._refusal or error
         elif isinstance(error, (EngineGone, EngineTimeout)):
@@ -438,11 +427,11 @@ class SglangEngine:
         server.problem, server.is_suspect = problem, False
         self._first_problem = self._first_problem or problem
         self.statistics.num_deaths += 1
-        numbers = list(server.in_flight)
+        numbers = sorted(server.in_flight)
         for number in numbers:
-            attempt = self._take(number)
-            assert attempt is not None, f"attempt {number} is in flight on a server but unknown to the engine"
-            self._requeue(attempt.job, problem)
+            job = self._take(number)
+            assert job is not None, f"attempt {number} is in flight on a server but unknown to the engine"
+            self._requeue(job, problem)
         self._affinity = {prompt: preferred for prompt, preferred in self._affinity.items() if preferred is not server}
         self._dispatcher.give_up(numbers)
         self._dispatcher.forget(server.client)

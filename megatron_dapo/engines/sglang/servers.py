@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
-from megatron_dapo.engines.sglang.supervised import SupervisedServer
+from megatron_dapo.engines.sglang.supervisor import SupervisedServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -39,18 +38,21 @@ class ServersFailed(RuntimeError):
     """A server did not come up, or one died that may not be replaced."""
 
 
-class Servers(ABC):
-    """Registry of the servers of a run: each rank has its own, and all ranks learn of all. Indices are the same everywhere.
+class Servers:
+    """The servers of a run: each rank has its own, and all ranks learn of all. Indices are the same everywhere.
 
-    `leaders` maps a server to the rank that controls it in weight updates.
+    These run already (`sglang.urls`): they are never replaced and never ended. `leaders` maps a server to the rank that
+    controls it in weight updates; `own`: the servers of this rank.
     """
 
-    def __init__(self, leaders: Sequence[int], coordination: Coordination) -> None:
+    def __init__(
+        self, leaders: Sequence[int], own: Mapping[int, AttachedServer], coordination: Coordination
+    ) -> None:
         self.leaders = leaders
+        self._own = own
         self._coordination = coordination
-        self._own: Mapping[int, SglangServer | AttachedServer] = {}
         self._api_versions: dict[int, ApiVersion] = {}
-        self._cache_tokens: dict[int, int] = {}  # of the first server in each place
+        self._cache_tokens: dict[int, int] = {}  # of the first server with each index
 
     def ready(self) -> list[ReadyServer]:
         """Wait until all servers are up and return them by index; ServersFailed on every rank if one does not come up."""
@@ -83,7 +85,7 @@ class Servers(ABC):
         # A server's own exit reason counts more than a suspicion: it has the end of the log.
         return dict(sorted({**dict(found_suspected), **dict(found_own)}.items()))
 
-    def own(self, index: int) -> SglangServer | AttachedServer | None:
+    def own(self, index: int) -> AttachedServer | None:
         """Return this rank's server; None for servers of other ranks."""
         return self._own.get(index)
 
@@ -94,13 +96,15 @@ class Servers(ABC):
     def note_served(self) -> None:
         """Note, on all ranks, that all servers serve: restarts until now no longer count once they are an hour old."""
 
-    @abstractmethod
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Put fresh servers, without weights, in the place of lost ones."""
+        """Put fresh servers, without weights, in the place of lost ones. ServersFailed if that is not possible."""
+        index, reason = min(lost.items())
+        raise ServersFailed(f"server {index}, given by sglang.urls, is lost; the first root cause: {reason}")
 
-    @abstractmethod
     def close(self) -> None:
         """End the servers this rank started. The only method that is not collective."""
+        for server in self._own.values():
+            server.stop()
 
 
 class StartedServers(Servers):
@@ -121,16 +125,15 @@ class StartedServers(Servers):
         num_restarts: 0 for the first server with this index. cache_tokens: that one's; None for itself.
         """
         leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
-        super().__init__(leaders, coordination)
+        self._started: dict[int, SglangServer | SupervisedServer] = {
+            index: start(index, index % per_node, 0, None) for index, leader in enumerate(leaders) if leader == rank
+        }
+        super().__init__(leaders, self._started, coordination)
         self._start, self._per_node, self._rank = start, per_node, rank
         self._restarts_per_hour = restarts_per_hour
         self._restarts: dict[int, list[float]] = {}  # times of each server's restarts in seconds, on rank 0's clock
         self._num_restarts: Counter[int] = Counter()
         self._have_served = False  # since the last restart
-        self._started: dict[int, SglangServer | SupervisedServer] = {
-            index: start(index, index % per_node, 0, None) for index, leader in enumerate(leaders) if leader == rank
-        }
-        self._own = self._started
 
     def note_served(self) -> None:
         self._have_served = True
@@ -160,26 +163,3 @@ class StartedServers(Servers):
                     f"server {index} is lost and {len(times)} restarts of it within an hour are more than "
                     f"sglang.max_restarts {self._restarts_per_hour}; the first root cause: {reason}"
                 )
-
-    def close(self) -> None:
-        """End this rank's servers."""
-        for server in self._own.values():
-            server.stop()
-
-
-class ExternalServers(Servers):
-    """Servers that run already, all controlled by rank 0. They are never replaced and never ended."""
-
-    def __init__(
-        self, attach: Callable[[int], AttachedServer], num_servers: int, rank: int, coordination: Coordination
-    ) -> None:
-        super().__init__([0] * num_servers, coordination)
-        if rank == 0:
-            self._own = {index: attach(index) for index in range(num_servers)}
-
-    def replace(self, lost: Mapping[int, str]) -> None:
-        index, reason = min(lost.items())
-        raise ServersFailed(f"server {index}, given by sglang.urls, is lost; the first root cause: {reason}")
-
-    def close(self) -> None:
-        """Do nothing: they belong to their operator."""

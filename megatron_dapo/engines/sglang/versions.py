@@ -21,9 +21,9 @@ class ApiVersion:
 
 
 def api_version_of(version: str) -> ApiVersion:
-    """The api_version of SGLang `version`, as its /server_info tells it (release suffixes like .post1 are allowed).
+    """Return the API of SGLang `version`, as in its /server_info (release suffixes like .post1 are allowed).
 
-    ValueError for what is no version, or is older than OLDEST.
+    ValueError if it is no version, or older than OLDEST.
     """
     match = re.fullmatch(r"v?(\d+)\.(\d+)\.(\d+)(?:[.+-].*|(?:rc|a|b)\d+.*)?", version)
     if match is None:

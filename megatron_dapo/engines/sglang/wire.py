@@ -151,9 +151,9 @@ _FILLED_END, _LAST_FILLED = b",0.5   ,", b",0.5  ]"
 def _flatten_entries(text: bytearray) -> int:
     """Turn [[log-prob, token id, null], ...] of SGLang's compact JSON into one list of numbers; return the count of entries.
 
-    The parser puts lists of numbers alone into a buffer. This function has seen that as many lists end in null and that
-    there is no other list among them; where every third number of the buffer is the one put in, none can then have had
-    another length than three.
+    The parser only puts lists of numbers into a buffer. This function checks that as many lists end in null and that
+    there is no other list among them. If then every third number of the buffer is the one put in, every list had
+    length three.
     """
     start = text.find(_LOGPROBS) + len(_LOGPROBS) - 1
     if start < len(_LOGPROBS) or text[start + 1 : start + 2] == b"]":
@@ -170,7 +170,7 @@ def _flatten_entries(text: bytearray) -> int:
         problem = _quoted(text, int(nulls[num_entries - 2]) + 6 if num_entries > 1 else start)
         raise AnswerError(
             f"log-prob {max(0, num_entries - 1)} is no [log-prob, token id, null] in compact JSON: {problem}; "
-            "where the log-prob is null, the served policy has diverged"
+            "if the log-prob is null, the served policy has diverged"
         )
     if np.count_nonzero(characters[start:last] == ord("[")) != num_entries + 1 or text[start + 1] != ord("["):
         raise AnswerError(f"log-probs are no list of {num_entries} [log-prob, token id, null]: {_quoted(text, start)}")

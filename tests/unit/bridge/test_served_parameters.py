@@ -38,7 +38,7 @@ class Server:
     def end_weight_update(self) -> None:
         self.calls.append("end")
 
-    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self.calls.append(load_format)
         for rank, (model, payload) in enumerate(zip(self.models, payloads, strict=True)):
             if rank not in self.deaf:

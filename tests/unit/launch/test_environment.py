@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.engines.sglang.supervised import Supervision
+from megatron_dapo.engines.sglang.supervisor import Supervision
 from megatron_dapo.launch import environment
 from megatron_dapo.launch.environment import (
     SERVERS_ARE_KEPT,

@@ -207,14 +207,6 @@ def test_adopting_checks_and_declares_without_buckets(receiver):
     assert not older.ok and "must not go backwards" in older.message
 
 
-def test_randomizing_changes_all_parameters_and_forgets_the_version(receiver):
-    _sync(receiver, _manifest())
-    before = receiver.checksums()
-    reply = receiver.handle(Command("1", "randomize", seed=3), Bytes(torch.empty(0)))
-    after = receiver.handle(Command("2", "checksums"), Bytes(torch.empty(0))).checksums
-    assert reply.ok and reply.version is None and all(after[name] != before[name] for name in before)
-
-
 def test_handle_never_raises(receiver):
     class Exploding(Bytes):
         def data(self, bucket: Bucket) -> torch.Tensor:
@@ -231,7 +223,7 @@ def test_handle_never_raises(receiver):
 
 def test_messages_survive_the_wire():
     bucket = _message(0)[0]
-    command = Command("7", "bucket", "d1", _manifest(), bucket, {"kind": "arena", "slot": 1}, 5)
+    command = Command("7", "bucket", "d1", _manifest(), bucket, {"kind": "arena", "slot": 1})
     assert Command.decode(command.encode()) == command
     reply = Reply("7", "finish", True, "", "d1", 3, 80, 0.5, {"a": -(1 << 63)})
     assert Reply.decode(reply.encode()) == reply

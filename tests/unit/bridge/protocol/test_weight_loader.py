@@ -188,13 +188,6 @@ def test_a_late_message_does_not_stop_the_current_sync(model, arena, tmp_path):
     assert _send(model, current, *_whole("e", 4)[1:], number=8).ok
 
 
-def test_randomizing_changes_all_checksums(model, arena):
-    before = _send(model, arena, Command("1", "checksums", "d")).checksums
-    assert _send(model, arena, Command("2", "randomize", seed=1)).ok
-    after = _send(model, arena, Command("3", "checksums", "f")).checksums
-    assert set(before) == {"embed_tokens.weight", "norm.weight"} and all(before[n] != after[n] for n in before)
-
-
 @pytest.mark.parametrize(
     "text",
     [

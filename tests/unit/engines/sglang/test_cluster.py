@@ -19,7 +19,7 @@ from megatron_dapo.engines.sglang import cluster
 from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
-from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
+from megatron_dapo.engines.sglang.servers import ReadyServer, Servers, ServersFailed, StartedServers
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -309,7 +309,7 @@ def test_a_collecting_thread_waits_for_the_main_thread_to_restart_servers() -> N
 
 def test_external_servers_are_never_replaced_nor_ended() -> None:
     server = Server(0, 0)
-    servers = ExternalServers(lambda index: server, 1, 0, Coordination())
+    servers = Servers([0], {0: server}, Coordination())
     assert servers.ready() == [ReadyServer(0, server.url, leader=0)]
     server.alive = False
     lost = servers.dead({})

@@ -26,7 +26,7 @@ def test_weights_are_resumed_before_and_the_cache_after_the_sync() -> None:
     client = Recorded()
     client.sleep()
     client.sleep()  # nothing more to release
-    client.pause("abort")
+    client.pause()
     client.flush_cache()
     client.begin_weight_update()
     client.calls.append("sync")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dapo.engines.sglang import engine as engine_module
 from megatron_dapo.engines.sglang.client import EngineTimeout, SglangClient, Timeouts
-from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome, RequestAttempt
+from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import GenerationRequest, SamplingParams
@@ -36,7 +36,7 @@ def outcomes(client: SglangClient, count: int) -> Sequence[Outcome]:
     dispatcher, arrived = HttpDispatcher(10, 8), []
     try:
         request = GenerationRequest("r", (1,), SamplingParams(), seed=0)
-        dispatcher.send([RequestAttempt(number, client, request) for number in range(count)])
+        dispatcher.send([(number, client, request) for number in range(count)])
         end = time.monotonic() + 60
         while len(arrived) < count and time.monotonic() < end:
             arrived += dispatcher.receive(0.1)

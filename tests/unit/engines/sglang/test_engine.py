@@ -18,10 +18,10 @@ from fake_server import FakeServer
 import megatron_dapo.engines.sglang.engine as engine_module
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
-from megatron_dapo.engines.sglang.dispatcher import Outcome, RequestAttempt
+from megatron_dapo.engines.sglang.dispatcher import Attempt, Outcome
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, RequestGivenUp, SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import Generation
-from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 TIMEOUTS = Timeouts(connect_s=5, generate_s=30, control_s=5, health_s=1)
 LONG = {"max_new_tokens": 20, "stop_token_ids": ()}
@@ -353,8 +353,8 @@ class SlowAnswers:
         )
         self._numbers: list[int] = []
 
-    def send(self, attempts: Sequence[RequestAttempt]) -> None:
-        self._numbers += [attempt.number for attempt in attempts]
+    def send(self, attempts: Sequence[Attempt]) -> None:
+        self._numbers += [number for number, _, _ in attempts]
 
     def receive(self, wait_s: float) -> list[Outcome]:
         self.now += self._seconds if self._num_left else wait_s

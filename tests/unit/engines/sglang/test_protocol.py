@@ -11,9 +11,9 @@ import httpx
 import pytest
 from fake_server import ENDPOINTS, FakeServer, openapi_of
 
-from megatron_dapo.engines.sglang import protocol, served
+from megatron_dapo.engines.sglang import protocol, server as server_module
 from megatron_dapo.engines.sglang.client import SglangClient
-from megatron_dapo.engines.sglang.served import EngineStartError, Expectation, ServerInfo, checked, open_http
+from megatron_dapo.engines.sglang.server import EngineStartError, Expectation, ServerInfo, checked, open_http
 from megatron_dapo.engines.sglang.versions import ApiVersion
 from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
@@ -23,7 +23,7 @@ UNTESTED = "0.99.0"
 
 @pytest.fixture(autouse=True)
 def forget_warnings() -> None:
-    served._warn_untested.cache_clear()
+    server_module._warn_untested.cache_clear()
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_probe_asks_for_what_the_client_sends(make_server: Any) -> None:
     client.health()
     client.abort()
     client.abort("a.")
-    client.pause("abort")
+    client.pause()
     client.resume()
     client.flush_cache()
     client.release_memory(["weights"])
@@ -100,7 +100,7 @@ def test_an_untested_version_that_passes_is_used_with_one_warning(
     with caplog.at_level(logging.WARNING):
         infos = [info_of(make_server(version=UNTESTED)) for _ in range(2)]
     assert all(info.api_version.needs_update_session and not info.api_version.is_tested for info in infos)
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == served.__name__]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == server_module.__name__]
     assert UNTESTED in warning and "0.5.17 to 0.5.23" in warning and "\n" not in warning
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from stand_in_engine import running
 
-from megatron_dapo.engines.sglang import supervised, supervisor
+from megatron_dapo.engines.sglang import supervisor
 from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.keys import create_key
-from megatron_dapo.engines.sglang.served import EngineStartError
-from megatron_dapo.engines.sglang.supervised import SupervisedServer, Supervision, SupervisorClient, SupervisorGone
+from megatron_dapo.engines.sglang.server import EngineStartError
+from megatron_dapo.engines.sglang.supervisor import SupervisedServer, Supervision, SupervisorClient, SupervisorGone
 
 KEEP_S = 60.0
 
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_be_used_is_replaced(
     elif how == "key":
         create_key(some.key_file.parent)
     else:
-        monkeypatch.setattr(supervised, "_TAKE_OVER_S", 0.5)
+        monkeypatch.setattr(supervisor, "_TAKE_OVER_S", 0.5)
         os.kill(before.pid, signal.SIGSTOP)
     second = launcher.attempt()
     after = serving(second, some)
