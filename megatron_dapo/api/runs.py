@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megatron_dapo.config.schema import Config
     from megatron_dapo.evaluation.protocol import EvaluationResult
-    from megatron_dapo.run.plan import Inputs, Plan
+    from megatron_dapo.run.plan import Inputs
     from megatron_dapo.telemetry.summary import RunSummary
 
 Turns = Sequence[Mapping[str, str]]  # chat turns: {"role": ..., "content": ...}
@@ -82,18 +82,18 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
     """
     from megatron_dapo.checkpoints.disk_space import checkpoint_space
     from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.run.plan import machines_of
+    from megatron_dapo.run.plan import machines_of, make_plan
     from megatron_dapo.run.start import is_done, run_workers
     from megatron_dapo.telemetry.summary import read_summary
 
     file = recipe.write()
-    plan = _plan(file, layout, machines_of(dry_run=False), "all" if check else "quick")
+    inputs: Inputs = "all" if check else "quick"
+    plan = make_plan(file, (), layout, None, machines_of(dry_run=False), inputs=inputs)
     config = plan.loaded.config
     directory = config.run.output_dir
     require_unused(directory)
     summary = directory / "summary.json"
     if not is_done(config):
-        assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
         checkpoint_space(config, plan.architecture).require()
         summary.unlink(missing_ok=True)
         end = run_workers(file, config, plan.overrides, plan.num_processes, restarts=restarts)
@@ -110,11 +110,12 @@ def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResul
     """
     from megatron_dapo.run.derive import for_evaluation
     from megatron_dapo.run.evaluate import evaluate_model
-    from megatron_dapo.run.plan import ONE_NODE_OF_CPUS
+    from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, make_plan
 
     with tempfile.TemporaryDirectory(prefix="evaluation-") as directory:
         file = recipe.write(directory)
-        plan = _plan(file, "tp1", ONE_NODE_OF_CPUS, "quick", (f"model.path={model}",) if model else (), for_evaluation)
+        overrides = (f"model.path={model}",) if model else ()
+        plan = make_plan(file, overrides, "tp1", None, ONE_NODE_OF_CPUS, for_evaluation, "quick")
         config = plan.loaded.config
         if not config.data.eval_paths:
             problem = Violation("data.eval_paths", "a file of held-out rows", "pass eval_data to Recipe")
@@ -177,15 +178,6 @@ def generate(
         )
         for name, one in ((name, done[name]) for name in requests)
     ]
-
-
-def _plan(
-    file: Path, layout: str | None, machines: Any, inputs: Inputs, overrides: Sequence[str] = (), adapt: Any = None
-) -> Plan:
-    from megatron_dapo.run.plan import make_plan
-
-    adapted = {"adapt": adapt} if adapt else {}
-    return make_plan(file, overrides, layout, None, machines, inputs=inputs, **adapted)
 
 
 def _generation_config(model: Recipe | str | Path, max_response_tokens: int | None) -> Config:

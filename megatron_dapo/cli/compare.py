@@ -1,16 +1,66 @@
-"""Comparisons as text: a run with a reference, an evaluation, and two evaluations paired by problem."""
+"""`megatron-dapo compare`, and comparisons as text: a run with a reference, an evaluation, two evaluations paired by problem."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
+import typer
+from rich.console import Console
 from rich.table import Table
+
+from megatron_dapo.cli.options import JsonOption, refuse, refusing
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.comparison import Comparison, MetricComparison
     from megatron_dapo.evaluation.estimators import Estimate
     from megatron_dapo.evaluation.protocol import EvaluationResult
+
+
+def compare(
+    run: Annotated[Path, typer.Argument(help="a run's directory, or a result that `eval --output` wrote")],
+    reference: Annotated[
+        Path,
+        typer.Argument(
+            help="another run's directory, or a .json, .csv or .jsonl with a step column; of a result another result"
+        ),
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=TOLERANCE]", help="compare this one, too, or with another tolerance; may repeat"),
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="steps of two directories: train_step or optimizer_step")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Say whether a run is on the track of a reference, or since when not, with intervals.
+
+    Exit code: 0 on track or too early to say, 1 off track, 2 arguments that cannot be read.
+    """
+    from megatron_dapo.evaluation.comparison import compare_with, rule_from
+    from megatron_dapo.evaluation.reference import Unit, read_record
+
+    if run.is_file():
+        from megatron_dapo.evaluation.protocol import EvaluationResult
+
+        with refusing(ValueError, OSError):
+            results = [EvaluationResult.from_json(path.read_text(encoding="utf-8")) for path in (run, reference)]
+            typer.echo("\n".join(difference_lines(*results)))
+        return
+    if unit not in (None, "train_step", "optimizer_step"):
+        refuse(f"--unit {unit}: choose train_step or optimizer_step")
+    with refusing(ValueError, OSError):
+        comparison = compare_with(run, read_record(reference, cast("Unit | None", unit)), dict(map(rule_from, metric or ())))
+    if json_output:
+        typer.echo(json.dumps({**asdict(comparison), "off_since": comparison.off_since}))
+    else:
+        Console().print(comparison_table(comparison))
+        for remark in remarks(comparison):
+            typer.echo(remark)
+        typer.echo(comparison.verdict())
+    raise typer.Exit(0 if comparison.off_since is None else 1)
 
 
 def comparison_table(comparison: Comparison) -> Table:

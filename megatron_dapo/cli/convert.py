@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_dapo.checkpoints.store import step_of
-from megatron_dapo.cli.options import refuse
+from megatron_dapo.cli.options import refuse, refusing
 
 convert_app = typer.Typer(
     no_args_is_help=True, help="Convert between Hugging Face directories and Megatron checkpoints, and compare models."
@@ -56,7 +56,7 @@ def hf_to_megatron(
         "expert": expert,
         "expert_tensor": expert_tensor,
     }
-    try:
+    with refusing(ValueError, OSError, prefix="convert hf-to-megatron: "):
         if form is MegatronFormat.ranks:
             typer.echo(huggingface_to_megatron(source, target, **sizes))
             return
@@ -64,8 +64,6 @@ def hf_to_megatron(
             raise ValueError("--format torch_dist has no layout: leave the parallel sizes out")
         with HFCheckpoint(source) as model:
             typer.echo(f"{write_torch_dist_model(model, source, target):,} bytes")
-    except (ValueError, OSError) as error:
-        refuse(f"convert hf-to-megatron: {error}")
 
 
 @convert_app.command("megatron-to-hf")
@@ -89,17 +87,15 @@ def megatron_to_hf(
     from megatron_dapo.converters.torch_dist import convert_torch_dist, is_torch_dist
 
     limit = shard_bytes or DEFAULT_SHARD_BYTES
-    try:
+    with refusing(ValueError, OSError, CheckpointError, prefix="convert megatron-to-hf: "):
         if step_of(source.resolve().name) is not None:
             report = export_checkpoint(source, target, source=model)
-            typer.echo(f"{report.num_tensors} tensors, {report.num_bytes:,} bytes")
         elif is_torch_dist(source):
             report = convert_torch_dist(source, target, model, limit)
-            typer.echo(f"{report.num_tensors} tensors, {report.num_bytes:,} bytes")
         else:
             typer.echo(megatron_to_huggingface(source, target, shard_bytes=limit))
-    except (ValueError, OSError, CheckpointError) as error:
-        refuse(f"convert megatron-to-hf: {error}")
+            return
+    typer.echo(f"{report.num_tensors} tensors, {report.num_bytes:,} bytes")
 
 
 @convert_app.command("verify")
@@ -115,10 +111,8 @@ def verify(
 
     for source in (first, second):
         _refuse_run_checkpoint("verify", source)
-    try:
+    with refusing(ValueError, OSError, prefix="convert verify: "):
         difference = first_difference(first, second)
-    except (ValueError, OSError) as error:
-        refuse(f"convert verify: {error}")
     typer.echo(f"different: {difference}" if difference else "identical")
     raise typer.Exit(1 if difference else 0)
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_dapo.cli.options import refusing
+
 data_app = typer.Typer(no_args_is_help=True, help="Published data sets, prepared for a recipe.")
 
 
@@ -40,7 +42,7 @@ def prepare_data(
     from megatron_dapo.data.published import card_path, download, find_published, prepare
 
     destination = output or Path("data") / f"{name}.parquet"
-    try:
+    with refusing(ValueError, OSError):
         find_published(name)
         card = prepare(
             name,
@@ -50,9 +52,6 @@ def prepare_data(
             keep_conflicts=keep_conflicts,
             allow_other_counts=allow_other_counts,
         )
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
     typer.echo(card.summary())
     for difference in card.differences:
         typer.echo(f"differs from what is published: {difference}")

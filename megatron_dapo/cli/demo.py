@@ -1,4 +1,4 @@
-"""The demo's page as a separate process, with Gradio from a directory of packages."""
+"""`megatron-dapo demo`: its page as a separate process, with Gradio from a directory of packages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,37 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from megatron_dapo.demo.space import write_demo
+import typer
+
+from megatron_dapo.cli.options import refuse, refusing
 
 
-def run_page(run: Path, base: str, trained: str, packages: Path, port: int) -> int:
-    """Serve the page on loopback until it is interrupted, and return its exit code. ValueError if Gradio is missing."""
+BaseOption = Annotated[
+    str, typer.Option(help="the model before training: directory or Hub repository; default: model.path")
+]
+TrainedOption = Annotated[str, typer.Option(help="the model after it; default: the run's exported one")]
+
+
+def demo(
+    run: Annotated[Path, typer.Argument(help="directory of a finished run")],
+    base: BaseOption = "",
+    trained: TrainedOption = "",
+    packages: Annotated[Path, typer.Option(help="directory with Gradio (make .venv-demo)")] = Path(".venv-demo"),
+    port: Annotated[int, typer.Option(min=0, help="on loopback; 0: any free one")] = 7860,
+) -> None:
+    """Open a page that asks the base and the trained model the same problem and shows the verifier's score."""
+    from megatron_dapo.demo.space import write_demo
+
     if not (packages / "gradio").is_dir():
-        raise ValueError(
+        refuse(
             f"{packages} has no gradio: run `make .venv-demo`, or pip install --no-deps --target {packages} -r "
             "requirements/demo-cpu-py311.txt"
         )
     with tempfile.TemporaryDirectory(prefix="demo-") as directory:
-        program = write_demo(run, Path(directory), base, trained)
+        with refusing(ValueError):
+            program = write_demo(run, Path(directory), base, trained)
         # The page's own copy of the modules comes first: it runs here as it does in a Space.
         environment = {
             **os.environ,
@@ -31,13 +49,13 @@ def run_page(run: Path, base: str, trained: str, packages: Path, port: int) -> i
         }
         if port:
             environment["GRADIO_SERVER_PORT"] = str(port)
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # otherwise the page would outlive this process
+        # Otherwise the page would outlive this process.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         process = subprocess.Popen([sys.executable, str(program)], cwd=directory, env=environment)
         try:
-            return process.wait()
+            code = process.wait()
         except KeyboardInterrupt:  # the page gets it as well
-            return process.wait()
+            code = process.wait()
         finally:
             process.kill()
+    raise typer.Exit(code)

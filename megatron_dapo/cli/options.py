@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,16 +20,6 @@ LayoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
-NodesOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
-]
-GpusOption = Annotated[
-    int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
-]
-GpuMemoryOption = Annotated[
-    float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
-]
 HostMemoryOption = Annotated[
     float | None,
     typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
@@ -35,26 +27,22 @@ HostMemoryOption = Annotated[
 NetworkOption = Annotated[
     float, typer.Option("--network-gbit", min=0.1, help="Gbit/s of a node for weights that cross between nodes over TCP")
 ]
-FreeDiskOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"
-    ),
-]
 RestartsOption = Annotated[
     int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
-InputsOption = Annotated[
-    bool,
-    typer.Option(
-        "--inputs/--no-inputs",
-        help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are on another machine",
-    ),
-]
 
 
 def refuse(reason: object) -> NoReturn:
     """End the command with the reason on stderr and exit code 2."""
     typer.echo(f"error: {reason}", err=True)
     raise typer.Exit(REFUSED)
+
+
+@contextmanager
+def refusing(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Refuse with the message of one of `errors` if it is raised inside."""
+    try:
+        yield
+    except errors as error:
+        refuse(f"{prefix}{error}")

@@ -1,106 +1,357 @@
-"""Lines that sum up a configuration before the run starts."""
+"""The commands of `megatron-dapo plan`: memory and time of a step by phase, layouts that fit a number of GPUs, a weight sync."""
 
 from __future__ import annotations
 
-from megatron_dapo.cli.memory_plan import memory_lines
-from megatron_dapo.cli.precision_plan import precision_lines
-from megatron_dapo.config import Config
-from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PolicyLossConfig
-from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.run.plan import Plan
-from megatron_dapo.trainer.topology import critic_layout
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+from xml.sax.saxutils import escape
+
+import typer
+from typer.core import TyperGroup
+
+from megatron_dapo.checkpoints.disk_space import size
+from megatron_dapo.cli.description import memory_warnings
+from megatron_dapo.cli.options import (
+    HostMemoryOption,
+    JsonOption,
+    LayoutOption,
+    NetworkOption,
+    RecipeArgument,
+    SetOption,
+    refuse,
+    refusing,
+)
+from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.plan.check import check
+from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
+from megatron_dapo.plan.device import GPUS
+from megatron_dapo.plan.memory import num_parameters, recompute_of
+from megatron_dapo.plan.search import Found, Ranked, search
+from megatron_dapo.plan.step import StepPlan, plan_step
+from megatron_dapo.svg import GRAY, document, text
+
+DOES_NOT_FIT = 1
 
 
-def describe(plan: Plan) -> list[str]:
-    """The resolved numbers that decide what is trained."""
-    config = plan.loaded.config
-    rollout, training, optimizer, algorithm = config.rollout, config.training, config.optimizer, config.algorithm
-    mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
-    return [
-        _layout(plan),
-        *(precision_lines(config, plan.architecture, plan.layout) if plan.architecture else ()),
-        *_memory(plan),
-        f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
-        f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
-        f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
-        f"{_overlong(config)}",
-        f"loss: {_loss(algorithm.loss)}, {algorithm.loss.aggregation}; advantage {_advantage(config)}",
-        f"learning rate: {_rate(optimizer)}"
-        + (f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""),
-        f"output: {config.run.output_dir}",
-    ]
+class RecipeOrCommand(TyperGroup):
+    """Group of commands whose first argument may also be a recipe: `plan RECIPE` in addition to `plan sync RECIPE`."""
+
+    default_command = "recipe"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command before an argument that is neither a command nor a request for help."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
 
 
-def _memory(plan: Plan) -> list[str]:
-    if plan.architecture is None:
-        return []
-    return memory_lines(plan.loaded.config, plan.architecture, plan.num_processes, plan.cluster)
+plan_app = typer.Typer(
+    cls=RecipeOrCommand, no_args_is_help=True, help="Memory and time of a run, computed without running it."
+)
 
 
-def describe_pretraining(plan: Plan) -> list[str]:
-    """The same of a critic's pretraining."""
-    config = plan.loaded.config
-    rollout, steps, critic = config.rollout, config.value_pretraining, config.critic
-    layout = critic_layout(config, plan.num_processes)
-    return [
-        _layout(plan),
-        *_memory(plan),
-        f"critic from {critic.path or config.model.path}, {layout.describe()}; {steps.min_steps} to {steps.max_steps} "
-        f"train steps of {rollout.prompts_per_step} prompts x {rollout.group_size} responses of at most "
-        f"{rollout.max_response_tokens} tokens",
-        f"learning rate: {_rate(critic.optimizer)}",
-        f"output: {config.run.output_dir}",
-    ]
+@plan_app.command(RecipeOrCommand.default_command)
+def plan_recipe(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="find the layouts for so many GPUs instead of the recipe's own")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = GPUS_PER_NODE,
+    host_memory: HostMemoryOption = None,
+    network_gbit: NetworkOption = NETWORK_GBIT,
+    nvls: Annotated[
+        bool, typer.Option("--nvls/--no-nvls", help="count NCCL's buffers for NVLS, as without NCCL_NVLS_ENABLE=0")
+    ] = False,
+    mean_response: Annotated[
+        float | None, typer.Option(min=1, help="mean tokens of a response; default: a quarter of the longest")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="file for a picture of the layout, with --gpus of the first")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step,
+    bytes of a weight update and of a checkpoint; with --gpus the layouts that fit, fastest first. Only the model's
+    config.json is read. `plan sync` shows the bytes of every rank in a weight update.
+
+    Exit code: 0 it fits, 1 it does not, 2 a recipe or sizes that cannot be planned.
+    """
+    _require_known(gpu)
+    with refusing(ValueError, OSError):
+        config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
+        architecture = read_architecture(config.model.path)
+        machines = cluster_for(
+            config,
+            -(-gpus // gpus_per_node) if gpus else None,
+            min(gpus_per_node, gpus or gpus_per_node),
+            GPUS[gpu].memory_gib,
+            host_memory or HOST_GIB,
+            network_gbit,
+            nvls,
+        )
+        drawn: StepPlan | None
+        if gpus:
+            found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
+            report, lines, fits = found_json(found, gpu, gpus), list(found_lines(found, gpu, gpus)), bool(found.layouts)
+            drawn = found.layouts[0].plan if found.layouts else None
+        else:
+            processes = config.num_processes
+            if violations := validate(config, processes, architecture):
+                raise ConfigError(violations, str(config.model.path))
+            drawn = plan_step(config, architecture, processes, machines, GPUS[gpu], mean_response)
+            problems = check(config, machines, architecture, processes)
+            report = {"gpu": gpu, **plan_json(drawn), "problems": [str(one) for one in problems]}
+            lines = [*plan_lines(drawn, architecture, gpu), *(f"does not fit: {one}" for one in problems)]
+            fits = not problems
+        if svg and drawn:
+            svg.write_text(to_svg(drawn), encoding="utf-8")
+    typer.echo(json.dumps(report) if json_output else "\n".join(lines))
+    raise typer.Exit(0 if fits else DOES_NOT_FIT)
 
 
-def describe_sft(plan: Plan) -> list[str]:
-    """The same of supervised fine-tuning."""
-    config = plan.loaded.config
-    return [
-        _layout(plan),
-        *_memory(plan),
-        f"supervised fine-tuning on {', '.join(path.name for path in config.data.train_paths)}: {config.run.total_steps} train "
-        f"steps of {config.rollout.prompts_per_step} responses, {config.algorithm.loss.aggregation}",
-        f"learning rate: {_rate(config.optimizer)}",
-        f"output: {config.run.output_dir}",
-    ]
+@plan_app.command("sync")
+def plan_sync(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
+    engine_tp: Annotated[int | None, typer.Option(min=1, help="ranks of an engine; default: sglang.tp_size")] = None,
+    engine_ep: Annotated[
+        int | None, typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.ep_size")
+    ] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
+    device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
+    ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
+    network_gbit: NetworkOption = NETWORK_GBIT,
+    json_output: JsonOption = False,
+) -> None:
+    """Print what a weight sync moves and how long it takes: bytes of every rank, messages, memory."""
+    from megatron_dapo.cli import plan_sync as costs
+
+    _require_known(gpu)
+    with refusing(ValueError):
+        figures = costs.plan_sync(
+            recipe,
+            overrides or [],
+            layout,
+            world_size=world_size,
+            engine_tp=engine_tp,
+            engine_ep=engine_ep,
+            engines=engines,
+            device=device,
+            ranks_per_node=ranks_per_node,
+            gpu=GPUS[gpu],
+            network_gbit=network_gbit,
+        )
+    typer.echo(json.dumps(asdict(figures)) if json_output else "\n".join(costs.describe_sync(figures)))
 
 
-def _rate(optimizer: OptimizerConfig) -> str:
-    warmup = f"{optimizer.warmup_steps} {optimizer.warmup_unit}s"
-    return f"{optimizer.learning_rate:g} {optimizer.schedule} after {warmup}"
+def _require_known(gpu: str) -> None:
+    if gpu not in GPUS:
+        refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
 
 
-def _layout(plan: Plan) -> str:
-    config, critic = plan.loaded.config, ""
-    if own := config.num_critic_processes:
-        critic = f", the critic {critic_layout(config, plan.num_processes).describe()} on {own} more"
-    return f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{critic}, {config.model.dtype}"
+# ---- lines
 
 
-def _loss(loss: PolicyLossConfig) -> str:
-    if isinstance(loss, FunctionLossConfig):
-        return loss.function
-    return f"{loss.name}, ratio in [{1 - loss.clip_ratio_low:g}, {1 + loss.clip_ratio_high:g}]"
+def plan_lines(plan: StepPlan, architecture: ModelArchitecture, gpu: str) -> Iterator[str]:
+    """Yield the lines of one layout."""
+    machines = f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {gpu}"
+    yield f"model: {num_parameters(architecture) / 1e9:.1f} B parameters; {_layout(plan.config)}; {machines}"
+    yield f"memory of a GPU of {plan.cluster.gpu_gib:g} GiB, by phase (shared: trainer and engine take turns), in GiB"
+    for phase in plan.memory.phases:
+        parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in phase.parts.items() if part >= 0.05 * GIB)
+        yield f"  {phase.phase:13} {phase.device:7} {phase.total / GIB:5.1f}: {parts}"
+    yield f"host memory of a node: {plan.memory.host / GIB:.0f} GiB of {plan.cluster.host_gib:.0f}"
+    yield from _queue_lines(plan)
+    yield from _time_lines(plan)
+    yield (
+        f"bytes: {_update(plan)}checkpoint {size(plan.checkpoint_bytes)} every {plan.config.checkpoint.interval} steps"
+    )
+    yield from memory_warnings(plan.config, plan.memory, plan.processes, plan.cluster)
 
 
-def _advantage(config: Config) -> str:
-    """The estimator; with a critic also where it starts, how it is cut and its windows."""
-    if not config.has_critic:
-        advantage = config.algorithm.advantage
-        return advantage.function if isinstance(advantage, FunctionAdvantageConfig) else advantage.name
-    section, layout = config.advantage_estimation, config.critic_parallel
-    lambdas = f"{section.policy_lambda:g}" if section.lambda_rule == "fixed" else section.lambda_rule
-    window = f", windows of {config.window.tokens} tokens" if config.algorithm.name == "tppo" else ""
-    return (
-        f"of a critic from {config.critic.path or config.model.path} (TP{layout.tp_size} PP{layout.pp_size} "
-        f"CP{layout.cp_size}), gamma {section.gamma:g}, lambda {lambdas} / {section.critic_lambda:g}{window}"
+def _update(plan: StepPlan) -> str:
+    if plan.sync is None:
+        return ""
+    between = size(plan.sync.between_nodes) if plan.sync.between_nodes else "none"
+    return f"weight update {size(plan.sync.num_bytes)} into all servers, {between} of it between nodes, "
+
+
+def _queue_lines(plan: StepPlan) -> Iterator[str]:
+    engine, queue = plan.memory.engine_memory, plan.queue
+    if engine is None or queue is None:
+        return
+    longest = plan.config.longest_sequence
+    yield (
+        f"KV cache of an engine: {engine.kv_tokens} tokens, {engine.kv_tokens / longest:.1f} sequences of {longest}; "
+        f"{plan.memory.num_engines} engines"
+    )
+    yield (
+        f"queue of an engine: {queue.responses} responses, {queue.running} at a time; {queue.waiting} wait, the last for "
+        f"{queue.last_start:.0f} s; the longest takes {queue.longest_seconds:.0f} s; idle places {queue.idle_share:.0%}"
     )
 
 
-def _overlong(config: Config) -> str:
-    punishment = config.reward.overlong_punishment
-    if not punishment.enabled:
-        return "no overlong punishment"
-    start = punishment.max_length - punishment.cache_length
-    return f"overlong punishment from {start} (0) to {punishment.max_length} tokens (-{punishment.factor:g})"
+def _time_lines(plan: StepPlan) -> Iterator[str]:
+    how = "generation beside training" if plan.overlaps else "one phase after the other"
+    rate = plan.trained_tokens / plan.total / (plan.cluster.num_nodes * plan.cluster.gpus_per_node)
+    yield f"step: {plan.total:.0f} s, {how}; {rate:.0f} trained tokens a second and GPU"
+    for phase, parts in plan.seconds.items():
+        shown = ", ".join(
+            f"{name} {part:.1f}" for name, part in sorted(parts.items(), key=lambda one: -one[1]) if part >= 0.05
+        )
+        yield f"  {phase:13} {plan.of_phase(phase):7.1f} s: {shown}"
+    yield "not in it: rewards, the driver's own work, checkpoints, evaluation"
+
+
+def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
+    """Yield the lines of a search."""
+    yield f"{gpus} {gpu}: {found.num_tried} layouts tried, {found.num_fitting} fit"
+    if found.needs_fp8:
+        yield 'nothing fits with servers in 16 bits: those below have sglang.quantization = "fp8"'
+    if found.fp8_seconds:
+        yield f'servers in 16 bits hold few responses; with sglang.quantization = "fp8" a step takes {found.fp8_seconds:.0f} s'
+    if not found.layouts:
+        why = ", ".join(f"{name} in {count}" for name, count in found.reasons.items())
+        yield f"none fits: {why or 'no sizes divide the model and the GPUs'}"
+        if found.refused:
+            yield f"the fastest that has the memory is refused: {found.refused}"
+        yield "use more GPUs, or GPUs with more memory (--gpu H200)"
+    for rank, one in enumerate(found.layouts, 1):
+        yield f"{rank:2}. {one.plan.total:.0f} s a step: {_layout(one.plan.config)}; {_servers(one.plan)}"
+        yield f"    {_phases(one.plan)}"
+        yield f"    limited by {one.binding}"
+        if one.flip:
+            yield f"    {one.flip}"
+    if found.layouts:
+        yield "settings of the first:"
+        yield "  " + " ".join(f"--set {path}={_value(value)}" for path, value in found.layouts[0].settings.items())
+
+
+def _layout(config: Config) -> str:
+    p = config.parallel
+    data = config.num_processes // (p.tp_size * p.pp_size * p.cp_size)
+    sizes = [("TP", p.tp_size), ("PP", p.pp_size), ("VPP", p.vpp_size), ("CP", p.cp_size), ("EP", p.ep_size)]
+    shown = [f"{name}{count}" for name, count in sizes if count > 1 or name in ("TP", "PP")] + [f"DP{data}"]
+    if p.first_stage_layers or p.last_stage_layers:
+        shown.append(f"layers {p.first_stage_layers} first, {p.last_stage_layers} last")
+    modules = " ".join(sorted(recompute_of(config).modules))
+    return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}" + (f" ({modules})" if modules else "")
+
+
+def _servers(plan: StepPlan) -> str:
+    sglang = plan.config.sglang
+    return (
+        f"{plan.memory.num_engines} servers of TP{sglang.tp_size} at mem_fraction_static {sglang.mem_fraction_static:g}, "
+        f"{sglang.placement}"
+    )
+
+
+def _phases(plan: StepPlan) -> str:
+    return ", ".join(f"{phase} {plan.of_phase(phase):.1f} s" for phase in plan.seconds) + f"; {plan.peak / GIB:.1f} GiB"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return shlex.quote(json.dumps(value))  # as TOML writes it
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- picture: a bar of memory for each phase, and a bar of the step's seconds
+
+_LEFT, _WIDTH, _ROW, _TOP = 110, 760, 30, 40
+_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#994455", "#6699cc", "#997700")
+_NARROW = 60  # a part of fewer points has no name in it
+
+
+def to_svg(plan: StepPlan) -> str:
+    """Return the picture as an SVG document; the names of narrow parts are their tooltips."""
+    limit = max(plan.cluster.gpu_bytes, plan.peak)
+    parts = [text(10, 18, f"Memory of a GPU by phase, of {plan.cluster.gpu_gib:g} GiB", anchor="start")]
+    top = _TOP
+    for phase in plan.memory.phases:
+        sizes = {name: num_bytes / GIB for name, num_bytes in phase.parts.items()}
+        parts += _bar(top, phase.phase, sizes, limit / GIB, "GiB")
+        top += _ROW
+    right = _LEFT + _WIDTH * plan.cluster.gpu_bytes / limit
+    parts.append(f'<line x1="{right:.1f}" y1="{_TOP - 6}" x2="{right:.1f}" y2="{top}" stroke="#cc3311"/>')
+    parts.append(text(10, top + 24, f"Seconds of a step, {plan.total:.0f} in all", anchor="start"))
+    seconds = {phase: plan.of_phase(phase) for phase in plan.seconds}
+    parts += _bar(top + 40, "step", seconds, sum(seconds.values()), "s")
+    return document(_LEFT + _WIDTH + 20, top + 40 + _ROW, parts)
+
+
+def _bar(top: int, name: str, sizes: Mapping[str, float], limit: float, unit: str) -> Iterator[str]:
+    """Yield a row of parts side by side, `limit` being the whole width."""
+    yield text(_LEFT - 8, top + 16, name, GRAY, "end")
+    left = float(_LEFT)
+    for index, (part, size) in enumerate(sizes.items()):
+        width, color = _WIDTH * size / limit, _COLORS[index % len(_COLORS)]
+        label = f"{part} {size:.1f} {unit}"
+        yield (
+            f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 8}" fill="{color}">'
+            f"<title>{escape(label)}</title></rect>"
+        )
+        if width > max(_NARROW, 7 * len(part)):
+            yield text(left + width / 2, top + 15, part, "#ffffff")
+        left += width
+
+
+# ---- JSON
+
+
+def plan_json(plan: StepPlan) -> dict[str, Any]:
+    """Return one layout's plan as JSON's types: bytes and seconds."""
+    engine, queue = plan.memory.engine_memory, plan.queue
+    return {
+        "layout": _layout(plan.config),
+        "processes": plan.processes,
+        "nodes": plan.cluster.num_nodes,
+        "memory": [
+            {"phase": one.phase, "device": one.device, "total": one.total, "parts": dict(one.parts)}
+            for one in plan.memory.phases
+        ],
+        "peak_bytes": plan.peak,
+        "gpu_bytes": plan.cluster.gpu_bytes,
+        "host_bytes": plan.memory.host,
+        "kv_tokens": engine.kv_tokens if engine else None,
+        "engines": plan.memory.num_engines,
+        "queue": dict(vars(queue)) if queue else None,
+        "seconds": {phase: dict(parts) for phase, parts in plan.seconds.items()},
+        "step_seconds": plan.total,
+        "overlaps": plan.overlaps,
+        "weight_update_bytes": plan.sync.num_bytes if plan.sync else 0,
+        "inter_node_gb": plan.sync.between_nodes / 1e9 if plan.sync else 0.0,
+        "warnings": list(memory_warnings(plan.config, plan.memory, plan.processes, plan.cluster)),
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "trained_tokens": plan.trained_tokens,
+        "generated_tokens": plan.generated_tokens,
+    }
+
+
+def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
+    """Return the result of a search as JSON's types."""
+    return {
+        "gpu": gpu,
+        "gpus": gpus,
+        "num_tried": found.num_tried,
+        "num_fitting": found.num_fitting,
+        "reasons": found.reasons,
+        "refused": found.refused,
+        "needs_fp8": found.needs_fp8,
+        "fp8_seconds": found.fp8_seconds,
+        "layouts": [_ranked_json(one) for one in found.layouts],
+    }
+
+
+def _ranked_json(one: Ranked) -> dict[str, Any]:
+    return {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}

@@ -21,6 +21,7 @@ from megatron_dapo.cli.options import (
     RestartsOption,
     SetOption,
     refuse,
+    refusing,
 )
 from megatron_dapo.cli.run import train
 from megatron_dapo.config.loader import read_toml
@@ -139,10 +140,8 @@ def copy_recipe(
 ) -> None:
     """Copy a recipe, and the recipes, data and models that it refers to, to DIR/examples; paths stay as in the documentation."""
     root = shipped_directory()
-    try:
+    with refusing(ValueError):
         files = find_shipped(name)
-    except ValueError as error:
-        refuse(error)
     targets = {path: directory / "examples" / path.relative_to(root) for path in files}
     changed = [to for path, to in targets.items() if to.exists() and to.read_bytes() != path.read_bytes()]
     if changed and not force:
@@ -168,4 +167,11 @@ def quickstart(
     dry_run: DryRunOption = False,
 ) -> None:
     """Train the example that comes with the package: a 2 MB model, two processes, minutes on a CPU; needs no network."""
-    train(shipped_directory() / QUICKSTART, overrides, layout, output_dir, restarts, dry_run)
+    train(
+        recipe=shipped_directory() / QUICKSTART,
+        overrides=overrides,
+        layout=layout,
+        output_dir=output_dir,
+        restarts=restarts,
+        dry_run=dry_run,
+    )

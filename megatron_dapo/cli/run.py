@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,113 +15,140 @@ from rich.console import Console
 
 from megatron_dapo.checkpoints.disk_space import checkpoint_space, size
 from megatron_dapo.cli.compare import difference_lines, result_lines
+from megatron_dapo.cli.description import describe, describe_pretraining, describe_sft
 from megatron_dapo.cli.options import (
     DryRunOption,
-    FreeDiskOption,
-    GpuMemoryOption,
-    GpusOption,
     HostMemoryOption,
-    InputsOption,
     LayoutOption,
-    NodesOption,
     OutputDirOption,
     RecipeArgument,
     RestartsOption,
     SetOption,
     refuse,
+    refusing,
 )
-from megatron_dapo.cli.plan import describe, describe_pretraining, describe_sft
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.doctor.inputs import SAMPLING
 from megatron_dapo.plan.cluster import GIB
-from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config
+from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config, sft_config
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, machines_of, make_plan
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
 
 
-def train(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: OutputDirOption = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-    inputs: InputsOption = True,
-) -> None:
+@dataclass(frozen=True)
+class RunOptions:
+    """Arguments and options of the commands that train."""
+
+    recipe: RecipeArgument
+    overrides: SetOption = None
+    layout: LayoutOption = None
+    output_dir: OutputDirOption = None
+    restarts: RestartsOption = 0
+    dry_run: DryRunOption = False
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
+    ] = None
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
+    ] = None
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
+    ] = None
+    host_memory: HostMemoryOption = None
+    free_disk: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"),
+    ] = None
+    inputs: Annotated[
+        bool,
+        typer.Option(
+            "--inputs/--no-inputs",
+            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are on another machine",
+        ),
+    ] = True
+
+
+def _with_run_options(output_dir: str) -> Callable[[Callable[[RunOptions], None]], Callable[..., None]]:
+    """Give a command the options of `RunOptions`, which it takes as one value. `output_dir`: help of that option."""
+    signature = inspect.signature(RunOptions, eval_str=True)
+    directory = Annotated[Path | None, typer.Option(help=output_dir)]
+    parameters = signature.parameters | {
+        "output_dir": signature.parameters["output_dir"].replace(annotation=directory)
+    }
+
+    def decorate(command: Callable[[RunOptions], None]) -> Callable[..., None]:
+        def wrapped(**options: Any) -> None:
+            command(RunOptions(**options))
+
+        wrapped.__doc__ = command.__doc__
+        wrapped.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
+
+
+@_with_run_options("where the run writes; replaces run.output_dir")
+def train(options: RunOptions) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, output_dir, machines, inputs=_inputs(dry_run, inputs))
-    for line in (*describe(plan), _require_disk(plan, free_disk if dry_run else None)):
-        typer.echo(line)
-    if dry_run and inputs:
-        typer.echo(f"inputs: checked, {SAMPLING}")
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts))
+    _check_and_run(options, describe)
 
 
-def pretrain_value(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.output_dir")
-    ] = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-    inputs: InputsOption = True,
-) -> None:
+@_with_run_options("where pretraining writes; default: value_pretraining in run.output_dir")
+def pretrain_value(options: RunOptions) -> None:
     """Train only the critic, on responses of the fixed policy; critic.path = OUTPUT_DIR/critic then starts a run from
     it."""
 
     def adapt(config: Config) -> Config:
         if not config.has_critic:
             raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
-        return pretraining_config(config, output_dir)
+        return pretraining_config(config, options.output_dir)
 
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
-    for line in (*describe_pretraining(plan), _require_disk(plan, free_disk if dry_run else None)):
-        typer.echo(line)
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
+    _check_and_run(options, describe_pretraining, "--pretrain-value", adapt)
 
 
-def sft(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    layout: LayoutOption = None,
-    output_dir: Annotated[Path | None, typer.Option(help="where it writes; default: sft in run.output_dir")] = None,
-    restarts: RestartsOption = 0,
-    dry_run: DryRunOption = False,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    free_disk: FreeDiskOption = None,
-    inputs: InputsOption = True,
-) -> None:
+@_with_run_options("where it writes; default: sft in run.output_dir")
+def sft(options: RunOptions) -> None:
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
-    from megatron_dapo.run.derive import sft_config
+    adapt = functools.partial(sft_config, directory=options.output_dir)
+    _check_and_run(options, describe_sft, "--sft", adapt)
 
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
-    adapt = functools.partial(sft_config, directory=output_dir)
-    plan = _plan(recipe, overrides, layout, None, machines, adapt, _inputs(dry_run, inputs))
-    for line in (*describe_sft(plan), _require_disk(plan, free_disk if dry_run else None)):
+
+def _check_and_run(
+    options: RunOptions,
+    lines_of: Callable[[Plan], Iterable[str]],
+    mode: str = "",
+    adapt: Callable[[Config], Config] | None = None,
+) -> None:
+    """Check a run, print its lines, and start it unless it is a dry run.
+
+    `mode`: the workers' flag of a run that is not training, followed by the directory where it writes. `adapt`: makes its
+    configuration of the recipe's.
+    """
+    with refusing(ValueError):
+        machines = machines_of(
+            options.dry_run, options.nodes, options.gpus_per_node, options.gpu_memory, options.host_memory
+        )
+    directory = options.output_dir
+    plan = _plan(
+        options.recipe,
+        options.overrides,
+        options.layout,
+        None if mode else directory,
+        machines,
+        adapt,
+        _inputs(options.dry_run, options.inputs),
+    )
+    for line in (*lines_of(plan), _require_disk(plan, options.free_disk if options.dry_run else None)):
         typer.echo(line)
-    if not dry_run:
-        raise typer.Exit(_run(recipe, plan, restarts, ("--sft", *([str(output_dir)] if output_dir else []))))
+    if options.dry_run:
+        if options.inputs and not mode:
+            typer.echo(f"inputs: checked, {SAMPLING}")
+        return
+    arguments = (mode, *([str(directory)] if directory else [])) if mode else ()
+    raise typer.Exit(_run(options.recipe, plan, options.restarts, arguments))
 
 
 def rejection_sample(
@@ -140,10 +169,8 @@ def rejection_sample(
     from megatron_dapo.selection.run import rejection_sample as run
 
     directory = output_dir or config.run.output_dir / "rejection_sampling"
-    try:
+    with refusing(ValueError):
         figures = run(config, directory)["figures"]
-    except ValueError as error:
-        refuse(error)
     fates = ", ".join(f"{count} {fate}" for fate, count in figures["fates"].items())
     typer.echo(f"{figures['responses']} responses to {figures['prompts']} prompts: {fates}")
     typer.echo(f"examples: {directory / EXAMPLES}")
@@ -169,18 +196,21 @@ def rounds(
         for stage in sequence:
             typer.echo(f"{stage.name}: megatron-dapo {stage.command}, {', '.join(stage.overrides)}")
         return
-
-    try:
+    with refusing(ValueError, OSError):
         begin(config, config.run.output_dir)
-    except (ValueError, OSError) as error:
-        refuse(error)
     code, launched = 0, {"layout": layout, "restarts": restarts}
-    commands: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"sft": (sft, launched), "rejection-sample": (rejection_sample, {}), "train": (train, launched)}
+    commands: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+        "sft": (sft, launched),
+        "rejection-sample": (rejection_sample, {}),
+        "train": (train, launched),
+    }
     for number, stage in enumerate(sequence, start=1):
         typer.echo(f"stage {number} of {len(sequence)}: {stage.command} in {stage.directory}")
         command, options = commands[stage.command]
         try:
-            command(recipe, overrides=[*(overrides or []), *stage.overrides], output_dir=stage.directory, **options)
+            command(
+                recipe=recipe, overrides=[*(overrides or []), *stage.overrides], output_dir=stage.directory, **options
+            )
         except typer.Exit as end:
             code = end.exit_code
         if code:
@@ -236,13 +266,20 @@ def evaluate(
     Uses servers if rollout.engine = "sglang": as many of sglang.tp_size ranks as fit this machine's GPUs, or those of
     sglang.urls. Exit code: 0 done, 1 servers failed, 2 refused.
     """
+    from megatron_dapo.evaluation.protocol import EvaluationResult
+
     if model and checkpoint:
         refuse("--model and --checkpoint: give one of them")
     if against and not against.exists():
         refuse(f"--against {against}: neither a Hugging Face directory nor a result that `eval --output` wrote")
     with tempfile.TemporaryDirectory(prefix="evaluated-") as scratch:
         if checkpoint:
-            model = _exported(checkpoint, Path(scratch) / "model")
+            from megatron_dapo.checkpoints.store import CheckpointError
+            from megatron_dapo.cli.checkpoint import export_checkpoint
+
+            model = Path(scratch) / "model"
+            with refusing(ValueError, OSError, CheckpointError):
+                export_checkpoint(checkpoint, model)
         config = _evaluated_config(recipe, model, overrides, dry_run)
         if dry_run:
             files = ", ".join(map(str, config.data.eval_paths))
@@ -253,29 +290,16 @@ def evaluate(
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(result.to_json() + "\n", encoding="utf-8")
         other = None
-        if against:
-            other = _read_result(against) if against.is_file() else None
-            if other is None:
-                other = _evaluated(_evaluated_config(recipe, against, overrides, False), str(against))
+        if against and against.is_file():
+            with refusing(ValueError, OSError, prefix=f"--against {against}: "):
+                other = EvaluationResult.from_json(against.read_text(encoding="utf-8"))
+        elif against:
+            other = _evaluated(_evaluated_config(recipe, against, overrides, False), str(against))
     for line in result_lines(result):
         typer.echo(line)
     if other is not None:
-        try:
+        with refusing(ValueError):
             typer.echo("\n".join(difference_lines(result, other)))
-        except ValueError as error:
-            refuse(error)
-
-
-def _exported(checkpoint: Path, target: Path) -> Path:
-    """Write the policy of a checkpoint as a Hugging Face directory; its run is not touched."""
-    from megatron_dapo.checkpoints.store import CheckpointError
-    from megatron_dapo.cli.checkpoint import export_checkpoint
-
-    try:
-        export_checkpoint(checkpoint, target)
-    except (ValueError, OSError, CheckpointError) as error:
-        refuse(error)
-    return target
 
 
 def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | None, dry_run: bool) -> Config:
@@ -299,28 +323,17 @@ def _evaluated(config: Config, name: str) -> EvaluationResult:
         raise typer.Exit(1) from error
 
 
-def _read_result(path: Path) -> EvaluationResult:
-    from megatron_dapo.evaluation.protocol import EvaluationResult
-
-    try:
-        return EvaluationResult.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        refuse(f"--against {path}: {error}")
-
-
 def _plan(
     recipe: Path,
     overrides: list[str] | None,
     layout: str | None,
     output_dir: Path | None,
     machines: Machines,
-    adapt: Callable[[Config], Config] = lambda config: config,
+    adapt: Callable[[Config], Config] | None = None,
     inputs: Inputs = "none",
 ) -> Plan:
-    try:
+    with refusing(ValueError):  # ConfigError lists all violations; a bad --layout is a plain one
         return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
-    except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
-        refuse(error)
 
 
 def _inputs(dry_run: bool, reads: bool = True) -> Inputs:
@@ -331,21 +344,11 @@ def _inputs(dry_run: bool, reads: bool = True) -> Inputs:
 
 def _require_disk(plan: Plan, free_gib: float | None) -> str:
     """Return the line about the disk space for checkpoints; refuse if it is not free."""
-    assert plan.architecture is not None, "a plan of a model that cannot be read is refused"
     free = None if free_gib is None else int(free_gib * GIB)
     space = checkpoint_space(plan.loaded.config, plan.architecture, free)
-    try:
+    with refusing(ConfigError):
         space.require()
-    except ConfigError as error:
-        refuse(error)
     return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
-
-
-def _machines(dry_run: bool, *named: Any) -> Machines:
-    try:
-        return machines_of(dry_run, *named)
-    except ValueError as error:
-        refuse(error)
 
 
 def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
@@ -356,10 +359,8 @@ def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = (
 
     config = plan.loaded.config
     directory = config.run.output_dir
-    try:
+    with refusing(RuntimeError):
         require_unused(directory)
-    except RuntimeError as error:
-        refuse(error)
     summary, code = directory / "summary.json", 0
     if is_done(config):
         typer.echo(f"the run in {directory} is finished: nothing to do")

@@ -47,7 +47,7 @@ class Plan:
     layout: ParallelLayout  # the policy's
     num_processes: int  # the whole run's
     cluster: Cluster
-    architecture: ModelArchitecture | None = None  # the policy's
+    architecture: ModelArchitecture  # the policy's
 
 
 def make_plan(
@@ -56,7 +56,7 @@ def make_plan(
     layout: str | None,
     output_dir: Path | None,
     machines: Machines,
-    adapt: Callable[[Config], Config] = lambda config: config,
+    adapt: Callable[[Config], Config] | None = None,
     inputs: Inputs = "none",
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
@@ -74,7 +74,8 @@ def make_plan(
         if copies:
             merged += copies
             loaded = load_config(recipe, merged)
-    loaded = replace(loaded, config=adapt(loaded.config))
+    if adapt is not None:
+        loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
     architecture, problems = check_inputs(config)
     problems = [*absent, *(one for one in problems if one.path not in {other.path for other in absent})]
@@ -93,16 +94,9 @@ def make_plan(
         problems += input_problems(config, is_here=cluster.num_nodes == 1)
     elif inputs == "quick" and not problems:
         problems += quick_problems(config)
-    if problems:
+    if problems or architecture is None:
         raise ConfigError(problems, str(recipe))
-    return Plan(
-        loaded=loaded,
-        overrides=tuple(merged),
-        layout=parallel_layout(config, processes),
-        num_processes=processes,
-        cluster=cluster,
-        architecture=architecture,
-    )
+    return Plan(loaded, tuple(merged), parallel_layout(config, processes), processes, cluster, architecture)
 
 
 def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:

@@ -1,68 +1,106 @@
-"""Everything that is wrong is said before any process starts; what runs is what the flags say."""
+"""`megatron-dapo plan RECIPE`: lines and JSON of a layout, and of a search."""
 
 from __future__ import annotations
 
+import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from megatron_dapo.cli.plan import describe
-from megatron_dapo.config import ConfigError
-from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
+from megatron_dapo.cli.main import app
+from tests.unit.config.architectures import QWEN_7B, QWEN_32B, write_model
+from tests.unit.plan.models import MODELS, size_of
 
-
-def violated(
-    recipe: Path, *overrides: str, layout: str | None = None, machines: Machines = ONE_NODE_OF_CPUS
-) -> set[str]:
-    with pytest.raises(ConfigError) as error:
-        make_plan(recipe, overrides, layout, None, machines)
-    return {violation.path for violation in error.value.violations}
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+SHIPPED = sorted((EXAMPLES / "layouts").glob("*.toml")) + sorted((EXAMPLES / "recipes").glob("*.toml"))
+LAYOUT, RECIPE = EXAMPLES / "layouts" / "colocated_16nodes.toml", EXAMPLES / "recipes" / "vapo_qwen2.5_32b.toml"
 
 
-def test_flags_decide(recipe: Path, tmp_path: Path) -> None:
-    plan = make_plan(recipe, ["run.total_steps=3"], "tp2pp2", tmp_path / "out", ONE_NODE_OF_CPUS)
-    assert plan.layout.describe() == "TP2 PP2 CP1 DP1" and plan.layout.world_size == 4
-    config = plan.loaded.config
-    assert (config.run.total_steps, config.run.output_dir, config.parallel.num_processes) == (3, tmp_path / "out", 4)
-    again = make_plan(recipe, plan.overrides, None, None, ONE_NODE_OF_CPUS)
-    assert again.loaded.config == config
+def run(recipe: Path, model: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", str(recipe), "--set", f"model.path={model}", *arguments])
 
 
-def test_lines_hold_the_resolved_numbers(recipe: Path) -> None:
-    text = "\n".join(describe(make_plan(recipe, [], None, None, ONE_NODE_OF_CPUS)))
-    for part in (
-        "TP1",
-        "8 prompts x 4 responses, 4 optimizer steps of 8 responses",
-        "from 80 (0) to 112 tokens (-1)",
-        "[0.8, 1.28]",
-        "7 train",
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "Qwen2.5-32B", QWEN_32B)
+
+
+@pytest.mark.parametrize("layout", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_layout_fits_by_its_plan(layout: Path, tmp_path: Path) -> None:
+    host = ["--host-memory", "2000"] if layout.stem == "colocated_1node_32b" else []
+    result = run(layout, write_model(tmp_path / "model", MODELS[size_of(layout)]), "--json", *host)
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and not report["problems"]
+    assert max(phase["total"] for phase in report["memory"]) == report["peak_bytes"] <= report["gpu_bytes"]
+    assert report["warnings"] == [] and (report["inter_node_gb"] == 0) == ("network" not in report["seconds"]["weight_update"])
+    assert report["queue"]["seconds"] > 0 and report["step_seconds"] > 0
+
+
+def test_a_layout_is_planned_by_phase(model: Path) -> None:
+    result = run(LAYOUT, model)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "model: 32.8 B parameters; TP8 PP1 DP16, recompute selective (mlp); 16 x 8 H100",
+        "  train         shared",
+        "sequences of 22528; 32 engines",
+        "bytes: weight update 2.1 TB into all servers, none of it between nodes, checkpoint 459 GB every 10 steps",
     ):
-        assert part in text
+        assert words in result.stdout
+    report = json.loads(run(LAYOUT, model, "--json").stdout)
+    assert report["problems"] == [] and report["peak_bytes"] <= report["gpu_bytes"]
+    assert report["step_seconds"] == pytest.approx(sum(sum(parts.values()) for parts in report["seconds"].values()))
+    for phase in report["memory"]:
+        assert phase["total"] == sum(phase["parts"].values())
 
 
-def test_files_model_layout_and_values_are_refused_together(recipe: Path) -> None:
-    found = violated(recipe, "data.train_paths=['gone.jsonl']", "training.mini_batch_prompts=3", layout="tp4pp3")
-    assert found == {"data.train_paths", "training.mini_batch_prompts", "parallel.tp_size", "parallel.pp_size"}
+def test_a_picture_has_a_bar_of_each_phase(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    assert run(LAYOUT, model, "--svg", str(picture)).exit_code == 0
+    tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    words = {node.text for node in tree.iter() if node.text}
+    assert {"generate", "train", "weight_update", "Memory of a GPU by phase, of 79 GiB"} <= words
+    assert any(word.startswith("kv_tokens ") for word in words)
+    assert run(LAYOUT, model, "--svg", str(tmp_path / "absent" / "plan.svg")).exit_code == 2
 
 
-def test_missing_model_does_not_hide_the_rest(recipe: Path) -> None:
-    assert violated(recipe, "model.path=nowhere", "rollout.top_k=3") == {"model.path", "rollout.top_k"}
+def test_a_layout_that_does_not_fit_says_why_with_the_same_numbers_as_the_dry_run(model: Path) -> None:
+    arguments = ("--set", "model.offload=none")
+    result = run(LAYOUT, model, *arguments)
+    assert result.exit_code == 1 and "does not fit: sglang.mem_fraction_static: " in result.stdout
+    report = json.loads(run(LAYOUT, model, *arguments, "--json").stdout)
+    assert f"generating_gib = {report['peak_bytes'] / 2**30:.1f}" in report["problems"][0]
 
 
-def test_positions_of_the_model_are_known(recipe: Path) -> None:
-    assert violated(recipe, "rollout.max_response_tokens=449", "training.micro_batch_tokens=1024") == {
-        "rollout.max_response_tokens"
-    }
+def test_layouts_for_a_number_of_gpus_are_ranked(model: Path) -> None:
+    result = run(RECIPE, model, "--gpus", "64", "--gpu", "H200")
+    assert result.exit_code == 0 and " 1. " in result.stdout and "settings of the first:" in result.stdout
+    report = json.loads(run(RECIPE, model, "--gpus", "64", "--gpu", "H200", "--json").stdout)
+    assert report["layouts"][0]["seconds"]["train_critic"]
+    # The first layout's settings are those of a recipe that fits.
+    settings = [
+        part
+        for path, value in report["layouts"][0]["settings"].items()
+        for part in ("--set", f"{path}={json.dumps(value)}")
+    ]
+    again = json.loads(run(RECIPE, model, *settings, "--gpu", "H200", "--json").stdout)
+    assert again["step_seconds"] == pytest.approx(report["layouts"][0]["step_seconds"]) and not again["problems"]
 
 
-def test_more_processes_than_accelerators(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match="processes = 4, num_nodes = 1, gpus_per_node = 2"):
-        make_plan(recipe, [], "tp2dp2", None, Machines(1, 2))
-    assert make_plan(recipe, [], "tp2dp2", None, Machines(1, 4)).layout.data == 2
-    assert make_plan(recipe, [], "tp2dp2", None, Machines()).layout.data == 2
+def test_what_cannot_be_planned_is_refused(model: Path, tmp_path: Path) -> None:
+    for arguments, words in (
+        (("--gpu", "V100"), "--gpu V100: not known"),
+        (("--set", "parallel.tp_size=3"), "parallel.tp_size"),
+        (("--set", f"model.path={tmp_path / 'absent'}"), "no config.json"),
+    ):
+        result = run(LAYOUT, model, *arguments)
+        assert result.exit_code == 2 and words in result.output
+    none = run(LAYOUT, model, "--gpus", "2")
+    assert none.exit_code == 1 and "none fits: trainer memory in" in none.stdout
 
 
-def test_an_outside_launcher_decides_the_world(recipe: Path) -> None:
-    launched = Machines(num_nodes=1, num_tasks=8)
-    assert make_plan(recipe, ["parallel.tp_size=2"], None, None, launched).layout.data == 4
-    assert violated(recipe, "parallel.tp_size=2", machines=Machines(num_nodes=1, num_tasks=3)) == {"parallel.tp_size"}
+def test_a_small_model_fits_one_node(tmp_path: Path) -> None:
+    result = run(EXAMPLES / "recipes" / "dapo_qwen2.5_7b.toml", write_model(tmp_path / "7b", QWEN_7B), "--gpus", "8")
+    assert result.exit_code == 0 and "8 H100: " in result.stdout

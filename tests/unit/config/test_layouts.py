@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.plan import describe
+from megatron_dapo.cli.description import describe
 from megatron_dapo.config import ConfigError
 from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.memory import num_parameters, run_memory

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.cli.precision_plan import precision_lines
+from megatron_dapo.cli.description import precision_lines
 from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -52,7 +52,7 @@ def run_of(dtype: str = "bfloat16", parallel: dict[str, Any] | None = None, **pr
 
 def lines_of(document: dict[str, Any], config: Config, layout: ParallelLayout, tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(document))
-    return precision_lines(config, read_architecture(tmp_path), layout)
+    return list(precision_lines(config, read_architecture(tmp_path), layout))
 
 
 def test_layers_padding_and_main_params_of_experts_in_fp8(tmp_path: Path) -> None:
