@@ -135,23 +135,23 @@ class Misfit:
         return f"{self.what} = {self.size} is no multiple of {self.multiple}"
 
 
-def misfits(recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int = 1) -> list[Misfit]:
+def misfits(
+    recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int = 1, section: str = "parallel"
+) -> list[Misfit]:
     """Return the sizes of weights on a tensor rank that do not fit the recipe, given even cuts; experts are cut over
-    `expert_tensor` ranks."""
+    `expert_tensor` ranks. `section`: the configuration's name of the layout."""
     multiple = RECIPES[recipe].size_multiple
     whole = Misfit("hidden_size", sizes.hidden_size, multiple)
-    cut = [_cut(what, size, multiple, "tensor", tensor) for what, size in _cut_sizes(sizes)]
-    experts = _cut("moe_intermediate_size", sizes.expert_intermediate_size, multiple, "expert_tensor", expert_tensor)
+    cut = [_cut(what, size, multiple, "tensor", f"{section}.tp_size", tensor) for what, size in _cut_sizes(sizes)]
+    inner = sizes.expert_intermediate_size
+    experts = _cut("moe_intermediate_size", inner, multiple, "expert_tensor", "parallel.etp_size", expert_tensor)
     return [one for one in (whole, *cut, experts) if one.size % multiple]
 
 
-_SIZES = {"tensor": "tp_size", "expert_tensor": "etp_size"}  # the configuration's names
-
-
-def _cut(what: str, size: int, multiple: int, axis: str, ranks: int) -> Misfit:
+def _cut(what: str, size: int, multiple: int, axis: str, path: str, ranks: int) -> Misfit:
     if ranks == 1:
         return Misfit(what, size, multiple)
-    return Misfit(f"{what} / parallel.{_SIZES[axis]} ({ranks})", size // ranks, multiple, axis)
+    return Misfit(f"{what} / {path} ({ranks})", size // ranks, multiple, axis)
 
 
 def _cut_sizes(sizes: LinearSizes) -> Iterator[tuple[str, int]]:

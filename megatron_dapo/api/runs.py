@@ -146,10 +146,10 @@ def generate(
 
     ConfigError or ValueError for unusable arguments, RuntimeError if servers fail.
     """
+    from megatron_dapo.config.derive import derive
     from megatron_dapo.data.model_inputs import read_model_inputs
     from megatron_dapo.evaluation.runner import evaluation_seed
     from megatron_dapo.evaluation.runner import generate as drive
-    from megatron_dapo.run.derive import derive
     from megatron_dapo.run.evaluate import opened_engine
     from megatron_dapo.types import GenerationRequest, SamplingParams
 
@@ -182,9 +182,9 @@ def generate(
 
 def _generation_config(model: Recipe | str | Path, max_response_tokens: int | None) -> Config:
     """Return the configuration of a recipe, or the defaults for a model directory, with that length of responses."""
+    from megatron_dapo.config.derive import derive
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.doctor.hub_inputs import local_model
-    from megatron_dapo.run.derive import derive
 
     recipe = (
         model if isinstance(model, Recipe) else Recipe(model, "none", rollout={"max_response_tokens": _DEFAULT_TOKENS})

@@ -1,14 +1,8 @@
-"""Rules for algorithms with a critic: requirements, limits, and layouts of the critic."""
+"""Rules for algorithms with a critic; those of its layout are in `layout_rules`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-
-from megatron_dapo.config.algorithm_schema import CriticParallelConfig
-from megatron_dapo.config.rules import Rule, Violation
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.rules import Rule
 
 _CRITIC = 'algorithm.name not in ("dapo", "sft")'
 _WINDOWS = 'algorithm.name == "tppo"'
@@ -129,45 +123,3 @@ OWN_PROCESSES_RULE = Rule(
     reason="the others hold the policy",
     path="critic.parallel.num_processes",
 )
-
-# Fields of the policy's layout that the critic can set separately.
-_CRITIC_FIELDS = {f"parallel.{name}" for name in CriticParallelConfig.model_fields if name != "num_processes"}
-
-
-def as_policy(config: Config) -> Config:
-    """Return the configuration with the critic's layout in the place of the policy's, to be checked by the same rules."""
-    # Otherwise a fix would add the critic's separate processes to themselves.
-    no_own_processes = config.critic.parallel.model_copy(update={"num_processes": 0})
-    critic = config.critic.model_copy(update={"parallel": no_own_processes})
-    return config.model_copy(update={"parallel": config.critic_parallel, "critic": critic})
-
-
-def as_critic(config: Config) -> Config:
-    """Return the critic's configuration as a trained model: `as_policy` with the critic's tokens, fields and
-    optimizer."""
-    tokens = config.critic.micro_batch_tokens or config.training.micro_batch_tokens
-    training = config.training.model_copy(update={"micro_batch_tokens": tokens})
-    changes = {"training": training, "megatron": config.critic_megatron, "optimizer": config.critic.optimizer}
-    return as_policy(config).model_copy(update=changes)
-
-
-def of_critic(found: Iterable[Violation], own_processes: int) -> Iterator[Violation]:
-    """Rename fields in violations of `as_policy` to the critic's; violations of fields that only the policy has are
-    dropped."""
-    for one in found:
-        if one.path not in _CRITIC_FIELDS:
-            continue
-        # The number of critic processes is a setting, not the user's launch command.
-        setting = r"set critic.parallel.num_processes = \1"
-        fix = re.sub(r"start (\d+) processes", setting, one.suggestion) if own_processes else one.suggestion
-        yield replace(
-            one,
-            path=f"critic.{one.path}",
-            formula=_critic_names(one.formula),
-            suggestion=_critic_names(fix),
-            values={_critic_names(name): value for name, value in one.values.items()},
-        )
-
-
-def _critic_names(text: str) -> str:
-    return re.sub(r"(?<!critic\.)parallel\.", "critic.parallel.", text)

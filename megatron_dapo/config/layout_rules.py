@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.rules import Rule, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
@@ -61,114 +62,123 @@ LAYOUT_RULES = (
     ),
 )
 
-# Rules for the processes that hold the policy (or the critic, if it has separate processes).
-WORLD_RULES = (
-    Rule(
-        "parallel.num_processes == processes",
-        "start {parallel.num_processes + num_critic_processes} processes, or set parallel.num_processes = {processes} or 0",
-        where="parallel.num_processes > 0",
-    ),
-    Rule(
-        "processes % model_size == 0",
-        "start {padded(processes, model_size) + num_critic_processes} processes, or choose sizes whose product divides "
-        "{processes}",
-        where="model_size == parallel.tp_size * parallel.pp_size * parallel.cp_size",
-        path="parallel.tp_size",
-    ),
-    Rule(
-        "expert_ranks % parallel.ep_size == 0",
-        "set parallel.ep_size = {nearest_divisor(expert_ranks, parallel.ep_size)}",
-        where="processes % model_size == 0 and "
-        "expert_ranks == parallel.tp_size / (parallel.etp_size or parallel.tp_size) * data_parallel_size * parallel.cp_size",
-    ),
-    # A rank without responses would still have to join every collective of the step.
-    Rule(
-        "training.mini_batch_prompts * rollout.group_size >= data_parallel_size",
-        "set training.mini_batch_prompts = {ceil(data_parallel_size / rollout.group_size)} or more, or use fewer data-parallel ranks",
-        where="processes % model_size == 0",
-        reason="each rank trains a response in every optimizer step",
-    ),
-)
+POLICY, CRITIC = "parallel", "critic.parallel"  # the layouts that the rules below are about
+START_PROCESSES = "start {padded(processes, model_size) + num_critic_processes} processes"
 
-_EXPERT_CUT = "(parallel.etp_size or parallel.tp_size)"
+
+def world_rules(layout: str, start: str = START_PROCESSES) -> tuple[Rule, ...]:
+    """Return the rules between a layout and its processes. `start`: how to get a number of processes that it divides."""
+    return (
+        Rule(
+            "parallel.num_processes == processes",
+            "start {parallel.num_processes + num_critic_processes} processes, or set parallel.num_processes = {processes} or 0",
+            where="parallel.num_processes > 0",
+        ),
+        Rule(
+            "processes % model_size == 0",
+            f"{start}, or choose sizes whose product divides {{processes}}",
+            where=f"model_size == {layout}.tp_size * {layout}.pp_size * {layout}.cp_size",
+            path=f"{layout}.tp_size",
+        ),
+        Rule(
+            f"expert_ranks % {layout}.ep_size == 0",
+            f"set {layout}.ep_size = {{nearest_divisor(expert_ranks, {layout}.ep_size)}}",
+            where="processes % model_size == 0 and expert_ranks == "
+            f"{layout}.tp_size / (parallel.etp_size or {layout}.tp_size) * data_parallel_size * {layout}.cp_size",
+        ),
+        # A rank without responses would still have to join every collective of the step.
+        Rule(
+            "training.mini_batch_prompts * rollout.group_size >= data_parallel_size",
+            "set training.mini_batch_prompts = {ceil(data_parallel_size / rollout.group_size)} or more, or use fewer data-parallel ranks",
+            where="processes % model_size == 0",
+            reason="each rank trains a response in every optimizer step",
+        ),
+    )
+
+
 # Divides every size that is split over tensor ranks; a fix for only one of them would move the error to the next.
 _COMMON_SIZE = "gcd(num_attention_heads, num_key_value_heads, has_dense_layers * intermediate_size)"
 
-ARCHITECTURE_RULES = (
-    *(
+
+def architecture_rules(layout: str) -> tuple[Rule, ...]:
+    """Return the rules between a layout and the sizes of the model."""
+    expert_cut = f"(parallel.etp_size or {layout}.tp_size)"
+    return (
+        *(
+            Rule(
+                f"{size} % {layout}.tp_size == 0",
+                f"set {layout}.tp_size = {{nearest_divisor({_COMMON_SIZE}, {layout}.tp_size)}}",
+                where=where,
+            )
+            for size, where in (
+                ("num_attention_heads", "True"),
+                ("num_key_value_heads", "True"),
+                ("intermediate_size", "has_dense_layers"),
+            )
+        ),
+        # SGLang splits query heads evenly; key-value heads are split or replicated.
         Rule(
-            f"{size} % parallel.tp_size == 0",
-            f"set parallel.tp_size = {{nearest_divisor({_COMMON_SIZE}, parallel.tp_size)}}",
-            where=where,
-        )
-        for size, where in (
-            ("num_attention_heads", "True"),
-            ("num_key_value_heads", "True"),
-            ("intermediate_size", "has_dense_layers"),
-        )
-    ),
-    # SGLang splits query heads evenly; key-value heads are split or replicated.
-    Rule(
-        "num_attention_heads % sglang.tp_size == 0 and "
-        "(num_key_value_heads % sglang.tp_size == 0 or sglang.tp_size % num_key_value_heads == 0)",
-        "set sglang.tp_size = {nearest_divisor(gcd(num_attention_heads, num_key_value_heads), sglang.tp_size)}",
-        where='rollout.engine == "sglang"',
-    ),
-    Rule(
-        "num_layers % (parallel.pp_size * parallel.vpp_size) == 0",
-        "choose pp_size * vpp_size = {nearest_divisor(num_layers, parallel.pp_size * parallel.vpp_size)}, or set "
-        "parallel.first_stage_layers and parallel.last_stage_layers",
-        path="parallel.pp_size",
-        where="not parallel.first_stage_layers and not parallel.last_stage_layers",
-    ),
-    Rule(
-        "stages_fit(num_layers, parallel.pp_size, parallel.vpp_size, parallel.first_stage_layers, parallel.last_stage_layers)",
-        "choose them so that the stages between share num_layers - first_stage_layers - last_stage_layers evenly, each a "
-        "multiple of vpp_size; pp_size is {parallel.pp_size}, vpp_size {parallel.vpp_size}, num_layers {num_layers}",
-        path="parallel.first_stage_layers",
-        where="parallel.first_stage_layers or parallel.last_stage_layers",
-    ),
-    # Strictly below, because a response needs a position, too.
-    Rule(
-        "data.max_prompt_tokens < max_position_embeddings",
-        "set data.max_prompt_tokens below {max_position_embeddings}, or use a model with more positions",
-    ),
-    *(
+            "num_attention_heads % sglang.tp_size == 0 and "
+            "(num_key_value_heads % sglang.tp_size == 0 or sglang.tp_size % num_key_value_heads == 0)",
+            "set sglang.tp_size = {nearest_divisor(gcd(num_attention_heads, num_key_value_heads), sglang.tp_size)}",
+            where='rollout.engine == "sglang"',
+        ),
         Rule(
-            f"data.max_prompt_tokens + {path} <= max_position_embeddings",
-            f"set {path} = {{max_position_embeddings - data.max_prompt_tokens}} or less, or use a model with more positions",
-            where=f"data.max_prompt_tokens < max_position_embeddings{where}",
-        )
-        for path, where in (
-            ("rollout.max_response_tokens", ""),
-            ("evaluation.max_response_tokens", " and data.eval_paths and evaluation.max_response_tokens > 0"),
-        )
-    ),
-    Rule(
-        "num_experts > 0 and num_experts % parallel.ep_size == 0",
-        "set parallel.ep_size = {nearest_divisor(num_experts, parallel.ep_size)}",
-        where="parallel.ep_size > 1",
-        reason="a dense model has no experts",
-    ),
-    Rule(
-        f"moe_intermediate_size % {_EXPERT_CUT} == 0",
-        f"set parallel.etp_size = {{nearest_divisor(moe_intermediate_size, {_EXPERT_CUT})}}",
-        where="num_experts > 0",
-    ),
-    Rule(
-        "parallel.sequence_parallel",
-        "set parallel.sequence_parallel = true",
-        where="num_experts > 0 and parallel.tp_size > 1",
-        reason="Megatron-core needs it where experts meet tensor parallelism",
-    ),
-    Rule(
-        "num_experts > 0",
-        "set rollout.routing_replay = false",
-        path="rollout.routing_replay",
-        where="rollout.routing_replay",
-        reason="a dense model chooses no experts",
-    ),
-)
+            f"num_layers % ({layout}.pp_size * {layout}.vpp_size) == 0",
+            f"choose pp_size * vpp_size = {{nearest_divisor(num_layers, {layout}.pp_size * {layout}.vpp_size)}}, or set "
+            "parallel.first_stage_layers and parallel.last_stage_layers",
+            path=f"{layout}.pp_size",
+            where="not parallel.first_stage_layers and not parallel.last_stage_layers",
+        ),
+        Rule(
+            "stages_fit(num_layers, parallel.pp_size, parallel.vpp_size, parallel.first_stage_layers, parallel.last_stage_layers)",
+            "choose them so that the stages between share num_layers - first_stage_layers - last_stage_layers evenly, each a "
+            "multiple of vpp_size; pp_size is {parallel.pp_size}, vpp_size {parallel.vpp_size}, num_layers {num_layers}",
+            path="parallel.first_stage_layers",
+            where="parallel.first_stage_layers or parallel.last_stage_layers",
+        ),
+        # Strictly below, because a response needs a position, too.
+        Rule(
+            "data.max_prompt_tokens < max_position_embeddings",
+            "set data.max_prompt_tokens below {max_position_embeddings}, or use a model with more positions",
+        ),
+        *(
+            Rule(
+                f"data.max_prompt_tokens + {path} <= max_position_embeddings",
+                f"set {path} = {{max_position_embeddings - data.max_prompt_tokens}} or less, or use a model with more positions",
+                where=f"data.max_prompt_tokens < max_position_embeddings{where}",
+            )
+            for path, where in (
+                ("rollout.max_response_tokens", ""),
+                ("evaluation.max_response_tokens", " and data.eval_paths and evaluation.max_response_tokens > 0"),
+            )
+        ),
+        Rule(
+            f"num_experts > 0 and num_experts % {layout}.ep_size == 0",
+            f"set {layout}.ep_size = {{nearest_divisor(num_experts, {layout}.ep_size)}}",
+            where=f"{layout}.ep_size > 1",
+            reason="a dense model has no experts",
+        ),
+        Rule(
+            f"moe_intermediate_size % {expert_cut} == 0",
+            f"set parallel.etp_size = {{nearest_divisor(moe_intermediate_size, {expert_cut})}}",
+            where="num_experts > 0",
+        ),
+        Rule(
+            "parallel.sequence_parallel",
+            "set parallel.sequence_parallel = true",
+            where="num_experts > 0 and parallel.tp_size > 1",
+            reason="Megatron-core needs it where experts meet tensor parallelism",
+        ),
+        Rule(
+            "num_experts > 0",
+            "set rollout.routing_replay = false",
+            path="rollout.routing_replay",
+            where="rollout.routing_replay",
+            reason="a dense model chooses no experts",
+        ),
+    )
+
 
 _LAYER_FIELDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
 _FP8_PARAM = "precision.fp8_param and computes_in_fp8"
@@ -232,9 +242,9 @@ PRECISION_ARCHITECTURE_RULES = (
 )
 
 
-def layout_facts(config: Config, processes: int) -> dict[str, Any]:
-    """Return the numbers of the layout that formulas name, for `processes` that hold the policy."""
-    p, recipe = config.parallel, RECIPES.get(config.precision.recipe, PrecisionRecipe())
+def layout_facts(config: Config, p: ParallelConfig, processes: int) -> dict[str, Any]:
+    """Return the numbers of the layout `p` that formulas name, for `processes` that hold a model."""
+    recipe = RECIPES.get(config.precision.recipe, PrecisionRecipe())
     # At least 1: sizes out of their range are reported by their own line, and must not divide by 0 here.
     tensor, context = max(p.tp_size, 1), max(p.cp_size, 1)
     model_size = tensor * max(p.pp_size, 1) * context
@@ -251,23 +261,20 @@ def layout_facts(config: Config, processes: int) -> dict[str, Any]:
     }
 
 
+_SIZES = (
+    *("num_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "has_dense_layers"),
+    *("num_experts", "moe_intermediate_size", "max_position_embeddings"),
+)
+
+
 def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
     """Return the sizes of the model that formulas refer to."""
-    return {
-        "num_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_key_value_heads": architecture.num_key_value_heads,
-        "intermediate_size": architecture.intermediate_size,
-        "has_dense_layers": architecture.has_dense_layers,
-        "num_experts": architecture.num_experts,
-        "moe_intermediate_size": architecture.moe_intermediate_size,
-        "max_position_embeddings": architecture.max_position_embeddings,
-    }
+    return {name: getattr(architecture, name) for name in _SIZES}
 
 
-def unfit_shapes(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
-    """Yield a violation for every weight whose size on a rank the FP8 recipe does not support."""
-    recipe, tensor = config.precision.recipe, config.parallel.tp_size
+def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:
+    """Yield a violation for every weight whose size on a rank of the layout the FP8 recipe does not support."""
+    recipe, tensor = config.precision.recipe, value_of(config, layout).tp_size
     expert_tensor = config.parallel.etp_size or tensor
     if not RECIPES.get(recipe, PrecisionRecipe()).is_fp8 or min(tensor, expert_tensor) < 1:
         return
@@ -282,9 +289,9 @@ def unfit_shapes(config: Config, architecture: ModelArchitecture) -> Iterator[Vi
     # A smaller parallel size is a fix only if the whole weights have supported sizes.
     fits_whole = not misfits(recipe, sizes, 1)
     # Without etp_size, experts are split like dense layers.
-    expert_path = "parallel.etp_size" if config.parallel.etp_size else "parallel.tp_size"
-    cuts = {"tensor": "parallel.tp_size", "expert_tensor": expert_path}
-    for one in misfits(recipe, sizes, tensor, expert_tensor):
+    expert_path = "parallel.etp_size" if config.parallel.etp_size else f"{layout}.tp_size"
+    cuts = {"tensor": f"{layout}.tp_size", "expert_tensor": expert_path}
+    for one in misfits(recipe, sizes, tensor, expert_tensor, layout):
         path = cuts[one.cut] if one.cut and fits_whole else ""
         values = {name: value_of(config, name) for name in filter(None, (path, "precision.recipe"))}
         yield Violation(

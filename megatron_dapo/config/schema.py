@@ -412,17 +412,16 @@ class Config(Section):
         tensor, pipeline = asked.tp_size or policy.tp_size, asked.pp_size or policy.pp_size
         # Chunks divide the layers of a stage, so the policy's number applies only to the same number of stages.
         same_stages = pipeline == policy.pp_size
-        return policy.model_copy(
-            update={
-                "tp_size": tensor,
-                "pp_size": pipeline,
-                "vpp_size": asked.vpp_size or (policy.vpp_size if same_stages else 1),
-                "cp_size": asked.cp_size or policy.cp_size,
-                "ep_size": asked.ep_size or policy.ep_size,
-                # Megatron-core refuses sequence parallelism on one tensor rank.
-                "sequence_parallel": policy.sequence_parallel and tensor > 1,
-            }
-        )
+        sizes = {
+            "tp_size": tensor,
+            "pp_size": pipeline,
+            "vpp_size": asked.vpp_size or (policy.vpp_size if same_stages else 1),
+            "cp_size": asked.cp_size or policy.cp_size,
+            "ep_size": asked.ep_size or policy.ep_size,
+            # Megatron-core refuses sequence parallelism on one tensor rank.
+            "sequence_parallel": policy.sequence_parallel and tensor > 1,
+        }
+        return ParallelConfig(**{**dict(policy), **sizes})
 
     @property
     def critic_megatron(self) -> Mapping[str, Any]:

@@ -6,22 +6,27 @@ laptop can validate a 1024-rank job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Set
 from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE, as_policy, of_critic
+from megatron_dapo.config.algorithm_schema import CriticParallelConfig
+from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE
+from megatron_dapo.config.derive import derive
 from megatron_dapo.config.engine_rules import ENGINE_RULES
 from megatron_dapo.config.layout_rules import (
-    ARCHITECTURE_RULES,
+    CRITIC,
     LAYOUT_RULES,
+    POLICY,
     PRECISION_ARCHITECTURE_RULES,
     PRECISION_RULES,
-    WORLD_RULES,
+    START_PROCESSES,
     architecture_facts,
+    architecture_rules,
     layout_facts,
     unfit_shapes,
+    world_rules,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
@@ -58,16 +63,39 @@ def validate(
     found += broken(
         (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES), config, facts, outside.keys()
     )
-    found += _layout_violations(config, facts, architecture, outside)
+    # If no process is left for the policy, the rule for the critic's separate processes says how many to start.
+    if facts["processes"] >= 1:
+        found += broken(world_rules(POLICY), config, facts, outside.keys())
+    if architecture is not None:
+        sizes = {**facts, **architecture_facts(architecture)}
+        found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES), config, sizes, outside.keys())
+        found += unfit_shapes(config, architecture, POLICY)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.
     if own >= processes >= 1:
         return [*found, *broken([OWN_PROCESSES_RULE], config, {**facts, "processes": processes}, outside.keys())]
     if config.has_critic and (own or config.critic_parallel != config.parallel):
-        critic = as_policy(config)
-        facts = facts_of(critic, own or processes)
-        found += of_critic(_layout_violations(critic, facts, architecture, outside), own)
+        found += _critic_layout(config, own, processes, architecture, outside.keys())
     return found
+
+
+def _critic_layout(
+    config: Config, own: int, processes: int, architecture: ModelArchitecture | None, outside: Set[str]
+) -> Iterator[Violation]:
+    """Yield what is wrong with the sizes of the critic's layout, on its `own` processes or else on all."""
+    sizes = config.critic_parallel.model_dump(include=set(CriticParallelConfig.model_fields) - {"num_processes"})
+    resolved = derive(config, {CRITIC: sizes})
+    facts = {**layout_facts(config, config.critic_parallel, own or processes), "num_critic_processes": 0}
+    start = "set critic.parallel.num_processes = {padded(processes, model_size)}" if own else START_PROCESSES
+    rules = list(world_rules(CRITIC, start))
+    if architecture is not None:
+        facts |= architecture_facts(architecture)
+        rules += architecture_rules(CRITIC)
+    # What blames another section is a rule of the policy. A size of 0 means the policy's, which may be out of its range.
+    own_rules = [rule for rule in rules if rule.fields()[0].startswith(f"{CRITIC}.")]
+    yield from broken(own_rules, resolved, facts, {*outside, *(f"critic.{path}" for path in outside)})
+    if architecture is not None:
+        yield from (one for one in unfit_shapes(resolved, architecture, CRITIC) if one.path.startswith(f"{CRITIC}."))
 
 
 def require_valid(
@@ -97,24 +125,11 @@ def out_of_range(config: Config) -> dict[str, Bounds]:
     return {path: bound for path, bound in field_bounds(config).items() if not bound.hold(value_of(config, path))}
 
 
-def _layout_violations(
-    config: Config, facts: Mapping[str, Any], architecture: ModelArchitecture | None, outside: Mapping[str, Bounds]
-) -> list[Violation]:
-    """Return what is wrong between layout, processes and the model's shape."""
-    # If no process is left for the policy, the rule for the critic's separate processes says how many to start.
-    found = list(broken(WORLD_RULES, config, facts, outside.keys())) if facts["processes"] >= 1 else []
-    if architecture is not None:
-        rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
-        found += broken(rules, config, {**facts, **architecture_facts(architecture)}, outside.keys())
-        found += unfit_shapes(config, architecture)
-    return found
-
-
 def facts_of(config: Config, processes: int) -> dict[str, Any]:
     """Return the numbers that formulas refer to but that are not fields."""
     return {
-        **layout_facts(config, processes),
-        "critic_multiple": layout_facts(as_policy(config), processes)["multiple"],
+        **layout_facts(config, config.parallel, processes),
+        "critic_multiple": layout_facts(config, config.critic_parallel, processes)["multiple"],
         "scheduled_steps": schedule_steps(config),
         "critic_scheduled_steps": critic_schedule_steps(config),
         "verifier_presets": VERIFIER_PRESETS,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_dapo.config.derive import derive
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.check import FEWEST_SEQUENCES, validate_and_check
@@ -65,7 +66,7 @@ def search(
         return found
     # FP8 weights halve the servers' weight memory, but widen the gap between rollout and trainer log-probs.
     setting = {"sglang.quantization": "fp8"}
-    quantized = _search(apply(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
+    quantized = _search(derive(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
     if found.layouts:
         seconds = quantized.layouts[0].plan.total if quantized.layouts else None
         return replace(found, fp8_seconds=seconds)
@@ -100,7 +101,7 @@ def _search(
             reasons[reason or "KV cache"] += 1
             continue
         _, server = min(servers, key=lambda one: one[0])
-        chosen = apply(probe, server)
+        chosen = derive(probe, server)
         plans.append((trainer | server, plan_step(chosen, architecture, num_gpus, cluster, gpu, mean_response)))
     plans.sort(key=lambda one: one[1].total)
     accepted, refused = list[Ranked](), ""
@@ -120,7 +121,7 @@ def _trainer_fits(
 ) -> tuple[Config, RunMemory, str]:
     """Return the configuration, its memory with a small server, and which memory is too small for the trainer ("":
     none)."""
-    changed = apply(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
+    changed = derive(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
     memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
     if memory.trainer > cluster.gpu_bytes - MARGIN:
         return changed, memory, TRAINER_MEMORY
@@ -143,14 +144,14 @@ def _servers(
     for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
         count = cluster.gpus_per_node // ranks
         settings: dict[str, Any] = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
-        free = free_at_start(apply(config, settings), cluster)
+        free = free_at_start(derive(config, settings), cluster)
         settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, free)
-        engine = engine_memory(apply(config, settings), architecture, cluster)
+        engine = engine_memory(derive(config, settings), architecture, cluster)
         holds = engine.kv_tokens // whole
         if holds < fewest:  # a server limited to fewer requests may still be the only one that fits
             settings["sglang.max_running_requests"] = holds
         if holds >= min(fewest, FEWEST_RUNNING):
-            changed = apply(config, settings)
+            changed = derive(config, settings)
             queue = generation_queue(changed, architecture, engine, count * cluster.num_nodes, lengths, gpu)
             yield queue.seconds, settings
 
@@ -271,26 +272,6 @@ def _serves(a: ModelArchitecture, ranks: int) -> bool:
 def _needs_context(config: Config) -> bool:
     """Return True if sequences are long enough for context parallelism to pay off."""
     return config.longest_sequence >= 16384
-
-
-def apply(config: Config, settings: dict[str, Any]) -> Config:
-    """Return the configuration with these values, which must already have their fields' types."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for path, value in settings.items():
-        section, _, name = path.rpartition(".")
-        by_section.setdefault(section, {})[name] = value
-    for section in sorted(by_section, key=lambda name: -name.count(".")):
-        outer, _, inner = section.partition(".")
-        changed = by_section[section]
-        if inner:
-            by_section.setdefault(outer, {})[inner] = getattr(getattr(config, outer), inner).model_copy(update=changed)
-    sections = {name: changed for name, changed in by_section.items() if "." not in name}
-    return config.model_copy(update={name: _changed(getattr(config, name), sections[name]) for name in sections})
-
-
-def _changed(section: Any, changed: dict[str, Any]) -> Any:
-    """Return a section, or a table of megatron-core's fields, with these values."""
-    return {**section, **changed} if isinstance(section, Mapping) else section.model_copy(update=changed)
 
 
 def _binding(plan: StepPlan) -> str:

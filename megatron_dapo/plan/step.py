@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dapo.config.critic_rules import as_critic
+from megatron_dapo.config.derive import as_critic
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import Cluster

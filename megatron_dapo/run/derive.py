@@ -1,43 +1,20 @@
-"""Derives configurations from a configuration. Each is validated like a loaded one."""
+"""The configurations that are derived from a run's: of value pretraining, fine-tuning, evaluation and sampling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from megatron_dapo.config.algorithm_schema import (
     AlgorithmConfig,
     CriticConfig,
     PpoClipLossConfig,
 )
+from megatron_dapo.config.derive import derive
 from megatron_dapo.config.rollout_schema import InjectionConfig, RolloutConfig
-from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.files import count_rows
-
-
-def derive(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return `config` with `changes`, nested by section. ConfigError for a name or a type that the schema does not have."""
-    try:
-        return Config.model_validate(_merged(config.model_dump(), changes))
-    except ValidationError as error:
-        problems = [
-            Violation(".".join(map(str, one["loc"])), one["msg"], "correct the derived value", {"value": one["input"]})
-            for one in error.errors(include_url=False)
-        ]
-        raise ConfigError(problems, "derived configuration") from None
-
-
-def _merged(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in changes.items():
-        is_section = isinstance(value, Mapping) and isinstance(tree.get(name), dict)
-        tree[name] = _merged(tree[name], value) if is_section else value
-    return tree
-
 
 # Below the run's directory, and below its checkpoint directory if that is separate.
 SUBDIRECTORY = "value_pretraining"

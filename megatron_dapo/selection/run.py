@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config import Config
+from megatron_dapo.config.derive import derive
 from megatron_dapo.data.dataset import prompt_id_of
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.sources import train_files
@@ -19,7 +20,6 @@ from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_datase
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.rewards.build import open_verifier_pool
-from megatron_dapo.run.derive import derive
 from megatron_dapo.run.evaluate import opened_engine
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of

@@ -95,7 +95,7 @@ def model_memory(
     has_value_head: bool = False,
     kernels: Kernels = "transformer_engine",
 ) -> ModelMemory:
-    """Return the memory of the policy, or of the critic given `as_policy`, on the rank of `processes` that needs most."""
+    """Return the memory of the policy, or of the critic given `as_critic`, on the rank of `processes` that needs most."""
     # Stages after the second need not be checked: they have fewer micro-batches in flight, and neither embedding nor
     # head. The second may have more layers than the first.
     stages = {0, min(1, config.parallel.pp_size - 1), config.parallel.pp_size - 1}

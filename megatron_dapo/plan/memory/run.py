@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_dapo.config.critic_rules import as_critic
+from megatron_dapo.config.derive import as_critic
 from megatron_dapo.config.schema import CheckpointConfig, Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import GIB, Cluster

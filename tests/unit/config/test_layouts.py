@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dapo.cli.main import app
 from megatron_dapo.cli.description import describe
+from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError
+from megatron_dapo.config.derive import derive
 from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.memory import num_parameters, run_memory
-from megatron_dapo.plan.search import apply, recomputations
+from megatron_dapo.plan.search import recomputations
 from megatron_dapo.plan.weight_sync import sync_traffic
 from megatron_dapo.run.plan import Machines, Plan, make_plan
 from tests.unit.config.architectures import DENSE, write_model
@@ -83,7 +84,7 @@ def test_a_layout_recomputes_no_more_than_it_must(layout: Path, inputs: Path) ->
         update={"megatron": {field: value for field, value in config.megatron.items() if field != "recompute_modules"}}
     )
     for settings in recomputations(base, plan.architecture):
-        tried = apply(base, settings)
+        tried = derive(base, settings)
         memory = run_memory(tried, plan.architecture, plan.num_processes, plan.cluster)
         if memory.trainer <= plan.cluster.gpu_bytes - ROOM:
             break

@@ -519,8 +519,8 @@ def test_a_wrong_number_of_processes_is_named_with_those_of_the_critic() -> None
 ALL_RULES = (
     *validator.RULES,
     *validator.LAYOUT_RULES,
-    *validator.WORLD_RULES,
-    *validator.ARCHITECTURE_RULES,
+    *(rule for layout in (validator.POLICY, validator.CRITIC) for rule in validator.world_rules(layout)),
+    *(rule for layout in (validator.POLICY, validator.CRITIC) for rule in validator.architecture_rules(layout)),
     *validator.PRECISION_RULES,
     *validator.PRECISION_ARCHITECTURE_RULES,
     *validator.CRITIC_RULES,
@@ -532,7 +532,10 @@ ALL_RULES = (
 def test_every_expression_of_a_rule_can_be_evaluated() -> None:
     """Expressions of `where` and `fix` that no broken configuration of these tests reaches must evaluate, too."""
     # Sizes whose 0 stands for another field are given: `where` keeps 0 from a formula that divides by it.
-    config = make(algorithm__name="tppo", parallel__etp_size=1, critic__mini_batch_prompts=4)
+    sizes = dict.fromkeys(("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size"), 1)
+    config = make(
+        algorithm__name="tppo", parallel__etp_size=1, critic__mini_batch_prompts=4, critic__parallel=sizes
+    )
     facts = facts_of(config)
     for rule in ALL_RULES:
         for formula, where in (("False", "True"), (rule.formula, "True"), (rule.formula, rule.where)):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import load_config
+from megatron_dapo.config.derive import derive
 from megatron_dapo.models.stages import layers_of_stages
 from megatron_dapo.plan.check import validate_and_check
 from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.search import MARGIN, Found, apply, candidates, recomputations, search, splits
+from megatron_dapo.plan.search import MARGIN, Found, candidates, recomputations, search, splits
 from megatron_dapo.plan.step import plan_step
 from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, RECIPES
@@ -56,14 +57,14 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
         return
     if model in NEEDS_FP8_ENGINES and algorithm != "dapo":
         assert not found.layouts and 'Fix: set algorithm.off_policy.correction = "tis"' in found.refused
-        config = apply(config, {"algorithm.off_policy.correction": "tis"})
+        config = derive(config, {"algorithm.off_policy.correction": "tis"})
         found = found_for(config, model, gpus)
     assert found.layouts, (found.reasons, found.refused)
     seconds = [one.plan.total for one in found.layouts]
     assert seconds == sorted(seconds) and seconds[0] > 0
     cluster = Cluster(gpus // 8, 8, 79.0, 2000.0)
     for one in found.layouts:
-        assert not validate_and_check(apply(config, one.settings), cluster, facts, gpus)
+        assert not validate_and_check(derive(config, one.settings), cluster, facts, gpus)
         assert one.plan.peak <= cluster.gpu_bytes - MARGIN and one.binding
         # Context ranks never ran on GPUs: others fit here.
         assert one.settings["parallel.cp_size"] == 1
@@ -107,13 +108,13 @@ def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> Non
 def test_kinds_of_recomputation_that_are_tried(
     model: str, changes: dict[str, object], kinds: list[tuple[str, object]]
 ) -> None:
-    found = recomputations(apply(config_of("dapo"), changes), facts_of(MODELS[model]))
+    found = recomputations(derive(config_of("dapo"), changes), facts_of(MODELS[model]))
     assert [(one["model.recompute_granularity"], one.get("megatron.recompute_modules")) for one in found] == kinds
 
 
 def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
     """--set cannot take them away, and validation refuses them beside other kinds of recomputation."""
-    config = apply(
+    config = derive(
         config_of("dapo"), {"model.recompute_granularity": "selective", "megatron.recompute_modules": ["mlp"]}
     )
     found = found_for(config, "32B", 16)

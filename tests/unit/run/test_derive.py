@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import ConfigError, config_from_dict, load_config, validate
-from megatron_dapo.run.derive import derive, for_evaluation, for_sampling, pretraining_config, sft_config
+from megatron_dapo.config.derive import derive
+from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config, sft_config
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = sorted((*(EXAMPLES / "quickstart").glob("*.toml"), *(EXAMPLES / "smollm2").glob("*.toml")))

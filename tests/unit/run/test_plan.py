@@ -9,6 +9,7 @@ import pytest
 from megatron_dapo.cli.description import describe
 from megatron_dapo.config import ConfigError
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
+from tests.unit.cli.conftest import recipe  # noqa: F401
 
 
 def violated(
