@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ from hypothesis import strategies as st
 from megatron_dapo.config import (
     Config,
     ConfigError,
-    config_from_dict,
+    load_config,
     require_valid,
     schedule_steps,
     validate,
     validator,
 )
+from megatron_dapo.config.derive import derive
 from megatron_dapo.config.layout_rules import architecture_facts
 from megatron_dapo.config.rules import broken, nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
@@ -29,27 +32,17 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from tests.examples import examples
 from tests.unit.config import architectures
 
+SMALL = Path(__file__).with_name("small.toml")
 FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
 QWEN_32B = architectures.facts_of(architectures.QWEN_32B)
 
 
-def make(**values: Any) -> Config:
-    """A valid small configuration with `section__field` values replaced."""
-    tree: dict[str, Any] = {
-        "model": {"path": "/m"},
-        "data": {"train_paths": ["/t"], "eval_paths": ["/e"], "max_prompt_tokens": 32},
-        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
-        "training": {"mini_batch_prompts": 4, "micro_batch_tokens": 512},
-    }
-    for name, value in values.items():
-        node = tree
-        *sections, field = name.split("__")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[field] = value
-    return config_from_dict(tree)
+def make(overrides: str = "", **values: Any) -> Config:
+    """A valid small configuration with overrides "a.b=value ...", or with `section__field` values replaced."""
+    config = load_config(SMALL, overrides.split()).config
+    return derive(config, {name.replace("__", "."): value for name, value in values.items()}) if values else config
 
 
 def paths(config: Config, **facts: Any) -> list[str]:
@@ -61,166 +54,121 @@ def test_valid_configuration_has_no_violation() -> None:
     require_valid(make(), world_size=1, architecture=QWEN_32B)
 
 
-GIVEN_SERVERS = {
-    "rollout__engine": "sglang",
-    "sglang__urls": ["http://10.0.0.1:30000"],
-    "sglang__api_key_file": "engine.key",
-    "sglang__weight_sync_transport": "p2p",
-    "sglang__placement": "disaggregated",
-}
+GIVEN_SERVERS = (
+    "rollout.engine=sglang sglang.urls=['http://10.0.0.1:30000'] sglang.api_key_file=engine.key "
+    "sglang.weight_sync_transport=p2p sglang.placement=disaggregated"
+)
+FP8_SERVERS = "rollout.engine=sglang sglang.quantization=fp8 algorithm.off_policy.correction=tis"
+STALE = "rollout.max_staleness=1 algorithm.off_policy.correction=tis"
+PUNISHMENT = "reward.overlong_punishment"
 
-FP8_SERVERS = {
-    "rollout__engine": "sglang",
-    "sglang__quantization": "fp8",
-    "algorithm__off_policy__correction": "tis",
-}
 
+def punished(max_length: int) -> str:
+    return f"{PUNISHMENT}.enabled=true {PUNISHMENT}.max_length={max_length} {PUNISHMENT}.cache_length=16"
+
+
+# The field to change, and the overrides that break one rule.
 BROKEN = [
-    ("training.mini_batch_prompts", {"training__mini_batch_prompts": 3}),
-    ("training.micro_batch_tokens", {"training__micro_batch_tokens": 95}),
-    ("rollout.group_size", {"rollout__group_size": 1}),
-    ("rollout.accuracy_min", {"rollout__accuracy_min": 0.3, "rollout__accuracy_max": 0.4}),
-    ("data.injection.when", {"data__injection__templates": ["noise"], "rollout__filter_groups": False}),
-    ("data.injection.rate", {"data__injection__templates": ["noise"], "data__injection__rate": 0.1}),
-    ("data.injection.templates", {"data__injection": {"templates": ["answer_range"], "when": "visit"}}),
-    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__budget__enabled": True}),
-    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__prompt_order": "priority"}),
-    ("data.injection.templates", {"data__injection__templates": ["noise"], "rollout__prompt_filter__name": "bounds"}),
-    ("rollout.top_p", {"rollout__top_p": 0.9}),
-    ("rollout.top_k", {"rollout__top_k": 20}),
-    ("rollout.max_staleness", {"rollout__max_staleness": 1}),
-    ("rollout.oversample", {"rollout__oversample": 1.5}),
-    ("rollout.dynamic_sampling", {"rollout__dynamic_sampling": "soft", "rollout__filter_groups": False}),
-    ("rollout.replay_order", {"rollout__replay_order": "newest"}),
-    ("rollout.budget.min_size", {"rollout__budget__enabled": True, "rollout__budget__min_size": 65}),
-    ("data.max_epochs", {"rollout__prompt_order": "priority", "data__max_epochs": 2}),
-    ("rollout.temperature", {"rollout__temperature": 0.0}),
-    (
-        "rollout.partial_rollout",
-        {
-            "rollout__engine": "sglang",
-            "rollout__max_staleness": 1,
-            "algorithm__off_policy__correction": "tis",
-            "sglang__placement": "disaggregated",
-        },
-    ),
-    ("sglang.ep_size", {"rollout__engine": "sglang", "sglang__tp_size": 4, "sglang__ep_size": 3}),
-    ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 3, "parallel__ep_size": 2}),
-    ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 2}),
-    ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
-    (
-        "parallel.use_distributed_optimizer",
-        {"megatron": {"overlap_param_gather": True}, "parallel__use_distributed_optimizer": False},
-    ),
-    ("rollout.routing_replay", {"rollout__routing_replay": True}),
+    ("training.mini_batch_prompts", "training.mini_batch_prompts=3"),
+    ("training.micro_batch_tokens", "training.micro_batch_tokens=95"),
+    ("rollout.group_size", "rollout.group_size=1"),
+    ("rollout.accuracy_min", "rollout.accuracy_min=0.3 rollout.accuracy_max=0.4"),
+    ("data.injection.when", "data.injection.templates=['noise'] rollout.filter_groups=false"),
+    ("data.injection.rate", "data.injection.templates=['noise'] data.injection.rate=0.1"),
+    ("data.injection.templates", "data.injection.templates=['answer_range'] data.injection.when=visit"),
+    ("data.injection.templates", "data.injection.templates=['noise'] rollout.budget.enabled=true"),
+    ("data.injection.templates", "data.injection.templates=['noise'] rollout.prompt_order=priority"),
+    ("data.injection.templates", "data.injection.templates=['noise'] rollout.prompt_filter.name=bounds"),
+    ("rollout.top_p", "rollout.top_p=0.9"),
+    ("rollout.top_k", "rollout.top_k=20"),
+    ("rollout.max_staleness", "rollout.max_staleness=1"),
+    ("rollout.oversample", "rollout.oversample=1.5"),
+    ("rollout.dynamic_sampling", "rollout.dynamic_sampling=soft rollout.filter_groups=false"),
+    ("rollout.replay_order", "rollout.replay_order=newest"),
+    ("rollout.budget.min_size", "rollout.budget.enabled=true rollout.budget.min_size=65"),
+    ("data.max_epochs", "rollout.prompt_order=priority data.max_epochs=2"),
+    ("rollout.temperature", "rollout.temperature=0.0"),
+    ("rollout.partial_rollout", f"{STALE} rollout.engine=sglang sglang.placement=disaggregated"),
+    ("sglang.ep_size", "rollout.engine=sglang sglang.tp_size=4 sglang.ep_size=3"),
+    ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=3 parallel.ep_size=2"),
+    ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=2"),
+    ("sglang.max_total_tokens", "rollout.engine=sglang sglang.max_total_tokens=95"),
+    ("parallel.use_distributed_optimizer", "megatron.overlap_param_gather=true parallel.use_distributed_optimizer=false"),
+    ("rollout.routing_replay", "rollout.routing_replay=true"),
     (
         "rollout.routing_replay",
-        {
-            "rollout__engine": "sglang",
-            "rollout__routing_replay": True,
-            "model__recompute_granularity": "selective",
-            "megatron": {"recompute_modules": ["moe", "core_attn"]},
-        },
+        "rollout.engine=sglang rollout.routing_replay=true model.recompute_granularity=selective "
+        "megatron.recompute_modules=['moe','core_attn']",
     ),
-    ("sglang.api_key_file", {**GIVEN_SERVERS, "sglang__api_key_file": ""}),
-    ("sglang.weight_sync_transport", {**GIVEN_SERVERS, "sglang__weight_sync_transport": "shared_memory"}),
-    ("sglang.placement", {**GIVEN_SERVERS, "sglang__placement": "colocated"}),
-    ("sglang.quantization", {"rollout__engine": "sglang", "sglang__quantization": "fp8"}),
-    ("sglang.quantization", {"sglang__quantization": "fp8", "algorithm__off_policy__correction": "tis"}),
-    ("sglang.weight_sync_transport", {**FP8_SERVERS, "sglang__weight_sync_transport": "disk"}),
-    ("algorithm.off_policy.low", {"algorithm__off_policy__correction": "icepop"}),
-    (
-        "algorithm.off_policy.level",
-        {"algorithm__off_policy__correction": "tis", "algorithm__loss": "gspo"},
-    ),
-    ("algorithm.loss.clip_ratio_low", {"algorithm__loss__clip_ratio_low": 1.5}),
-    ("algorithm.loss.dual_clip", {"algorithm__loss__dual_clip": 0.9}),
-    (
-        "reward.overlong_punishment.cache_length",
-        {"reward__overlong_punishment": {"enabled": True, "max_length": 16, "cache_length": 16}},
-    ),
-    (
-        "reward.overlong_punishment.max_length",
-        {"reward__overlong_punishment": {"enabled": True, "max_length": 65, "cache_length": 16}},
-    ),
-    (
-        "reward.overlong_filter",
-        {
-            "reward__overlong_filter": True,
-            "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
-        },
-    ),
-    ("reward.verifier", {"reward__verifier": "strict"}),
-    ("reward.verifier", {"reward__verifier": "no such:thing"}),
-    ("reward.shadow_verifier", {"reward__shadow_verifier": "dapo"}),
-    ("reward.correct", {"reward__correct": -1.0}),
-    ("run.max_generation_steps", {"run__max_generation_steps": 50}),
-    ("rollout.max_num_gen_batches", {"rollout__max_num_gen_batches": 0}),
-    ("optimizer.warmup_steps", {"optimizer__warmup_steps": 100, "optimizer__schedule": "cosine"}),
-    ("optimizer.min_learning_rate", {"optimizer__min_learning_rate": 1.0, "optimizer__schedule": "linear"}),
-    ("data.eval_paths", {"data__eval_paths": [], "evaluation__interval": 1}),
-    ("data.train_paths", {"data__train_paths": []}),
-    ("evaluation.num_samples", {"evaluation__temperature": 0.0}),
-    ("parallel.vpp_size", {"parallel__vpp_size": 2}),
-    ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
-    ("optimizer.betas", {"optimizer__betas": [0.9, 1.0]}),
-    ("checkpoint.keep_every", {"checkpoint__keep_every": 30}),
-    ("checkpoint.keep_every", {"checkpoint__keep_every": 30, "checkpoint__interval": 0}),
-    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/best", "evaluation__interval": 10}),
-    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k", "evaluation__interval": 0}),
-    ("checkpoint.keep_best", {"checkpoint__keep_best": "eval/avg_at_k", "evaluation__interval": 3}),
+    ("sglang.api_key_file", f"{GIVEN_SERVERS} sglang.api_key_file="),
+    ("sglang.weight_sync_transport", f"{GIVEN_SERVERS} sglang.weight_sync_transport=shared_memory"),
+    ("sglang.placement", f"{GIVEN_SERVERS} sglang.placement=colocated"),
+    ("sglang.quantization", "rollout.engine=sglang sglang.quantization=fp8"),
+    ("sglang.quantization", "sglang.quantization=fp8 algorithm.off_policy.correction=tis"),
+    ("sglang.weight_sync_transport", f"{FP8_SERVERS} sglang.weight_sync_transport=disk"),
+    ("algorithm.off_policy.low", "algorithm.off_policy.correction=icepop"),
+    ("algorithm.off_policy.level", "algorithm.off_policy.correction=tis algorithm.loss=gspo"),
+    ("algorithm.loss.clip_ratio_low", "algorithm.loss.clip_ratio_low=1.5"),
+    ("algorithm.loss.dual_clip", "algorithm.loss.dual_clip=0.9"),
+    (f"{PUNISHMENT}.cache_length", punished(16)),
+    (f"{PUNISHMENT}.max_length", punished(65)),
+    ("reward.overlong_filter", f"{punished(64)} reward.overlong_filter=true"),
+    ("reward.verifier", "reward.verifier=strict"),
+    ("reward.verifier", "reward.verifier=no-such:thing"),
+    ("reward.shadow_verifier", "reward.shadow_verifier=dapo"),
+    ("reward.correct", "reward.correct=-1.0"),
+    ("run.max_generation_steps", "run.max_generation_steps=50"),
+    ("rollout.max_num_gen_batches", "rollout.max_num_gen_batches=0"),
+    ("optimizer.warmup_steps", "optimizer.warmup_steps=100 optimizer.schedule=cosine"),
+    ("optimizer.min_learning_rate", "optimizer.min_learning_rate=1.0 optimizer.schedule=linear"),
+    ("data.eval_paths", "data.eval_paths=[] evaluation.interval=1"),
+    ("data.train_paths", "data.train_paths=[]"),
+    ("evaluation.num_samples", "evaluation.temperature=0.0"),
+    ("parallel.vpp_size", "parallel.vpp_size=2"),
+    ("parallel.sequence_parallel", "parallel.sequence_parallel=true"),
+    ("optimizer.betas", "optimizer.betas=[0.9,1.0]"),
+    ("checkpoint.keep_every", "checkpoint.keep_every=30"),
+    ("checkpoint.keep_every", "checkpoint.keep_every=30 checkpoint.interval=0"),
+    ("checkpoint.keep_best", "checkpoint.keep_best=eval/best evaluation.interval=10"),
+    ("checkpoint.keep_best", "checkpoint.keep_best=eval/avg_at_k evaluation.interval=0"),
+    ("checkpoint.keep_best", "checkpoint.keep_best=eval/avg_at_k evaluation.interval=3"),
 ]
 
 
-@pytest.mark.parametrize(("path", "values"), BROKEN, ids=[f"{path}-{index}" for index, (path, _) in enumerate(BROKEN)])
-def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
-    found = validate(make(**values))
+@pytest.mark.parametrize(("path", "overrides"), BROKEN)
+def test_each_rule_is_found_alone(path: str, overrides: str) -> None:
+    found = validate(make(overrides))
     assert [violation.path for violation in found] == [path]
     assert found[0].values and found[0].suggestion and found[0].formula
 
 
 def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
-    found = validate(make(data__injection__templates=["noise"], rollout__prompt_filter__name="model"))
+    found = validate(make("data.injection.templates=['noise'] rollout.prompt_filter.name=model"))
     text = str(found[0])
     assert "data.injection.templates = ('noise',), rollout.prompt_filter.name = 'model'" in text and "\n" not in text
     assert text.endswith('Fix: set data.injection.templates = [], or rollout.prompt_filter.name = "none"')
 
 
 @pytest.mark.parametrize(
-    "values",
+    "overrides",
     [
-        {"rollout__top_p": 0.9, "rollout__allow_biased_sampling": True},
-        {"rollout__max_staleness": 2, "algorithm__off_policy__correction": "tis"},
-        {
-            "reward__overlong_filter": True,
-            "reward__allow_overlong_filter_and_punishment": True,
-            "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
-        },
-        {"data__injection__templates": ["noise"]},
-        {
-            "rollout__budget__enabled": True,
-            "rollout__prompt_order": "priority",
-            "rollout__prompt_filter__name": "model",
-        },
-        {"reward__verifier": "package.module:score"},
+        "rollout.top_p=0.9 rollout.allow_biased_sampling=true",
+        f"{STALE} rollout.max_staleness=2",
+        f"{punished(64)} reward.overlong_filter=true reward.allow_overlong_filter_and_punishment=true",
+        "data.injection.templates=['noise']",
+        "rollout.budget.enabled=true rollout.prompt_order=priority rollout.prompt_filter.name=model",
+        "reward.verifier=package.module:score",
         GIVEN_SERVERS,
         FP8_SERVERS,
-        {**FP8_SERVERS, "algorithm__off_policy__correction": "none", "sglang__allow_quantization_bias": True},
-        {
-            "rollout__engine": "sglang",
-            "rollout__max_staleness": 1,
-            "rollout__partial_rollout": True,
-            "algorithm__off_policy__correction": "tis",
-            "sglang__placement": "disaggregated",
-            "sglang__weight_sync_transport": "p2p",
-        },
-        {"algorithm__loss__dual_clip": "off"},
-        {"evaluation__temperature": 0.0, "evaluation__num_samples": 1},
-        {"data__eval_paths": []},
+        f"{FP8_SERVERS} algorithm.off_policy.correction=none sglang.allow_quantization_bias=true",
+        f"{STALE} rollout.engine=sglang rollout.partial_rollout=true sglang.placement=disaggregated",
+        "algorithm.loss.dual_clip=off",
+        "evaluation.temperature=0 evaluation.num_samples=1",
+        "data.eval_paths=[]",
     ],
 )
-def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
-    assert validate(make(**values)) == []
+def test_the_declared_ways_out_are_accepted(overrides: str) -> None:
+    assert validate(make(overrides)) == []
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -228,16 +176,13 @@ def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
 def test_all_violations_are_reported_together(chosen: set[int]) -> None:
     # Rules of one section may lean on the same fields, and rollout and algorithm on each other: combine one of each.
     together = {"rollout": "algorithm"}
-    combined: dict[str, Any] = {}
-    expected = set()
-    for path, values in (BROKEN[index] for index in sorted(chosen)):
-        sections, taken = (
-            {together.get(name.split("__")[0], name.split("__")[0]) for name in names} for names in (values, combined)
-        )
+    combined, taken, expected = "", set(), set()
+    for path, overrides in (BROKEN[index] for index in sorted(chosen)):
+        sections = {together.get(name, name) for name in re.findall(r"(\w+)\.[\w.]+=", overrides)}
         if not sections & taken:
-            combined.update(values)
+            combined, taken = f"{combined} {overrides}", taken | sections
             expected.add(path)
-    assert expected <= set(paths(make(**combined)))
+    assert expected <= set(paths(make(combined)))
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
@@ -327,23 +272,20 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "values"),
+    ("path", "overrides"),
     [
-        ("parallel.tp_size", {"parallel__tp_size": 16}),
-        ("parallel.pp_size", {"parallel__pp_size": 4, "parallel__vpp_size": 3}),
-        (
-            "rollout.max_response_tokens",
-            {"rollout__max_response_tokens": 131072 - 31, "training__micro_batch_tokens": 2**20},
-        ),
-        ("evaluation.max_response_tokens", {"evaluation__max_response_tokens": 131072}),
-        ("parallel.ep_size", {"parallel__ep_size": 2, "parallel__cp_size": 2}),
-        ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 16}),
-        ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 5}),
-        ("rollout.routing_replay", {"rollout__engine": "sglang", "rollout__routing_replay": True}),
+        ("parallel.tp_size", "parallel.tp_size=16"),
+        ("parallel.pp_size", "parallel.pp_size=4 parallel.vpp_size=3"),
+        ("rollout.max_response_tokens", f"rollout.max_response_tokens={131072 - 31} training.micro_batch_tokens={2**20}"),
+        ("evaluation.max_response_tokens", "evaluation.max_response_tokens=131072"),
+        ("parallel.ep_size", "parallel.ep_size=2 parallel.cp_size=2"),
+        ("sglang.tp_size", "rollout.engine=sglang sglang.tp_size=16"),
+        ("sglang.tp_size", "rollout.engine=sglang sglang.tp_size=5"),
+        ("rollout.routing_replay", "rollout.engine=sglang rollout.routing_replay=true"),
     ],
 )
-def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
-    assert set(paths(make(**values), architecture=QWEN_32B)) == {path}
+def test_architecture_rules(path: str, overrides: str) -> None:
+    assert set(paths(make(overrides), architecture=QWEN_32B)) == {path}
 
 
 QWEN_30B_A3B = architectures.facts_of(
@@ -387,7 +329,7 @@ def test_every_number_has_a_range() -> None:
     bounded = set(field_bounds(make()))
     for section in ("algorithm.loss", "algorithm.advantage"):
         for name in union_names(section):
-            bounded |= set(field_bounds(make(**{section.replace(".", "__"): name})))
+            bounded |= set(field_bounds(make(f"{section}={name}")))
     assert numbers - bounded == FREE
 
 
@@ -400,10 +342,9 @@ def test_ranges_refuse_minus_one() -> None:
 def of_member(path: str, number: float) -> Config:
     """A configuration with a field set; of a union the first member that has it."""
     section, _, name = path.rpartition(".")
-    members = [model for model in section_types()[section] if name in model.model_fields]
-    own = {"name": members[0].model_fields["name"].default} if union_names(section) else {}
-    keys = {**own, name: number}
-    return make(**{f"{section}__{key}".replace(".", "__"): value for key, value in keys.items()})
+    member = next(model for model in section_types()[section] if name in model.model_fields)
+    chosen = f"{section}={member.model_fields['name'].default}" if union_names(section) else ""
+    return make(f"{chosen} {path}={number}")
 
 
 def test_error_lists_every_violation() -> None:
@@ -427,42 +368,34 @@ def test_nothing_divides_by_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "path"),
+    ("algorithm", "overrides", "path"),
     [
-        ({"algorithm__positive_example_coefficient": 0.1}, "algorithm.positive_example_coefficient"),
-        ({"algorithm__kl_reward_coefficient": 0.1}, "algorithm.kl_reward_coefficient"),
-        ({"algorithm__name": "vapo", "critic__mini_batch_prompts": 3}, "critic.mini_batch_prompts"),
-        ({"algorithm__name": "vapo", "critic__micro_batch_tokens": 64}, "critic.micro_batch_tokens"),
+        ("dapo", "algorithm.positive_example_coefficient=0.1", "algorithm.positive_example_coefficient"),
+        ("dapo", "algorithm.kl_reward_coefficient=0.1", "algorithm.kl_reward_coefficient"),
+        ("vapo", "critic.mini_batch_prompts=3", "critic.mini_batch_prompts"),
+        ("vapo", "critic.micro_batch_tokens=64", "critic.micro_batch_tokens"),
         # 96 tokens hold the longest sequence, but not as 5 context ranks of the critic cut it: 100.
         (
-            {
-                "algorithm__name": "vapo",
-                "training__micro_batch_tokens": 96,
-                "critic__parallel__cp_size": 5,
-                "parallel__num_processes": 5,
-            },
+            "vapo",
+            "training.micro_batch_tokens=96 critic.parallel.cp_size=5 parallel.num_processes=5",
             "critic.micro_batch_tokens",
         ),
-        ({"algorithm__name": "ppo", "critic__warmup_train_steps": 100}, "critic.warmup_train_steps"),
-        (
-            {"algorithm__name": "vapo", "advantage_estimation__lambda_rule": "window"},
-            "advantage_estimation.lambda_rule",
-        ),
-        ({"window__tokens": 65}, "window.tokens"),
-        ({"window__ignored_tail_tokens": 16}, "window.ignored_tail_tokens"),
-        ({"rollout__filter_groups": True}, "rollout.filter_groups"),
-        ({"rollout__oversample": 1.5}, "rollout.oversample"),
-        ({"reward__overlong_filter": True}, "reward.overlong_filter"),
-        ({"advantage_estimation__critic_lambda": 0.95}, "advantage_estimation.critic_lambda"),
-        ({"window__windows_per_step": 3}, "window.windows_per_step"),
-        ({"value_pretraining__max_steps": 3}, "value_pretraining.max_steps"),
+        ("ppo", "critic.warmup_train_steps=100", "critic.warmup_train_steps"),
+        ("vapo", "advantage_estimation.lambda_rule=window", "advantage_estimation.lambda_rule"),
+        ("tppo", "window.tokens=65", "window.tokens"),
+        ("tppo", "window.ignored_tail_tokens=16", "window.ignored_tail_tokens"),
+        ("tppo", "rollout.filter_groups=true", "rollout.filter_groups"),
+        ("tppo", "rollout.oversample=1.5", "rollout.oversample"),
+        ("tppo", "reward.overlong_filter=true", "reward.overlong_filter"),
+        ("tppo", "advantage_estimation.critic_lambda=0.95", "advantage_estimation.critic_lambda"),
+        ("tppo", "window.windows_per_step=3", "window.windows_per_step"),
+        ("tppo", "value_pretraining.max_steps=3", "value_pretraining.max_steps"),
     ],
 )
-def test_rules_of_the_value_path(changes: dict[str, Any], path: str) -> None:
-    name = changes.get("algorithm__name", "dapo" if path.startswith("algorithm.") else "tppo")
-    base = {"algorithm__name": name, "window__tokens": 16, "rollout__filter_groups": False}
-    assert validate(make(**base)) == []
-    assert paths(make(**{**base, **changes})) == [path]
+def test_rules_of_the_value_path(algorithm: str, overrides: str, path: str) -> None:
+    base = f"algorithm.name={algorithm} window.tokens=16 rollout.filter_groups=false"
+    assert validate(make(base)) == []
+    assert paths(make(f"{base} {overrides}")) == [path]
 
 
 def test_the_critic_is_cut_as_the_policy_where_nothing_else_is_said() -> None:
