@@ -9,11 +9,11 @@ import pytest
 from megatron_dapo.checkpoints import disk_space
 from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.config import Config, ConfigError, config_from_dict
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.memory import num_parameters
 from tests.unit.config import architectures
-from tests.unit.config.architectures import facts_of
 
-QWEN_32B = facts_of(architectures.QWEN_32B)
+QWEN_32B = parse_architecture(architectures.QWEN_32B)
 
 
 def config(directory: Path, checkpoint: dict[str, object] | None = None, **sections: dict[str, object]) -> Config:

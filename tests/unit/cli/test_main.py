@@ -129,6 +129,16 @@ def test_bad_flags_are_refused(recipe: Path, started: list, arguments: list[str]
     assert result.exit_code == 2 and started == [] and "error:" in result.output
 
 
+def test_a_recipe_of_model_and_data_is_valid(recipe: Path) -> None:
+    """Every other key has a default that fits."""
+    facts = json.loads((recipe.parent / "model" / "config.json").read_text())
+    (recipe.parent / "model" / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": 4096}))
+    recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n')
+    result = runner.invoke(app, ["train", str(recipe), "--dry-run", "--no-inputs"])
+    assert result.exit_code == 0, result.output
+    assert "512 prompts x 16 responses" in result.output
+
+
 def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
     result = runner.invoke(app, ["train", str(recipe), "--dry-run", "--no-inputs"])
     assert result.exit_code == 0 and started == [] and "train step" in result.output

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-
-from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.config_json import read_architecture
 
 DENSE: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -150,9 +145,3 @@ def write_model(directory: Path, document: Mapping[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(document)))
     return directory
-
-
-def facts_of(document: Mapping[str, Any]) -> ModelArchitecture:
-    """Return the facts that the validator reads from such a config.json."""
-    with tempfile.TemporaryDirectory() as directory:
-        return read_architecture(write_model(Path(directory), document))

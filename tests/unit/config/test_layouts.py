@@ -109,138 +109,118 @@ def test_layouts_for_1_2_16_and_64_nodes_are_shipped() -> None:
     assert {re.search(r"_(\d+)nodes?", path.stem)[1] for path in LAYOUTS} == {"1", "2", "16", "64"}
 
 
-# Layout, settings of the fault as TOML, machines, and words of the refusal: what, both numbers, the fix.
-FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
-    "B1 loopback": (
+# Layout, settings of the fault as TOML, and words of the refusal: what, both numbers, the fix. Machines if not the layout's own.
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "loopback": (
         "colocated_16nodes",
         '[sglang]\nhost = "127.0.0.1"',
-        Machines(),
         ("sglang.host = '127.0.0.1'", "num_nodes = 16", 'set sglang.host = "auto"'),
     ),
-    "B1 loopback by name in a job of two nodes": (
+    "loopback by name in a job of two nodes": (
         "colocated_2nodes",
         '[sglang]\nhost = "localhost"',
-        Machines(num_nodes=2),
         ("sglang.host = 'localhost'", "num_nodes = 2"),
+        Machines(num_nodes=2),
     ),
-    "B1 URLs": (
+    "a URL on loopback": (
         "disaggregated_16nodes",
         '[sglang]\nurls = ["http://node1:30000", "http://127.0.0.1:30000"]\napi_key_file = "key"',
-        Machines(num_nodes=16),
         ("http://127.0.0.1:30000", "num_nodes = 16", "set sglang.urls to addresses that every node reaches"),
+        Machines(num_nodes=16),
     ),
-    "B5 nothing is offloaded": (
+    "nothing is offloaded": (
         "colocated_16nodes",
         '[model]\noffload = "none"',
-        Machines(),
         ("generating_gib = 9", "gpu_gib = 79.0", 'set model.offload = "all"'),
     ),
-    "B6 cache of six sequences": (
+    "cache of six sequences": (
         "colocated_16nodes",
         "[sglang]\ntp_size = 2\nservers_per_node = 4\nmem_fraction_static = 0.6",
-        Machines(),
         ("kv_tokens = 12", "fewest_sequences = 8", "sequence_tokens = 22528", "set sglang.tp_size = 4"),
     ),
-    "B6 cache of no sequence": (
+    "cache of no sequence": (
         "colocated_1node",
         "[sglang]\nmem_fraction_static = 0.2",
-        Machines(),
         ("kv_tokens = 2", "sequence_tokens = 22528", "raise sglang.mem_fraction_static"),
     ),
-    "B8 deadline of a request": (
+    "deadline of a request": (
         "colocated_16nodes",
         "[sglang]\nrequest_timeout_seconds = 300.0",
-        Machines(),
         ("sglang.request_timeout_seconds = 300.0", "response_seconds = 6", "set sglang.request_timeout_seconds = 1"),
     ),
-    "B8 deadline of a wait": (
+    "deadline of a wait": (
         "disaggregated_16nodes",
         "[run]\nwait_timeout_seconds = 600.0",
-        Machines(),
         ("run.wait_timeout_seconds = 600.0", "response_seconds = 8", "set run.wait_timeout_seconds = 1"),
     ),
-    "B8 deadline of a weight sync": (
+    "deadline of a weight sync": (
         "colocated_16nodes",
         "[sglang]\nweight_sync_timeout_seconds = 5.0",
-        Machines(),
         ("sglang.weight_sync_timeout_seconds = 5.0", "sync_seconds = 3", "or more"),
     ),
-    "B9 32B trainer on one node": (
+    "32B trainer on one node": (
         "colocated_2nodes",
         "[parallel]\npp_size = 1\nnum_processes = 8",
-        Machines(),
         ("trainer_gib = 9", "gpu_gib = 79.0", "cut the model over more processes"),
     ),
-    "B9 32B trainer on half a node": (
+    "32B trainer on half a node": (
         "disaggregated_16nodes",
         "[parallel]\npp_size = 1\nnum_processes = 4",
-        Machines(),
         ("trainer_gib = 17", "gpu_gib = 79.0", "parallel.pp_size"),
     ),
-    "B9 servers of one GPU for 32B": (
+    "servers of one GPU for 32B": (
         "colocated_16nodes",
         "[sglang]\ntp_size = 1\nservers_per_node = 8\nmem_fraction_static = 0.6",
-        Machines(),
         ("engine_weights_gib = 61.0", "static_gib = 46.5", "set sglang.tp_size = 2 or more"),
     ),
-    "S9 gate that a healthy bfloat16 run does not pass": (
+    "gate that a healthy bfloat16 run does not pass": (
         "colocated_16nodes",
         "[mismatch]\nstep0_max_mean_abs = 0.02",
-        Machines(),
         ("mismatch.step0_max_mean_abs = 0.02", "set mismatch.step0_max_mean_abs = 0.05", "mismatch.alarm = 0.02 warns"),
     ),
-    "S11 a server over two nodes": (
+    "a server over two nodes": (
         "colocated_16nodes",
         "[sglang]\ntp_size = 16\nservers_per_node = 1",
-        Machines(),
         ("sglang.tp_size = 16", "gpus_per_node = 8", "a server lives on one node"),
     ),
     "servers beyond the GPUs of a node": (
         "colocated_16nodes",
         "[sglang]\nservers_per_node = 3",
-        Machines(),
         ("sglang.servers_per_node = 3", "sglang.tp_size = 4", "gpus_per_node = 8", "set sglang.servers_per_node = 2"),
     ),
     "servers on the trainer's GPUs": (
         "disaggregated_16nodes",
         "[sglang]\nservers_per_node = 1",
-        Machines(num_nodes=8),
         ("processes_per_node = 8", "gpus_per_node = 8", "4 trainer processes a node, on 16 nodes"),
+        Machines(num_nodes=8),
     ),
     "more processes than GPUs": (
         "colocated_16nodes",
         "",
-        Machines(num_nodes=2),
         ("processes = 128", "num_nodes = 2", "gpus_per_node = 8", "on 16 nodes"),
+        Machines(num_nodes=2),
     ),
     "nodes that do not divide the processes": (
         "colocated_2nodes",
         "",
-        Machines(num_nodes=3),
         ("processes = 16", "num_nodes = 3", "run on 2 nodes"),
+        Machines(num_nodes=3),
     ),
-    "smaller GPUs": (
-        "colocated_2nodes",
-        "",
-        Machines(gpu_gib=39.5),
-        ("trainer_gib = 71.9", "gpu_gib = 39.5"),
-    ),
+    "smaller GPUs": ("colocated_2nodes", "", ("trainer_gib = 71.9", "gpu_gib = 39.5"), Machines(gpu_gib=39.5)),
     "a node of 256 GiB": (
         "colocated_2nodes",
         "",
-        Machines(host_gib=256.0),
         ("node_gib = 644.3", "host_gib = 256.0", "start fewer trainer processes a node"),
+        Machines(host_gib=256.0),
     ),
     "verifiers beyond a node's memory": (
         "colocated_16nodes",
         "[reward]\nnum_workers = 64\nmemory_limit_mb = 16384",
-        Machines(),
         ("node_gib = 1", "host_gib = 1000.0", "set reward.num_workers = 4"),
     ),
     "critic that stays": (
         "vapo_16nodes",
         '[critic]\noffload = "none"',
-        Machines(),
         ("generating_gib = ", 'set critic.offload = "all"'),
     ),
 }
@@ -248,13 +228,13 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_with_a_fault_is_refused(fault: str, inputs: Path) -> None:
-    name, settings, machines, words = FAULTS[fault]
+    name, settings, words, *machines = FAULTS[fault]
     original = EXAMPLES / "layouts" / f"{name}.toml"
     plan_of(original, inputs)
     copy = inputs / "copy.toml"
     copy.write_text(f'base = "{original}"\n{settings}\n')
     with pytest.raises(ConfigError) as refused:
-        make_plan(copy, inputs_of(original, inputs), None, None, machines)
+        make_plan(copy, inputs_of(original, inputs), None, None, *(machines or [DEFAULT]))
     for word in words:
         assert word in str(refused.value)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import Config, config_from_dict, validate
+from megatron_dapo.models.config_json import parse_architecture
 from tests.unit.config import architectures
-from tests.unit.config.architectures import facts_of
 
 SIZES = {
     "num_hidden_layers": 24,
@@ -19,7 +19,7 @@ SIZES = {
     "max_position_embeddings": 32768,
 }
 HALF_B = {**architectures.QWEN_7B, **SIZES}
-QWEN_HALF_B = facts_of(HALF_B)
+QWEN_HALF_B = parse_architecture(HALF_B)
 
 EXPERTS = {
     **architectures.EXPERTS,
@@ -126,7 +126,7 @@ def test_shapes_are_named_with_the_multiple(
 ) -> None:
     config = make(parallel=parallel, recipe="fp8_blockwise")
     found = validate(
-        config, world_size=16 if "ep_size" in parallel else None, architecture=facts_of({**HALF_B, **changes})
+        config, world_size=16 if "ep_size" in parallel else None, architecture=parse_architecture({**HALF_B, **changes})
     )
     assert found and {violation.path for violation in found} == {path}
     assert any(words in violation.formula for violation in found), [violation.formula for violation in found]
@@ -141,7 +141,7 @@ def test_shapes_are_named_with_the_multiple(
     ],
 )
 def test_experts_are_cut_over_their_own_ranks(changes: dict[str, Any], parallel: dict[str, Any]) -> None:
-    architecture = facts_of({**HALF_B, **changes})
+    architecture = parse_architecture({**HALF_B, **changes})
     assert validate(make(parallel=parallel, recipe="fp8_blockwise"), world_size=16, architecture=architecture) == []
 
 

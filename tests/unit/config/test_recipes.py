@@ -10,108 +10,74 @@ import pytest
 
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.schema import leaf_fields
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
 from tests.unit.config import architectures
-from tests.unit.config.architectures import facts_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TOML_FILES = sorted((ROOT / "examples").rglob("*.toml"))
 RECIPES = [
     path for path in TOML_FILES if "[[variants]]" not in path.read_text(encoding="utf-8")
 ]  # the others are grids
-QWEN_32B = facts_of(architectures.QWEN_32B)
+QWEN_32B = parse_architecture(architectures.QWEN_32B)
+
+def by_path(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
+
 
 # From the paper (arXiv 2503.14476) and, where it is silent, from the published script of the reproduction.
-AIME_50: dict[str, Any] = {
-    "algorithm.name": "dapo",
-    "algorithm.advantage.name": "grpo",
-    "algorithm.loss.name": "ppo_clip",
-    "algorithm.loss.clip_ratio_low": 0.2,
-    "algorithm.loss.clip_ratio_high": 0.28,
-    "algorithm.loss.dual_clip": 10.0,
-    "algorithm.loss.aggregation": "token_mean",
-    "algorithm.entropy_coefficient": 0.0,
-    "algorithm.kl_loss_coefficient": 0.0,
-    "optimizer.clip_grad": 1.0,
-    "optimizer.learning_rate": 1e-6,
-    "optimizer.schedule": "constant",
-    "optimizer.warmup_steps": 10,
-    "optimizer.warmup_unit": "train_step",
-    "optimizer.weight_decay": 0.1,
-    "rollout.prompts_per_step": 512,
-    "rollout.group_size": 16,
-    "rollout.filter_groups": True,
-    "rollout.dynamic_sampling": "hard",
-    "rollout.accuracy_min": 0.0,
-    "rollout.accuracy_max": 1.0,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
-    "rollout.max_response_tokens": 20480,
-    "data.max_prompt_tokens": 2048,
-    "data.deduplicate": True,
-    "training.mini_batch_prompts": 32,
-    "training.epochs": 1,
-    "reward.verifier": "dapo",
-    "reward.correct": 1.0,
-    "reward.incorrect": -1.0,
-    "reward.overlong_filter": False,
-    "reward.overlong_punishment.enabled": True,
-    "reward.overlong_punishment.max_length": 20480,
-    "reward.overlong_punishment.cache_length": 4096,
-    "reward.overlong_punishment.factor": 1.0,
-    "evaluation.temperature": 1.0,
-    "evaluation.top_p": 0.7,
-    "evaluation.num_samples": 32,
-}
-
-
+CLIP_HIGHER = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+AIME_50 = by_path(
+    {
+        "algorithm": {"name": "dapo", "entropy_coefficient": 0.0, "kl_loss_coefficient": 0.0},
+        "algorithm.advantage": {"name": "grpo"},
+        "algorithm.loss": {"name": "ppo_clip", **CLIP_HIGHER, "dual_clip": 10.0, "aggregation": "token_mean"},
+        "optimizer": {
+            **{"clip_grad": 1.0, "learning_rate": 1e-6, "schedule": "constant", "weight_decay": 0.1},
+            **{"warmup_steps": 10, "warmup_unit": "train_step"},
+        },
+        "rollout": {
+            **{"prompts_per_step": 512, "group_size": 16, "max_response_tokens": 20480},
+            **{"filter_groups": True, "dynamic_sampling": "hard", "accuracy_min": 0.0, "accuracy_max": 1.0},
+            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+        },
+        "data": {"max_prompt_tokens": 2048, "deduplicate": True},
+        "training": {"mini_batch_prompts": 32, "epochs": 1},
+        "reward": {"verifier": "dapo", "correct": 1.0, "incorrect": -1.0, "overlong_filter": False},
+        "reward.overlong_punishment": {"enabled": True, "max_length": 20480, "cache_length": 4096, "factor": 1.0},
+        "evaluation": {"temperature": 1.0, "top_p": 0.7, "num_samples": 32},
+    }
+)
 # algorithms.md's values of the papers (arXiv 2504.05118, 2506.15050) and of T-PPO's public scripts.
-VAPO: dict[str, Any] = {
-    "algorithm.name": "vapo",
-    "algorithm.loss.clip_ratio_low": 0.2,
-    "algorithm.loss.clip_ratio_high": 0.28,
-    "algorithm.loss.aggregation": "token_mean",
-    "algorithm.positive_example_coefficient": 0.1,
-    "advantage_estimation.gamma": 1.0,
-    "advantage_estimation.lambda_rule": "length_adaptive",
-    "advantage_estimation.lambda_alpha": 0.05,
-    "advantage_estimation.critic_lambda": 1.0,
-    "optimizer.learning_rate": 1e-6,
-    "critic.optimizer.learning_rate": 2e-6,
-    "rollout.prompts_per_step": 512,
-    "rollout.group_size": 16,
-    "rollout.filter_groups": False,
-    "training.mini_batch_prompts": 32,
-    "value_pretraining.min_steps": 50,
-    "value_pretraining.max_steps": 50,
-}
-TPPO: dict[str, Any] = {
-    "algorithm.name": "tppo",
-    "algorithm.loss.clip_ratio_low": 0.2,
-    "algorithm.loss.clip_ratio_high": 0.28,
-    "algorithm.loss.dual_clip": 10.0,
-    "algorithm.loss.aggregation": "rollout_token_mean",
-    "algorithm.positive_example_coefficient": 0.1,
-    "advantage_estimation.lambda_rule": "window",
-    "advantage_estimation.lambda_alpha": 0.05,
-    "advantage_estimation.lambda_floor": 0.95,
-    "advantage_estimation.critic_lambda": 1.0,
-    "advantage_estimation.clip": 10.0,
-    "window.tokens": 8192,
-    "window.ignored_tail_tokens": 8,
-    "rollout.max_response_tokens": 24576,
-    "rollout.group_size": 16,
-    "optimizer.learning_rate": 8e-7,
-    "optimizer.warmup_steps": 20,
-    "optimizer.weight_decay": 0.1,
-    "critic.optimizer.learning_rate": 2e-6,
-    "critic.warmup_train_steps": 10,
-    "critic.clip_value_low": 0.5,
-    "critic.clip_value_high": 0.6,
-    "critic.aggregation": "sample_mean",
-    "training.epochs": 1,
-}
+VAPO = by_path(
+    {
+        "algorithm": {"name": "vapo", "positive_example_coefficient": 0.1},
+        "algorithm.loss": {**CLIP_HIGHER, "aggregation": "token_mean"},
+        "advantage_estimation": {
+            **{"gamma": 1.0, "lambda_rule": "length_adaptive", "lambda_alpha": 0.05, "critic_lambda": 1.0}
+        },
+        "optimizer": {"learning_rate": 1e-6},
+        "critic.optimizer": {"learning_rate": 2e-6},
+        "rollout": {"prompts_per_step": 512, "group_size": 16, "filter_groups": False},
+        "training": {"mini_batch_prompts": 32},
+        "value_pretraining": {"min_steps": 50, "max_steps": 50},
+    }
+)
+TPPO = by_path(
+    {
+        "algorithm": {"name": "tppo", "positive_example_coefficient": 0.1},
+        "algorithm.loss": {**CLIP_HIGHER, "dual_clip": 10.0, "aggregation": "rollout_token_mean"},
+        "advantage_estimation": {
+            **{"lambda_rule": "window", "lambda_alpha": 0.05, "lambda_floor": 0.95, "critic_lambda": 1.0, "clip": 10.0}
+        },
+        "window": {"tokens": 8192, "ignored_tail_tokens": 8},
+        "rollout": {"max_response_tokens": 24576, "group_size": 16},
+        "optimizer": {"learning_rate": 8e-7, "warmup_steps": 20, "weight_decay": 0.1},
+        "critic": {"warmup_train_steps": 10, "clip_value_low": 0.5, "clip_value_high": 0.6, "aggregation": "sample_mean"},
+        "critic.optimizer": {"learning_rate": 2e-6},
+        "training": {"epochs": 1},
+    }
+)
 # Values that the papers themselves name; others in a recipe are the script's, or ours, and say so.
 IN_PAPER: dict[str, dict[str, Any]] = {
     "dapo": {
@@ -120,39 +86,29 @@ IN_PAPER: dict[str, dict[str, Any]] = {
             for path in AIME_50
             if path.startswith(("algorithm.", "rollout.", "reward.", "evaluation."))
         },
-        "optimizer.learning_rate": 1e-6,
-        "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 20,
-        "optimizer.warmup_unit": "train_step",
-        "training.mini_batch_prompts": 32,
+        **{"optimizer.learning_rate": 1e-6, "optimizer.schedule": "constant", "optimizer.warmup_steps": 20},
+        **{"optimizer.warmup_unit": "train_step", "training.mini_batch_prompts": 32},
         "evaluation.max_response_tokens": 20480,
     },
     "vapo": {
         **VAPO,
-        "run.total_steps": 320,
-        "optimizer.schedule": "constant",
-        "critic.optimizer.schedule": "constant",
-        "critic.mini_batch_prompts": 0,
-        "critic.warmup_train_steps": 0,
-        "evaluation.num_samples": 32,
+        **{"run.total_steps": 320, "optimizer.schedule": "constant", "critic.optimizer.schedule": "constant"},
+        **{"critic.mini_batch_prompts": 0, "critic.warmup_train_steps": 0, "evaluation.num_samples": 32},
         "algorithm.loss.name": "ppo_clip",
     },
-    "tppo": {
-        "algorithm.name": "tppo",
-        "algorithm.loss.name": "ppo_clip",
-        "algorithm.loss.clip_ratio_low": 0.2,
-        "algorithm.loss.clip_ratio_high": 0.28,
-        "advantage_estimation.gamma": 1.0,
-        "advantage_estimation.critic_lambda": 1.0,
-        "window.tokens": 8192,
-        "rollout.prompts_per_step": 512,
-        "rollout.group_size": 16,
-        "rollout.max_response_tokens": 24576,
-        "rollout.filter_groups": False,
-        "critic.mini_batch_prompts": 0,
-        "evaluation.num_samples": 32,
-        "evaluation.max_response_tokens": 24576,
-    },
+    "tppo": by_path(
+        {
+            "algorithm": {"name": "tppo"},
+            "algorithm.loss": {"name": "ppo_clip", **CLIP_HIGHER},
+            "advantage_estimation": {"gamma": 1.0, "critic_lambda": 1.0},
+            "window": {"tokens": 8192},
+            "rollout": {
+                **{"prompts_per_step": 512, "group_size": 16, "max_response_tokens": 24576, "filter_groups": False}
+            },
+            "critic": {"mini_batch_prompts": 0},
+            "evaluation": {"num_samples": 32, "max_response_tokens": 24576},
+        }
+    ),
 }
 # The papers are silent on these, or name another value.
 for path in (
@@ -197,9 +153,6 @@ WITH_CRITIC = """
     algorithm.off_policy.batch_normalize rollout.accuracy_ rollout.dynamic_sampling rollout.max_num_gen_batches rollout.on_exhausted
     reward.overlong_punishment.max_length reward.overlong_punishment.cache_length reward.overlong_punishment.factor
 """.split()
-PUBLISHED = [
-    (name, path, expected) for name, table in (("vapo", VAPO), ("tppo", TPPO)) for path, expected in table.items()
-]
 
 
 def value(config: Any, path: str) -> Any:
@@ -217,35 +170,22 @@ def test_there_are_recipes() -> None:
     assert {"quickstart", "dapo_qwen2.5_32b"} <= {path.stem for path in RECIPES}
 
 
-@pytest.mark.parametrize("path", list(AIME_50))
-def test_aime_value_is_published_one_and_stated_in_the_recipe(path: str) -> None:
-    recipe = ROOT / "examples" / "recipes" / "dapo_qwen2.5_32b.toml"
-    loaded = load_config(recipe)
-    assert value(loaded.config, path) == AIME_50[path]
-    assert loaded.origins[path] == str(recipe), f"{path} rests on a default that may change"
+@pytest.mark.parametrize(("name", "published"), [("dapo", AIME_50), ("vapo", VAPO), ("tppo", TPPO)])
+def test_published_values_are_stated_in_the_recipe(name: str, published: dict[str, Any]) -> None:
+    """A value that rests on a default, or on a recipe below, may change."""
+    loaded, recipe = load_config(recipe_of(name)), str(recipe_of(name))
+    found = {path: (value(loaded.config, path), loaded.origins[path]) for path in published}
+    assert found == {path: (expected, recipe) for path, expected in published.items()}
 
 
-def test_aime_recipe_fits_its_model_and_nodes() -> None:
-    config = load_config(ROOT / "examples" / "recipes" / "dapo_qwen2.5_32b.toml").config
-    assert validate(config, world_size=128, architecture=QWEN_32B) == []
+def test_recipes_fit_their_model_and_nodes() -> None:
+    for name in ("dapo", "vapo", "tppo"):
+        assert validate(load_config(recipe_of(name)).config, world_size=128, architecture=QWEN_32B) == []
+    config = load_config(recipe_of("dapo")).config
     optimizer_steps = config.rollout.prompts_per_step // config.training.mini_batch_prompts
     assert optimizer_steps == 16 and config.training.mini_batch_prompts * config.rollout.group_size == 512
     limit = config.rollout.max_num_gen_batches * config.rollout.prompts_per_step * config.rollout.oversample
     assert limit == 10 * 1536, "as many prompts a step as the published script allows"
-
-
-@pytest.mark.parametrize(("name", "path", "expected"), PUBLISHED)
-def test_value_of_a_critics_recipe_is_the_published_one_and_stated_in_it(name: str, path: str, expected: Any) -> None:
-    recipe = ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml"
-    loaded = load_config(recipe)
-    assert value(loaded.config, path) == expected
-    assert loaded.origins[path] == str(recipe), f"{path} rests on a default, or on a recipe below, that may change"
-
-
-@pytest.mark.parametrize("name", ["vapo", "tppo"])
-def test_recipe_with_a_critic_fits_its_model_and_nodes(name: str) -> None:
-    config = load_config(ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml").config
-    assert validate(config, world_size=128, architecture=QWEN_32B) == []
 
 
 def recipe_of(name: str) -> Path:

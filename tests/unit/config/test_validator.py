@@ -28,6 +28,7 @@ from megatron_dapo.config.layout_rules import architecture_facts
 from megatron_dapo.config.rules import broken, nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from tests.examples import examples
 from tests.unit.config import architectures
@@ -36,7 +37,7 @@ SMALL = Path(__file__).with_name("small.toml")
 FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
-QWEN_32B = architectures.facts_of(architectures.QWEN_32B)
+QWEN_32B = parse_architecture(architectures.QWEN_32B)
 
 
 def make(overrides: str = "", **values: Any) -> Config:
@@ -110,6 +111,7 @@ BROKEN = [
     ("algorithm.off_policy.level", "algorithm.off_policy.correction=tis algorithm.loss=gspo"),
     ("algorithm.loss.clip_ratio_low", "algorithm.loss.clip_ratio_low=1.5"),
     ("algorithm.loss.dual_clip", "algorithm.loss.dual_clip=0.9"),
+    ("advantage_estimation.gamma", "advantage_estimation.gamma=1.5"),
     (f"{PUNISHMENT}.cache_length", punished(16)),
     (f"{PUNISHMENT}.max_length", punished(65)),
     ("reward.overlong_filter", f"{punished(64)} reward.overlong_filter=true"),
@@ -288,7 +290,7 @@ def test_architecture_rules(path: str, overrides: str) -> None:
     assert set(paths(make(overrides), architecture=QWEN_32B)) == {path}
 
 
-QWEN_30B_A3B = architectures.facts_of(
+QWEN_30B_A3B = parse_architecture(
     {
         **architectures.EXPERTS,
         "num_hidden_layers": 48,

@@ -1,4 +1,4 @@
-"""Configurations of published models and recipes that are planned, and the arguments of a plan."""
+"""Published models and recipes that are planned, and small configurations of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config import Config, config_from_dict
 from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"
@@ -58,3 +59,16 @@ QWEN_1_5B: Mapping[str, Any] = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+
+
+def run_of(**sections: dict[str, Any]) -> Config:
+    """A run of a bfloat16 model, with sections in addition."""
+    model = {"path": "/m", "dtype": "bfloat16", **sections.pop("model", {})}
+    data = {"train_paths": ["/t"], **sections.pop("data", {})}
+    return config_from_dict({"model": model, "data": data, **sections})
+
+
+def colocated(mem_fraction_static: float = 0.5, **settings: Any) -> dict[str, dict[str, Any]]:
+    """The sections of servers on the trainer's GPUs."""
+    sglang = {"placement": "colocated", "mem_fraction_static": mem_fraction_static, **settings}
+    return {"rollout": {"engine": "sglang"}, "sglang": sglang}

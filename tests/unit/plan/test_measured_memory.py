@@ -11,27 +11,21 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import config_from_dict
 from megatron_dapo.files.durable import Files
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.measured_memory import RankMemory, exceeded
 from megatron_dapo.plan.memory import RunMemory, run_memory
 from megatron_dapo.trainer.memory_check import MemoryCheck, measure
-from tests.unit.config.architectures import QWEN_7B, facts_of
+from tests.unit.config.architectures import QWEN_7B
+from tests.unit.plan.models import colocated, run_of
 
 
 @pytest.fixture(scope="module")
 def planned() -> RunMemory:
-    config = config_from_dict(
-        {
-            "model": {"path": "/m", "dtype": "bfloat16", "offload": "all"},
-            "data": {"train_paths": ["/t"]},
-            "rollout": {"engine": "sglang"},
-            "sglang": {"placement": "colocated", "mem_fraction_static": 0.5},
-            "parallel": {"tp_size": 4, "sequence_parallel": True},
-        }
-    )
-    return run_memory(config, facts_of(QWEN_7B), 8, Cluster())
+    parallel = {"tp_size": 4, "sequence_parallel": True}
+    config = run_of(model={"offload": "all"}, parallel=parallel, **colocated())
+    return run_memory(config, parse_architecture(QWEN_7B), 8, Cluster())
 
 
 def rank_of(memory: RunMemory, number: int = 0) -> RankMemory:

@@ -12,7 +12,6 @@ import torch
 from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -31,17 +30,9 @@ from megatron_dapo.plan.memory import (
     stage_memory,
 )
 from megatron_dapo.plan.memory.batch import TOKEN_BYTES
-from tests.unit.config.architectures import (
-    DENSE,
-    EXPERTS,
-    GEMMA3,
-    GEMMA3_4B,
-    QWEN_7B,
-    QWEN_14B,
-    QWEN_32B,
-    facts_of,
-)
+from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3, GEMMA3_4B, QWEN_7B, QWEN_14B, QWEN_32B
 from tests.unit.parallel.test_packing import make_sample
+from tests.unit.plan.models import colocated, run_of
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
@@ -90,10 +81,8 @@ def kind_of(name: str) -> str:
 def test_parameters_of_every_rank_are_those_of_the_layout(
     document: dict[str, Any], sizes: dict[str, Any], processes: int, has_value_head: bool
 ) -> None:
-    parallel = ParallelConfig(**sizes)
-    architecture = parse_architecture(document)
-    if has_value_head:
-        architecture = architecture.with_value_head()
+    parallel, model = ParallelConfig(**sizes), parse_architecture(document)
+    architecture = model.with_value_head() if has_value_head else model
     layout = layout_of(parallel, processes)
     tensors = megatron_layout(architecture, layout, torch.bfloat16)
     for rank in range(processes):
@@ -101,17 +90,15 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
         for name, spec in tensors.local_specs(rank).items():
             is_head = has_value_head and "output_layer" in name
             parts["dense" if is_head else kind_of(name)] += spec.num_elements
-        found = rank_parameters(facts_of(document), parallel, layout.coordinates(rank).pipeline, has_value_head)
+        found = rank_parameters(model, parallel, layout.coordinates(rank).pipeline, has_value_head)
         assert vars(found) == parts, f"rank {rank} of {layout.describe()}"
 
 
 @pytest.mark.parametrize("has_value_head", [False, True])
 @pytest.mark.parametrize("document", [DENSE, TIED, EXPERTS, GEMMA3])
 def test_elements_of_the_whole_model_are_counted_once(document: dict[str, Any], has_value_head: bool) -> None:
-    architecture, facts = parse_architecture(document), facts_of(document)
-    if has_value_head:
-        architecture = architecture.with_value_head()
-    exact = architecture.num_parameters
+    facts = parse_architecture(document)
+    exact = (facts.with_value_head() if has_value_head else facts).num_parameters
     assert num_parameters(facts, has_value_head) == exact
     assert checkpoint_bytes(facts, "bfloat16", has_value_head) == exact * (2 + 4 + 8)
     assert checkpoint_bytes(facts, "float32", has_value_head) == exact * (4 + 8)
@@ -131,12 +118,11 @@ def test_elements_of_the_whole_model_are_counted_once(document: dict[str, Any], 
 def test_weights_of_a_server_are_those_of_its_layout(
     document: dict[str, Any], tensor: int, expert: int, quantization: str
 ) -> None:
-    plain = sglang_layout(
-        parse_architecture(document), tensor, torch.bfloat16, expert_parallel=expert, device="cuda"
-    )
+    model = parse_architecture(document)
+    plain = sglang_layout(model, tensor, torch.bfloat16, expert_parallel=expert, device="cuda")
     layout = expected_layouts(quantization, plain)[1]
     expected = {sum(spec.num_bytes for spec in layout.local_specs(rank).values()) for rank in range(tensor)}
-    found = engine_weight_bytes(facts_of(document), tensor, expert, "bfloat16", quantization == "fp8")
+    found = engine_weight_bytes(model, tensor, expert, "bfloat16", quantization == "fp8")
     assert {found} == expected
 
 
@@ -148,7 +134,7 @@ def test_parameters_of_real_models_are_the_published_ones(document: dict[str, An
     with torch.device("meta"):
         exact = sum(parameter.numel() for parameter in Qwen2ForCausalLM(config).parameters())
     assert round(exact / 1e9, 3) == billions
-    found = rank_parameters(facts_of(document), ParallelConfig())
+    found = rank_parameters(parse_architecture(document), ParallelConfig())
     assert found.total == exact, "152,064 rows need no padding on one rank"
 
 
@@ -157,7 +143,7 @@ def test_parameters_of_a_model_with_a_vision_tower_are_the_published_ones() -> N
 
     with torch.device("meta"):
         exact = sum(p.numel() for p in Gemma3ForConditionalGeneration(Gemma3Config(**GEMMA3_4B)).parameters())
-    facts = facts_of(GEMMA3_4B)
+    facts = parse_architecture(GEMMA3_4B)
     padding = 64 * facts.hidden_size  # megatron-core's: 262,208 rows are no multiple of 128
     text = rank_parameters(facts, ParallelConfig()).total - padding
     assert (text, facts.vision_parameters) == (3_880_263_168, 419_816_304)
@@ -182,34 +168,35 @@ def test_state_of_a_trainer_rank_agrees_with_megatrons_estimate(
     document: dict[str, Any], tensor: int, pipeline: int, data: int
 ) -> None:
     config = run_of(parallel={"tp_size": tensor, "pp_size": pipeline})
-    found = model_memory(config, facts_of(document), tensor * pipeline * data).state
+    found = model_memory(config, parse_architecture(document), tensor * pipeline * data).state
     # The estimate has no biases and cuts norms over tensor ranks.
     assert found == pytest.approx(core_estimate(document, config.parallel, data), rel=1e-3)
 
 
 def test_optimizer_is_shared_by_replicas_and_fp8_weights_are_kept_for_both_passes() -> None:
-    experts = facts_of(EXPERTS)
+    experts = parse_architecture(EXPERTS)
     parallel = ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=4, etp_size=1)
     held = rank_parameters(experts, parallel)
     assert optimizer_share(parallel, held, 8) == (held.dense + held.vocabulary) // 4 + held.experts // 2
     whole = parallel.model_copy(update={"use_distributed_optimizer": False})
     assert optimizer_share(whole, held, 8) == held.total
-    dense = rank_parameters(facts_of(DENSE), ParallelConfig())
+    dense = rank_parameters(parse_architecture(DENSE), ParallelConfig())
     plain, cached, alone = (
-        stage_memory(run_of(precision=precision), facts_of(DENSE), 1, 0).weights
+        stage_memory(run_of(precision=precision), parse_architecture(DENSE), 1, 0).weights
         for precision in ({}, {"recipe": "fp8_blockwise"}, {"recipe": "fp8_blockwise", "fp8_param": True})
     )
     assert plain == 2 * dense.total and cached == plain + 2 * dense.dense
     assert alone == 2 * dense.total
-    full = stage_memory(run_of("float32"), facts_of(DENSE), 1, 0)
+    full = stage_memory(run_of(model={"dtype": "float32"}), parse_architecture(DENSE), 1, 0)
     assert full.optimizer == 8 * dense.total, "an fp32 weight is its own main param"
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_ranks_share_the_copy_of_a_checkpoint(dtype: str, distributed: bool) -> None:
-    facts = facts_of(QWEN_7B)
-    config = run_of(dtype, parallel={"tp_size": 2, "pp_size": 2, "use_distributed_optimizer": distributed})
+    facts = parse_architecture(QWEN_7B)
+    parallel = {"tp_size": 2, "pp_size": 2, "use_distributed_optimizer": distributed}
+    config = run_of(model={"dtype": dtype}, parallel=parallel)
     stages = [stage_memory(config, facts, 16, stage) for stage in range(2)]
     # Eight ranks a stage: nothing twice, but for norms that the estimate gives to both tensor ranks.
     assert 8 * sum(stage.saved for stage in stages) == pytest.approx(checkpoint_bytes(facts, dtype), rel=1e-3)
@@ -217,7 +204,7 @@ def test_ranks_share_the_copy_of_a_checkpoint(dtype: str, distributed: bool) -> 
 
 @pytest.mark.parametrize(("mode", "times"), [("node", 2), ("peer", 4)])
 def test_copies_in_memory_count_as_host_memory_up_to_their_limit(mode: str, times: int) -> None:
-    facts, cluster = facts_of(QWEN_7B), Cluster(num_nodes=2)
+    facts, cluster = parse_architecture(QWEN_7B), Cluster(num_nodes=2)
 
     def host(**checkpoint: Any) -> int:
         return run_memory(run_of(parallel={"tp_size": 2}, checkpoint=checkpoint), facts, 16, cluster).host
@@ -228,18 +215,13 @@ def test_copies_in_memory_count_as_host_memory_up_to_their_limit(mode: str, time
     assert host(memory_copies_gib=1.0) == host()
 
 
-def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:
-    model = {"path": "/m", "dtype": dtype, **sections.pop("model", {})}
-    return config_from_dict({"model": model, "data": {"train_paths": ["/t"]}, **sections})
-
-
 # ---- activations
 
 
 def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
     """arXiv 2205.05198, equation 4 with separate heads for every key, an MLP without a gate, and dropout:
     34 sbh / t without the scores, of which 2 sbh are dropout's masks."""
-    facts = facts_of(
+    facts = parse_architecture(
         {**DENSE, "architectures": None, "head_dim": None, "model_type": "llama", "num_key_value_heads": 8}
     )
     hidden, inner = facts.hidden_size, facts.intermediate_size
@@ -271,7 +253,7 @@ def recomputed(granularity: str, **options: Any) -> Any:
 
 
 def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
-    facts = facts_of(QWEN_7B)
+    facts = parse_architecture(QWEN_7B)
     kinds = {
         "none": recomputed("none"),
         "core attention": recomputed("selective"),
@@ -289,10 +271,8 @@ def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
 
 
 def test_buffers_of_overlapped_communication_stay_all_the_time() -> None:
-    sections: dict[str, Any] = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "model": {"dtype": "bfloat16"}}
-    training = {"micro_batch_tokens": 24576}
     plain, overlapped = (
-        run_memory(run_of(**sections, training=training, megatron=options), facts_of(QWEN_7B), 2, Cluster())
+        run_memory(run_of(parallel=SEQUENCE, training={"micro_batch_tokens": 24576}, megatron=options), parse_architecture(QWEN_7B), 2, Cluster())
         for options in ({}, {"tp_comm_overlap": True})
     )
     for before, after in zip(plain.phases, overlapped.phases, strict=True):
@@ -304,9 +284,9 @@ def test_an_optimizer_on_the_host_is_on_the_device_in_pieces(tokens: int, peak: 
     sections: dict[str, Any] = {"training": {"micro_batch_tokens": tokens}, "parallel": {"tp_size": 2}}
     here = run_of(**sections, data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": tokens - 1})
     there = here.model_copy(update={"optimizer": here.optimizer.model_copy(update={"on_host": True})})
-    whole, pieces = (model_memory(config, facts_of(QWEN_7B), 2) for config in (here, there))
+    whole, pieces = (model_memory(config, parse_architecture(QWEN_7B), 2) for config in (here, there))
     assert pieces.state == whole.weights + whole.gradients == whole.state - whole.optimizer
-    vocabulary = rank_parameters(facts_of(QWEN_7B), here.parallel).vocabulary
+    vocabulary = rank_parameters(parse_architecture(QWEN_7B), here.parallel).vocabulary
     assert pieces.piece == 12 * vocabulary and vocabulary > 1 << 26  # embedding and head are the largest shards
     passes = whole.training - whole.state
     assert pieces.training == pieces.state + max(pieces.piece, passes) and peak in pieces.training_parts
@@ -317,10 +297,9 @@ def test_an_optimizer_on_the_host_is_on_the_device_in_pieces(tokens: int, peak: 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 def test_phases_add_up_to_the_peaks_of_a_run(placement: str) -> None:
-    settings = {"placement": placement, "mem_fraction_static": 0.5, "tp_size": 2, "servers_per_node": 2}
-    sections = {"rollout": {"engine": "sglang"}, "sglang": settings, "model": {"offload": "all"}}
-    config = run_of(parallel={"tp_size": 2, "sequence_parallel": True}, **sections)
-    memory = run_memory(config, facts_of(QWEN_7B), 4, Cluster())
+    servers = colocated(placement=placement, tp_size=2, servers_per_node=2)
+    config = run_of(parallel=SEQUENCE, model={"offload": "all"}, **servers)
+    memory = run_memory(config, parse_architecture(QWEN_7B), 4, Cluster())
     phases = {phase.phase: phase for phase in memory.phases}
     assert list(phases) == ["generate", "log_probs", "train", "weight_update", "checkpoint", "evaluation"]
     assert memory.trainer == phases["train"].total and memory.engine == phases["weight_update"].total
@@ -357,7 +336,7 @@ def saved_bytes(tokens: int) -> int:
 
 
 def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_autograd_keeps() -> None:
-    facts = facts_of({**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8})
+    facts = parse_architecture({**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8})
     tokens = 64
     formula = tokens * layer_bytes(facts, ParallelConfig(), 4).whole
     exact = saved_bytes(tokens)
@@ -367,14 +346,14 @@ def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_
 
 @pytest.mark.parametrize(("num_experts", "item"), [(128, 1), (512, 2)])
 def test_experts_of_the_responses_of_a_step_are_host_memory(num_experts: int, item: int) -> None:
-    facts = facts_of({**EXPERTS, "num_experts": num_experts})
+    facts = parse_architecture({**EXPERTS, "num_experts": num_experts})
 
     def memory_of(replay: bool, oversample: float = 1.0, engine: str = "embedded") -> Any:
         rollout = {"routing_replay": replay, "oversample": oversample, "prompts_per_step": 8, "group_size": 4}
         config = run_of(
             rollout={**rollout, "max_response_tokens": 900, "engine": engine},
             parallel={"tp_size": 2, "pp_size": 2},
-            data={"train_paths": ["/t"], "max_prompt_tokens": 100},
+            data={"max_prompt_tokens": 100},
             sglang={"servers_per_node": 2, "tp_size": 4},
         )
         return run_memory(config, facts, 16, Cluster(num_nodes=2, gpus_per_node=8))
@@ -397,7 +376,7 @@ def test_kept_logits_are_counted_up_to_their_limit(implementation: str, item: fl
     def head(kept_gb: float, stage: int = 1) -> int:
         model = {"logprob_implementation": implementation, "logprob_kept_gb": kept_gb}
         config = run_of(model=model, parallel={"tp_size": 4, "pp_size": 2}, training={"micro_batch_tokens": 8192})
-        return stage_memory(config, facts_of(QWEN_7B), 8, stage).head
+        return stage_memory(config, parse_architecture(QWEN_7B), 8, stage).head
 
     exact = int(8192 * (152064 / 4) * item)
     assert head(2.0) - head(0.0) == exact
@@ -408,7 +387,7 @@ def test_kept_logits_are_counted_up_to_their_limit(implementation: str, item: fl
 def test_a_stage_with_more_layers_has_more_parameters_and_activations() -> None:
     even = ParallelConfig(pp_size=4)
     uneven = ParallelConfig(pp_size=4, first_stage_layers=13, last_stage_layers=19)
-    model = facts_of(QWEN_32B)
+    model = parse_architecture(QWEN_32B)
     parameters = [[rank_parameters(model, one, stage) for stage in range(4)] for one in (even, uneven)]
     assert sum(one.dense for one in parameters[0]) == sum(one.dense for one in parameters[1])
     assert parameters[1][0].dense < parameters[0][0].dense < parameters[1][3].dense
@@ -421,7 +400,7 @@ def nccl(parallel: dict[str, Any], processes: int, document: dict[str, Any], clu
     """Bytes of NCCL in a run of these processes, beyond those of one process, which has no group of two."""
 
     def communication(sizes: dict[str, Any], count: int) -> int:
-        memory = run_memory(run_of(parallel=sizes), facts_of(document), count, cluster)
+        memory = run_memory(run_of(parallel=sizes), parse_architecture(document), count, cluster)
         return {phase.phase: phase for phase in memory.phases}["train"].parts["communication"]
 
     return communication(parallel, processes) - communication({}, 1)
@@ -449,9 +428,8 @@ def test_every_group_of_several_ranks_takes_memory_and_nvls_more(nvls: bool) -> 
 
 def test_servers_of_several_ranks_have_nccl_awake_and_asleep() -> None:
     def phases(ranks: int) -> dict[str, Any]:
-        settings = {"placement": "colocated", "mem_fraction_static": 0.5, "tp_size": ranks}
-        config = run_of(rollout={"engine": "sglang"}, sglang=settings, model={"offload": "all"})
-        return {phase.phase: phase.parts for phase in run_memory(config, facts_of(QWEN_7B), 8, Cluster()).phases}
+        config = run_of(model={"offload": "all"}, **colocated(tp_size=ranks))
+        return {phase.phase: phase.parts for phase in run_memory(config, parse_architecture(QWEN_7B), 8, Cluster()).phases}
 
     one, many = phases(1), phases(4)
     assert many["generate"]["engine_context"] - one["generate"]["engine_context"] == GIB
@@ -478,7 +456,7 @@ def test_one_mini_batch_is_on_the_device_and_all_are_on_the_host() -> None:
     def memory_of(prompts: int, **parallel: Any) -> Any:
         rollout = {"prompts_per_step": 64, "group_size": 4, "max_response_tokens": 4096}
         config = run_of(rollout=rollout, training={"mini_batch_prompts": prompts}, parallel=parallel)
-        return config, run_memory(config, facts_of(QWEN_7B), 8, Cluster())
+        return config, run_memory(config, parse_architecture(QWEN_7B), 8, Cluster())
 
     (config, large), (_, small) = memory_of(32), memory_of(16)
     packed = TOKEN_BYTES * 16 * 4 // 8 * (config.data.max_prompt_tokens + 4096)

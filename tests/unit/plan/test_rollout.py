@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import config_from_dict
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import engine_memory
@@ -21,20 +21,13 @@ from megatron_dapo.plan.rollout import (
     running_at_once,
     simulate,
 )
-from tests.unit.config.architectures import facts_of
-from tests.unit.plan.models import MODELS, QWEN_1_5B
+from tests.unit.plan.models import MODELS, QWEN_1_5B, run_of
 
 
 def config_of(longest: int = 20480, **sglang: Any) -> Any:
     settings = {"placement": "disaggregated", "mem_fraction_static": 0.4, "max_running_requests": 256, **sglang}
-    return config_from_dict(
-        {
-            "model": {"path": "/m", "dtype": "bfloat16"},
-            "data": {"train_paths": ["/t"], "max_prompt_tokens": 64},
-            "rollout": {"engine": "sglang", "max_response_tokens": longest},
-            "sglang": settings,
-        }
-    )
+    rollout = {"engine": "sglang", "max_response_tokens": longest}
+    return run_of(data={"max_prompt_tokens": 64}, rollout=rollout, sglang=settings)
 
 
 def test_lengths_have_their_mean_and_reach_the_limit() -> None:
@@ -49,7 +42,7 @@ def test_a_server_is_as_fast_as_a_device_was(repository: Path) -> None:
     """256 requests of 64 prompt and 512 response tokens on an H100, in benchmarks/results, within a tenth."""
     file = repository / "benchmarks" / "results" / "gpu_rollout_nvidia_h100_80gb_hbm3.json"
     found = json.loads(file.read_text(encoding="utf-8"))["cases"]["alone"]
-    config, facts = config_of(512), facts_of(QWEN_1_5B)
+    config, facts = config_of(512), parse_architecture(QWEN_1_5B)
     engine = engine_memory(config, facts, Cluster())
     queue = simulate(engine_rates(config, facts, engine, GPUS["H100"]), Lengths((512,), 64.0), 256, 256, True)
     assert 256 * 512 / queue.seconds == pytest.approx(found["tokens_per_second"], rel=0.1)
@@ -89,7 +82,7 @@ def test_what_is_carried_over_has_no_tail() -> None:
 
 
 def test_few_run_at_once_where_the_cache_is_small() -> None:
-    config, facts = config_of(), facts_of(MODELS["7B"])
+    config, facts = config_of(), parse_architecture(MODELS["7B"])
     lengths = lengths_of(config, 5000)
     engine = engine_memory(config, facts, Cluster())
     assert running_at_once(config, engine, lengths) == int(engine.kv_tokens / lengths.held) < 256
@@ -98,6 +91,6 @@ def test_few_run_at_once_where_the_cache_is_small() -> None:
 
 def test_parameters_that_multiply_a_token_are_the_published_ones() -> None:
     for name, billions in (("30B-A3B", 3.3), ("235B-A22B", 22)):
-        facts = facts_of(MODELS[name])
+        facts = parse_architecture(MODELS[name])
         embedding = facts.vocab_size * facts.hidden_size  # in the published figure
         assert (active_parameters(facts) + embedding) / 1e9 == pytest.approx(billions, rel=0.05)

@@ -11,13 +11,13 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.derive import derive
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.models.stages import layers_of_stages
 from megatron_dapo.plan.check import validate_and_check
 from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.search import MARGIN, Found, candidates, recomputations, search, splits
 from megatron_dapo.plan.step import plan_step
-from tests.unit.config.architectures import facts_of
 from tests.unit.plan.models import MODELS, RECIPES
 
 # The fewest GPUs of 80 GB that hold each model with its optimizer: none, for the others there are layouts.
@@ -33,7 +33,7 @@ def config_of(algorithm: str) -> Any:
 
 def found_for(config: Any, model: str, gpus: int, host_gib: float = 2000.0, gpu: str = "H100") -> Found:
     cluster = Cluster(gpus // 8, 8, GPUS[gpu].memory_gib, host_gib)
-    return search(config, facts_of(MODELS[model]), gpus, GPUS[gpu], cluster)
+    return search(config, parse_architecture(MODELS[model]), gpus, GPUS[gpu], cluster)
 
 
 ALL = [
@@ -47,7 +47,7 @@ QUICK = [*(("dapo", model, 128) for model in MODELS), ("tppo", "7B", 16384), ("v
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in ALL],
 )
 def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int) -> None:
-    config, facts = config_of(algorithm), facts_of(MODELS[model])
+    config, facts = config_of(algorithm), parse_architecture(MODELS[model])
     # CPU seconds, as other programs run at the same time.
     started = time.process_time()
     found = found_for(config, model, gpus)
@@ -87,7 +87,7 @@ def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> Non
     # The settings that are listed give the configuration that was planned.
     overrides = [f"{path}={json.dumps(value)}" for path, value in best.settings.items()]
     again = load_config(recipe, overrides).config
-    facts, cluster = facts_of(MODELS["32B"]), Cluster(1, 8, 79.0, 2000.0)
+    facts, cluster = parse_architecture(MODELS["32B"]), Cluster(1, 8, 79.0, 2000.0)
     assert plan_step(again, facts, 8, cluster, GPUS["H100"]).total == best.plan.total
 
 
@@ -108,7 +108,7 @@ def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> Non
 def test_kinds_of_recomputation_that_are_tried(
     model: str, changes: dict[str, object], kinds: list[tuple[str, object]]
 ) -> None:
-    found = recomputations(derive(config_of("dapo"), changes), facts_of(MODELS[model]))
+    found = recomputations(derive(config_of("dapo"), changes), parse_architecture(MODELS[model]))
     assert [(one["model.recompute_granularity"], one.get("megatron.recompute_modules")) for one in found] == kinds
 
 
@@ -148,7 +148,7 @@ def test_one_node_holds_what_its_host_memory_has_room_for(
 
 
 def test_candidates_divide_the_model_and_the_gpus() -> None:
-    config, facts = config_of("dapo"), facts_of(MODELS["30B-A3B"])
+    config, facts = config_of("dapo"), parse_architecture(MODELS["30B-A3B"])
     tried = list(candidates(config, facts, 64, Cluster(8), (1, 2)))
     assert len(tried) == len({tuple(sorted(settings.items())) for settings in tried})
     for settings in tried:
@@ -182,7 +182,7 @@ def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
 
 def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> None:
     """86 GiB: a cache of a few responses beside 16-bit weights. 79 GiB: none."""
-    config, facts = config_of("dapo"), facts_of(MODELS["235B-A22B"])
+    config, facts = config_of("dapo"), parse_architecture(MODELS["235B-A22B"])
     found = search(config, facts, 128, replace(GPUS["H100"], memory_gib=86.0), Cluster(16, 8, 86.0, 2000.0))
     first = found.layouts[0]
     assert first.settings["sglang.max_running_requests"] < 8

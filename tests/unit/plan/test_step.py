@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import config_from_dict
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.step import StepPlan, plan_step
-from tests.unit.config.architectures import facts_of
-from tests.unit.plan.models import MODELS, QWEN_7B, QWEN_32B
+from tests.unit.config.architectures import QWEN_32B
+from tests.unit.plan.models import colocated, run_of
 
 QWEN3_32B = {
     **QWEN_32B,
@@ -26,24 +26,17 @@ QWEN3_32B = {
 
 def planned(**rollout: Any) -> StepPlan:
     """A step of Qwen3-32B on four nodes."""
-    config = config_from_dict(
-        {
-            "model": {"path": "/m", "dtype": "bfloat16", "offload": "all"},
-            "data": {"train_paths": ["/t"], "max_prompt_tokens": 800},
-            "training": {"micro_batch_tokens": 4096, "mini_batch_prompts": 16},
-            "rollout": {
-                "engine": "sglang",
-                "prompts_per_step": 64,
-                "group_size": 32,
-                "max_response_tokens": 3996,
-                "filter_groups": False,
-                **rollout,
-            },
-            "sglang": {"placement": "colocated", "mem_fraction_static": 0.6, "tp_size": 4, "servers_per_node": 2},
-            "parallel": {"tp_size": 4, "pp_size": 4, "sequence_parallel": True, "num_processes": 32},
-        }
+    sections = colocated(0.6, tp_size=4, servers_per_node=2)
+    sections["rollout"] |= {"prompts_per_step": 64, "group_size": 32, "max_response_tokens": 3996, "filter_groups": False}
+    sections["rollout"] |= rollout
+    config = run_of(
+        model={"offload": "all"},
+        data={"max_prompt_tokens": 800},
+        training={"micro_batch_tokens": 4096, "mini_batch_prompts": 16},
+        parallel={"tp_size": 4, "pp_size": 4, "sequence_parallel": True, "num_processes": 32},
+        **sections,
     )
-    return plan_step(config, facts_of(QWEN3_32B), 32, Cluster(4), GPUS["H100"], 3000)
+    return plan_step(config, parse_architecture(QWEN3_32B), 32, Cluster(4), GPUS["H100"], 3000)
 
 
 def test_phases_are_those_of_the_step() -> None:

@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config import config_from_dict
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.training import LOG_PROBS, Batch, Model, Pass, add, pass_seconds, update_seconds
-from tests.unit.config.architectures import QWEN_32B, facts_of
-from tests.unit.plan.models import QWEN_1_5B
+from tests.unit.config.architectures import QWEN_32B
+from tests.unit.plan.models import QWEN_1_5B, run_of
 
 H100 = GPUS["H100"]
 
 
 def config_of(**sections: Any) -> Any:
-    model = {"path": "/m", "dtype": "bfloat16", **sections.pop("model", {})}
-    training = {"micro_batch_tokens": 8192, **sections.pop("training", {})}
-    return config_from_dict({"model": model, "training": training, "data": {"train_paths": ["/t"]}, **sections})
+    return run_of(training={"micro_batch_tokens": 8192}, **sections)
 
 
 def model_of(config: Any, document: Any = QWEN_1_5B, processes: int = 1, **more: Any) -> Model:
-    return Model(config, facts_of(document), processes, H100, 8, **more)
+    return Model(config, parse_architecture(document), processes, H100, 8, **more)
 
 
 def measured(repository: Path) -> dict[str, Any]:

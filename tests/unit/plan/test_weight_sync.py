@@ -11,28 +11,20 @@ from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.cli.plan_sync import bytes_between_nodes
-from megatron_dapo.config import config_from_dict
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds, sync_traffic
 from megatron_dapo.trainer.topology import parallel_layout
-from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3, facts_of
+from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3
+from tests.unit.plan.models import colocated, run_of
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 SEQUENCE = {"sequence_parallel": True}
 
 
 def config_of(parallel: dict[str, Any], **sglang: Any) -> Any:
-    return config_from_dict(
-        {
-            "model": {"path": "/m", "dtype": "bfloat16"},
-            "data": {"train_paths": ["/t"]},
-            "rollout": {"engine": "sglang"},
-            "sglang": {"placement": "colocated", "weight_sync_transport": "shared_memory", **sglang},
-            "parallel": parallel,
-        }
-    )
+    return run_of(parallel=parallel, **colocated(**{"weight_sync_transport": "shared_memory", **sglang}))
 
 
 # Model, layout, processes, GPUs of a node, ranks of a server.
@@ -63,7 +55,7 @@ def test_arithmetic_names_the_bytes_that_the_bridge_plans(
     document = {**document, "num_hidden_layers": layers}
     servers = per_node // ranks
     config = config_of(parallel, tp_size=ranks, servers_per_node=servers, shared_memory=memory)
-    found = sync_traffic(config, facts_of(document), processes, Cluster(processes // per_node, per_node))
+    found = sync_traffic(config, parse_architecture(document), processes, Cluster(processes // per_node, per_node))
     architecture, engines = parse_architecture(document), processes // ranks
     source = megatron_layout(architecture, parallel_layout(config, processes), torch.bfloat16)
     layout = sglang_layout(architecture, ranks, torch.bfloat16, engines, device="cuda")
@@ -82,7 +74,7 @@ def test_arithmetic_names_the_bytes_that_the_bridge_plans(
 def test_fp8_servers_get_half_of_the_linear_layers_bytes() -> None:
     parallel = {"tp_size": 8, "pp_size": 2, **SEQUENCE}
     plain, quantized = (
-        sync_traffic(config_of(parallel, tp_size=4, servers_per_node=2, **more), facts_of(DENSE), 16, Cluster(2))
+        sync_traffic(config_of(parallel, tp_size=4, servers_per_node=2, **more), parse_architecture(DENSE), 16, Cluster(2))
         for more in ({}, {"quantization": "fp8"})
     )
     assert 0.4 * plain.between_nodes < quantized.between_nodes < plain.between_nodes
@@ -91,7 +83,7 @@ def test_fp8_servers_get_half_of_the_linear_layers_bytes() -> None:
 def test_seconds_follow_the_bytes_and_the_network() -> None:
     """Twice the network's rate halves its seconds, and nothing else; the shares of a node's servers add nothing."""
     config = config_of({"pp_size": 2}, tp_size=4, servers_per_node=2)
-    traffic = sync_traffic(config, facts_of(DENSE), 16, Cluster(2))
+    traffic = sync_traffic(config, parse_architecture(DENSE), 16, Cluster(2))
     slow, fast = (
         sync_seconds(config, traffic, Cluster(2, network_gbit=gbit), GPUS["H100"]) for gbit in (25.0, 50.0)
     )
@@ -99,15 +91,15 @@ def test_seconds_follow_the_bytes_and_the_network() -> None:
     assert {name: slow[name] for name in ("checksums", "node_memory")} == {
         name: fast[name] for name in ("checksums", "node_memory")
     }
-    one = sync_traffic(config_of({"pp_size": 2}, tp_size=4, servers_per_node=1), facts_of(DENSE), 16, Cluster(2))
+    one = sync_traffic(config_of({"pp_size": 2}, tp_size=4, servers_per_node=1), parse_architecture(DENSE), 16, Cluster(2))
     assert one.into_node == traffic.into_node and 2 * one.num_bytes == traffic.num_bytes
 
 
 def test_p2p_sends_all_bytes_over_the_network_and_none_on_one_node() -> None:
     config = config_of({}, placement="disaggregated", weight_sync_transport="p2p", tp_size=4)
-    far = sync_traffic(config, facts_of(DENSE), 8, Cluster(2))
+    far = sync_traffic(config, parse_architecture(DENSE), 8, Cluster(2))
     assert far.between_nodes == far.num_bytes == 2 * far.into_node
-    near = sync_traffic(config, facts_of(DENSE), 4, Cluster(1))
+    near = sync_traffic(config, parse_architecture(DENSE), 4, Cluster(1))
     assert near.between_nodes == 0
     assert "network" in sync_seconds(config, far, Cluster(2), GPUS["H100"])
     assert "network" not in sync_seconds(config, near, Cluster(1), GPUS["H100"])
