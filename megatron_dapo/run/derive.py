@@ -6,11 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.algorithm_schema import (
-    AlgorithmConfig,
-    CriticConfig,
-    PpoClipLossConfig,
-)
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CriticConfig, PpoClipLossConfig
 from megatron_dapo.config.derive import derive
 from megatron_dapo.config.rollout_schema import InjectionConfig, RolloutConfig
 from megatron_dapo.config.schema import Config
@@ -72,7 +68,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
 
 def for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs, which may suit other machines or no longer exist."""
-    changes: dict[str, dict[str, Any]] = {"telemetry": {"references": ()}, "critic": CriticConfig().model_dump()}
+    changes: dict[str, Any] = {"telemetry": {"references": ()}, "critic": CriticConfig()}
     if config.data.eval_paths:
         changes["data"] = {"train_paths": config.data.eval_paths, "sources": ()}
     if config.sglang.urls:
@@ -116,7 +112,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             prompts_per_step=section.batch_size,
             group_size=1,
             filter_groups=False,
-        ).model_dump(),
+        ),
         "reward": {"shadow_verifier": ""},
         "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
         "checkpoint": {"output_dir": checkpoints},
