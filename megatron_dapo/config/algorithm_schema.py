@@ -3,7 +3,7 @@ windows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -19,6 +19,7 @@ from megatron_dapo.config.section import (
     Offload,
     PositiveFloat,
     PositiveInt,
+    Rule,
     Section,
 )
 
@@ -221,6 +222,15 @@ class OffPolicyConfig(Section):
     """Divide the weights by their mean over the optimizer mini-batch, after clipping. The mean is over trained tokens;
     verl takes it over sequences for level = sequence, which differs a lot when lengths do."""
 
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.correction == "icepop" and not self.low > 0:
+            yield Rule(
+                "algorithm.off_policy.low > 0",
+                'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
+                where='algorithm.off_policy.correction == "icepop"',
+                reason="icepop drops both tails",
+            )
+
 
 class GeneralizedKlConfig(Section):
     """Generalized KL between the initial policy and the trained one in the loss (GKL, arXiv 2503.08038), over the whole
@@ -247,6 +257,14 @@ class GeneralizedKlConfig(Section):
 
     cross_entropy: NonNegativeFloat = 1.0
     """Weight of the cross-entropy towards the reference."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.coefficient > 0 and not self.weighted_mse + self.cross_entropy > 0:
+            yield Rule(
+                "algorithm.gkl.weighted_mse + algorithm.gkl.cross_entropy > 0",
+                "set algorithm.gkl.weighted_mse = 1.0 and algorithm.gkl.cross_entropy = 1.0, or algorithm.gkl.coefficient = 0.0",
+                where="algorithm.gkl.coefficient > 0",
+            )
 
 
 class AlgorithmConfig(Section):
@@ -290,6 +308,31 @@ class AlgorithmConfig(Section):
 
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for the gap between the policy that sampled and the one that is trained."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.advantage.name == "function" and self.name != "dapo":
+            yield Rule(
+                'algorithm.name == "dapo"',
+                'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
+                path="algorithm.advantage.name",
+                where='algorithm.advantage.name == "function"',
+                reason="a critic makes the advantages of the others",
+            )
+        if self.loss.name == "gspo" and self.off_policy.correction != "none" and self.off_policy.level == "token":
+            yield Rule(
+                'algorithm.off_policy.level != "token"',
+                'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.loss.name = "gspo_token"',
+                where='algorithm.off_policy.correction != "none" and algorithm.loss.name == "gspo"',
+                reason="gspo takes one weight a sequence",
+            )
+        # Terms of rewards and losses that only the algorithms with a critic compute.
+        for path in ("kl_reward_coefficient", "positive_example_coefficient"):
+            if self.name == "dapo" and getattr(self, path) != 0:
+                yield Rule(
+                    f"algorithm.{path} == 0",
+                    f'set algorithm.{path} = 0, or algorithm.name = "vapo"',
+                    where='algorithm.name == "dapo"',
+                )
 
     @property
     def needs_reference(self) -> bool:
@@ -472,6 +515,13 @@ class ValuePretrainingConfig(Section):
 
     loss_slope: NonNegativeFloat = 0.05
     """The value loss is flat if it falls by less than this share over the last min_steps steps."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.min_steps > self.max_steps:
+            yield Rule(
+                "value_pretraining.min_steps <= value_pretraining.max_steps",
+                f"set value_pretraining.max_steps = {self.min_steps} or more",
+            )
 
 
 class SftConfig(Section):

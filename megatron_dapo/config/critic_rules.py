@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_dapo.config.rules import Rule
+from megatron_dapo.config.section import Rule
 
 _CRITIC = 'algorithm.name not in ("dapo", "sft")'
 _WINDOWS = 'algorithm.name == "tppo"'
 
 CRITIC_RULES = (
-    # Both are terms of rewards and losses that only the algorithms with a critic compute.
-    *(
-        Rule(f"{path} == 0", f'set {path} = 0, or algorithm.name = "vapo"', where='algorithm.name == "dapo"')
-        for path in ("algorithm.kl_reward_coefficient", "algorithm.positive_example_coefficient")
-    ),
     Rule(
         "rollout.prompts_per_step % critic.mini_batch_prompts == 0",
         "set critic.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, critic.mini_batch_prompts)}, or 0",
@@ -47,10 +42,6 @@ CRITIC_RULES = (
         'set advantage_estimation.lambda_rule = "length_adaptive"',
         where='algorithm.name in ("ppo", "vapo")',
         reason="only tppo trains windows; the other algorithms train whole responses",
-    ),
-    Rule(
-        "value_pretraining.min_steps <= value_pretraining.max_steps",
-        "set value_pretraining.max_steps = {value_pretraining.min_steps} or more",
     ),
     Rule(
         "window.tokens <= rollout.max_response_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dapo.config.rules import Rule
+from megatron_dapo.config.section import Rule
 
 _SGLANG = 'rollout.engine == "sglang"'
 _GIVEN_BY_URL = f"{_SGLANG} and sglang.urls"
@@ -26,11 +26,7 @@ ENGINE_RULES = (
         reason="shared memory reaches only servers that this run starts",
     ),
     # The devices of servers given by URL are unknown to this run.
-    Rule(
-        'sglang.placement == "disaggregated"',
-        'set sglang.placement = "disaggregated"',
-        where=_GIVEN_BY_URL,
-    ),
+    Rule('sglang.placement == "disaggregated"', 'set sglang.placement = "disaggregated"', where=_GIVEN_BY_URL),
     Rule(
         "sglang.tp_size % sglang.ep_size == 0",
         "set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",

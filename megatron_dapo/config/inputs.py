@@ -1,16 +1,18 @@
-"""Checks that read the disk: the model's config.json and the files named in a configuration."""
+"""Checks that read the disk: the model's config.json, the files and the user's functions that a configuration names."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.hook_rules import hook_problems
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
-from megatron_dapo.config.rules import Violation
+from megatron_dapo.config.rules import UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.section import is_function_path
+from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 
@@ -79,3 +81,34 @@ def _absent(path: str, file: Path, what: str) -> Violation:
     near = difflib.get_close_matches(file.name, names, n=1)
     fix = f"did you mean {file.parent / near[0]}?" if near else f"set {path}, or put it there"
     return Violation(path=path, formula=what, suggestion=fix, values={path: str(file)})
+
+
+# ---- the user's functions
+
+_SPELLING = '"package.module:name" or "path/to/file.py:name"'
+
+
+def hook_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the field and the path of each hook that is set, except rewards and the model's family."""
+    for field in FUNCTIONS:
+        section, _, name = field.rpartition(".")
+        # The section of another loss or advantage has no function.
+        if path := getattr(value_of(config, section), name, ""):
+            yield field, path
+    for path in config.run.callbacks:
+        yield CALLBACKS, path
+
+
+def hook_problems(config: Config) -> list[Violation]:
+    """Return a violation for each hook that cannot be imported or whose arguments do not match. Runs the user's
+    modules."""
+    found: list[Violation] = []
+    for field, path in hook_paths(config):
+        if not is_function_path(path):
+            found.append(Violation(field, _SPELLING, f"write {field} in that form", {field: path}))
+            continue
+        try:
+            load_hook(path, field)
+        except ValueError as error:
+            found.append(UnusableInput(field, str(error).removeprefix(f"{field} = ")))
+    return found

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.config.rules import Rule, Violation, value_of
+from megatron_dapo.config.rules import Violation, value_of
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.section import Rule
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
@@ -28,27 +29,6 @@ LAYOUT_RULES = (
         path="megatron",
         where='megatron.get("nccl_ub", False) or critic.megatron.get("nccl_ub", False)',
         reason="memory that comes back to the device is not the memory that NCCL has registered",
-    ),
-    # Megatron-core has no interleaved schedule with one stage and no sequence parallelism with one tensor rank.
-    Rule(
-        "parallel.vpp_size == 1",
-        "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
-        where="parallel.pp_size == 1",
-    ),
-    Rule(
-        "parallel.tp_size > 1",
-        "set parallel.sequence_parallel = false, or parallel.tp_size = 2 or more",
-        where="parallel.sequence_parallel",
-    ),
-    Rule(
-        "parallel.tp_size % parallel.etp_size == 0",
-        "set parallel.etp_size = {nearest_divisor(parallel.tp_size, parallel.etp_size)}",
-        where="parallel.etp_size > 0",
-    ),
-    Rule(
-        "parallel.etp_size == parallel.tp_size",
-        "set parallel.etp_size = 0, or parallel.ep_size = 2 or more",
-        where="parallel.etp_size > 0 and parallel.tp_size % parallel.etp_size == 0 and parallel.ep_size == 1",
     ),
     # Transformer Engine owns the storage of FP8 weights: it cannot be freed and brought back.
     *(
@@ -199,12 +179,6 @@ PRECISION_RULES = (
             path=path,
         )
         for path, off in ((_LAYER_FIELDS[0], "0"), (_LAYER_FIELDS[1], "0"), ("precision.fp8_param", "False"))
-    ),
-    Rule(
-        f"{_LAYER_FIELDS[0]} == {_LAYER_FIELDS[1]} == 0",
-        'set both to 0, or precision.recipe = "fp8_blockwise"',
-        where='precision.recipe == "fp8_delayed"',
-        reason="the maxima of delayed scaling are reduced over all layers at once",
     ),
     Rule(
         "parallel.use_distributed_optimizer",

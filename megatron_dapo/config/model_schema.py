@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from megatron_dapo.config.section import (
@@ -12,8 +13,10 @@ from megatron_dapo.config.section import (
     Offload,
     PositiveFloat,
     PositiveInt,
+    Rule,
     Section,
 )
+from megatron_dapo.rounding import nearest_divisor
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionImplementation = Literal["auto", "flash"]
@@ -111,6 +114,33 @@ class ParallelConfig(Section):
     critic.parallel.num_processes are added to them. 0: tp_size * pp_size * cp_size, or the number that the launcher
     starts."""
 
+    def broken_rules(self) -> Iterator[Rule]:
+        # Megatron-core has no interleaved schedule with one stage and no sequence parallelism with one tensor rank.
+        if self.pp_size == 1 and self.vpp_size != 1:
+            yield Rule(
+                "parallel.vpp_size == 1",
+                "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
+                where="parallel.pp_size == 1",
+            )
+        if self.sequence_parallel and not self.tp_size > 1:
+            yield Rule(
+                "parallel.tp_size > 1",
+                "set parallel.sequence_parallel = false, or parallel.tp_size = 2 or more",
+                where="parallel.sequence_parallel",
+            )
+        if self.etp_size > 0 and self.tp_size % self.etp_size:
+            yield Rule(
+                "parallel.tp_size % parallel.etp_size == 0",
+                f"set parallel.etp_size = {nearest_divisor(self.tp_size, self.etp_size)}",
+                where="parallel.etp_size > 0",
+            )
+        elif self.etp_size > 0 and self.ep_size == 1 and self.etp_size != self.tp_size:
+            yield Rule(
+                "parallel.etp_size == parallel.tp_size",
+                "set parallel.etp_size = 0, or parallel.ep_size = 2 or more",
+                where="parallel.etp_size > 0 and parallel.tp_size % parallel.etp_size == 0 and parallel.ep_size == 1",
+            )
+
 
 RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_delayed"]
 
@@ -133,6 +163,16 @@ class PrecisionConfig(Section):
     fp8_param: bool = False
     """Hold the weights of FP8 layers only as FP8, in addition to their float32 main params. Saves memory; Transformer
     Engine only, needs parallel.use_distributed_optimizer."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        layers = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        if self.recipe == "fp8_delayed" and layers != (0, 0):
+            yield Rule(
+                "precision.num_layers_at_start_in_bf16 == precision.num_layers_at_end_in_bf16 == 0",
+                'set both to 0, or precision.recipe = "fp8_blockwise"',
+                where='precision.recipe == "fp8_delayed"',
+                reason="the maxima of delayed scaling are reduced over all layers at once",
+            )
 
 
 Schedule = Literal["constant", "cosine", "linear"]

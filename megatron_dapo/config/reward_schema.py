@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from megatron_dapo.config.section import (
@@ -9,11 +10,22 @@ from megatron_dapo.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rule,
     Section,
+    is_function_path,
 )
 
 CodeScore = Literal["all", "share"]
 FailureScore = Literal["error"]
+# The same as in rewards.verifiers.verifier, which this layer may not import.
+VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
+GOLD_PRESETS = ("dapo", "lenient")  # presets that compare an answer with a gold answer
+# Parts of a reward besides those of a mixture or a user's function.
+BUILT_IN_PARTS = ("verifier", "overlong", "perplexity", "format")
+
+
+def _is_verifier(name: str) -> bool:
+    return name in VERIFIER_PRESETS or is_function_path(name)
 
 
 class OverlongPunishmentConfig(Section):
@@ -31,6 +43,15 @@ class OverlongPunishmentConfig(Section):
 
     factor: PositiveFloat = 1.0
     """Full punishment as a positive number."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.enabled and not self.max_length > self.cache_length:
+            yield Rule(
+                "reward.overlong_punishment.max_length > reward.overlong_punishment.cache_length",
+                f"set reward.overlong_punishment.cache_length = {max(1, self.max_length // 4)}: it starts at max_length - "
+                "cache_length",
+                where="reward.overlong_punishment.enabled",
+            )
 
 
 class PerplexityPenaltyConfig(Section):
@@ -58,6 +79,20 @@ class PerplexityPenaltyConfig(Section):
 
     factor: PositiveFloat = 1.0
     """Full penalty as a positive number."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.enabled and not self.end > self.start:
+            yield Rule(
+                "reward.perplexity_penalty.end > reward.perplexity_penalty.start",
+                f"set reward.perplexity_penalty.end above {self.start}",
+                where="reward.perplexity_penalty.enabled",
+            )
+        if self.enabled and self.low_start > 0 and not self.low_end < self.low_start <= self.start:
+            yield Rule(
+                "reward.perplexity_penalty.low_end < reward.perplexity_penalty.low_start <= reward.perplexity_penalty.start",
+                f"set reward.perplexity_penalty.low_start = 0.0 (off), or low_end below it and it at most {self.start}",
+                where="reward.perplexity_penalty.enabled and reward.perplexity_penalty.low_start > 0",
+            )
 
 
 class FormatRewardConfig(Section):
@@ -294,6 +329,158 @@ class RewardConfig(Section):
     allow_overlong_filter_and_punishment: bool = False
     """Allow overlong_filter together with overlong_punishment, although the punishment then never affects truncated
     responses."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.overlong_filter and self.overlong_punishment.enabled and not self.allow_overlong_filter_and_punishment:
+            yield Rule(
+                "not (reward.overlong_filter and reward.overlong_punishment.enabled) or "
+                "reward.allow_overlong_filter_and_punishment",
+                "switch one of them off, or set reward.allow_overlong_filter_and_punishment = true",
+                reason="filtered responses never feel the punishment",
+                path="reward.overlong_filter",
+            )
+        presets = {"verifier_presets": VERIFIER_PRESETS}
+        if self.verifier != "mix" and not _is_verifier(self.verifier):
+            yield Rule(
+                'reward.verifier == "mix" or reward.verifier in verifier_presets or is_function_path(reward.verifier)',
+                'set reward.verifier = "dapo"',
+                reason="a preset, mix, package.module:function, or path/to/file.py:function",
+                values=presets,
+            )
+        if self.shadow_verifier and not _is_verifier(self.shadow_verifier):
+            yield Rule(
+                "reward.shadow_verifier in verifier_presets or is_function_path(reward.shadow_verifier)",
+                'set reward.shadow_verifier = "dapo"',
+                where='reward.shadow_verifier != ""',
+                reason="a preset, package.module:function, or path/to/file.py:function",
+                values=presets,
+            )
+        if self.shadow_verifier == self.verifier:
+            yield Rule(
+                "reward.shadow_verifier != reward.verifier", 'set reward.shadow_verifier = "" or another verifier'
+            )
+        if not self.correct > self.incorrect:
+            yield Rule("reward.correct > reward.incorrect", "set reward.correct = 1.0 and reward.incorrect = -1.0")
+        yield from self._broken_rules_of_mix()
+        if "code" in self.verifiers:
+            yield from self._broken_rules_of_code()
+        yield from self._broken_rules_of_services()
+        yield from self._broken_rules_of_format()
+
+    def _broken_rules_of_mix(self) -> Iterator[Rule]:
+        if (self.verifier == "mix") != bool(self.mix):
+            yield Rule(
+                '(reward.verifier == "mix") == (reward.mix != ())',
+                'set reward.verifier = "mix" where there are tables [[reward.mix]], and only there',
+                reason="the tables are the components of that verifier",
+            )
+        if not all(_is_verifier(one.verifier) for one in self.mix):
+            yield Rule(
+                "not [one.verifier for one in reward.mix if not (one.verifier in verifier_presets or is_function_path(one.verifier))]",
+                "give every table of reward.mix a verifier: a preset, package.module:function, or path/to/file.py:function",
+                values={"verifier_presets": VERIFIER_PRESETS},
+            )
+        if len(set(self.part_names)) != len(self.mix):
+            yield Rule(
+                "len(set(reward.part_names)) == len(reward.mix)",
+                "give the tables of reward.mix different names: name = ...",
+                reason="each is a part of the reward in the metrics",
+            )
+        # The preset `format` is refused if the recipe also adds a format reward.
+        taken = set(BUILT_IN_PARTS) - ({"format"} & set(self.verifiers))
+        if taken & set(self.part_names):
+            yield Rule(
+                'not [name for name in reward.part_names if name in built_in_parts and (name != "format" or "format" not in reward.verifiers)]',
+                f"give the tables of reward.mix other names than {', '.join(BUILT_IN_PARTS)}: name = ...",
+                reason="those are parts of every reward",
+                values={"built_in_parts": BUILT_IN_PARTS},
+            )
+        if any(one.weight == 0 for one in self.mix):
+            yield Rule(
+                "not [one for one in reward.mix if one.weight == 0]",
+                "give every table of reward.mix a weight other than 0, or leave it out",
+            )
+        if sum(one.decides for one in self.mix) > 1:
+            yield Rule(
+                "len([one for one in reward.mix if one.decides]) <= 1",
+                "set decides = true in one table of reward.mix at most",
+                reason="groups are filtered by one answer to whether a response is right",
+            )
+
+    def _broken_rules_of_code(self) -> Iterator[Rule]:
+        code, is_used = self.code, '"code" in reward.verifiers'
+        if not self.timeout_seconds > 1 + code.seconds_per_test:
+            yield Rule(
+                "reward.timeout_seconds > 1 + reward.code.seconds_per_test",
+                f"set reward.timeout_seconds = {4 * code.seconds_per_test + 1}",
+                where=is_used,
+                reason="all tests of a response together have one second less",
+            )
+        if code.memory_limit_mb > self.memory_limit_mb:
+            yield Rule(
+                "reward.code.memory_limit_mb <= reward.memory_limit_mb",
+                f"set reward.code.memory_limit_mb = {self.memory_limit_mb}, or raise reward.memory_limit_mb",
+                where=is_used,
+                reason="a program is a child of a verifier process",
+            )
+        if code.max_processes + 4 > self.max_processes:
+            yield Rule(
+                "reward.code.max_processes + 4 <= reward.max_processes",
+                f"set reward.max_processes = {code.max_processes + 4}",
+                where=is_used,
+                reason="a program is a child of a verifier process, and the sandbox has three of its own",
+            )
+
+    def _broken_rules_of_services(self) -> Iterator[Rule]:
+        services: dict[str, ServiceConfig] = {
+            name: getattr(self, name) for name in ("judge", "remote", "reward_model") if name in self.verifiers
+        }
+        expected = {
+            "judge": 'an OpenAI-compatible endpoint, e.g. "http://127.0.0.1:8000/v1"',
+            "remote": 'the service that scores responses, e.g. "http://127.0.0.1:8000/score"',
+            "reward_model": 'an SGLang server of the classifier, e.g. "http://127.0.0.1:30000", or to ""',
+        }
+        for name, service in services.items():
+            # Without a server, each verifier process loads the classifier.
+            where = f'"{name}" in reward.verifiers' + (" and reward.reward_model.url" if name == "reward_model" else "")
+            if not service.url.startswith("http") and (service.url or name != "reward_model"):
+                fix = f"set reward.{name}.url to {expected[name]}"
+                yield Rule(f'reward.{name}.url.startswith("http")', fix, where=where)
+            if service.url and service.request_seconds > self.timeout_seconds:
+                yield Rule(
+                    f"reward.{name}.request_seconds <= reward.timeout_seconds",
+                    f"set reward.timeout_seconds = {service.request_seconds * (1 + service.retries)}",
+                    where=f'"{name}" in reward.verifiers and reward.{name}.url',
+                    reason="all attempts of a request together have that long",
+                )
+        if self.judge.score_key and self.judge.score_pattern:
+            yield Rule(
+                'reward.judge.score_key == "" or reward.judge.score_pattern == ""',
+                "leave reward.judge.score_key or reward.judge.score_pattern out",
+                reason="a score is read in one way",
+            )
+        if "reward_model" in services and not self.reward_model.path:
+            yield Rule(
+                'reward.reward_model.path != ""',
+                "set reward.reward_model.path to the directory of a sequence classifier",
+                where='"reward_model" in reward.verifiers',
+            )
+
+    def _broken_rules_of_format(self) -> Iterator[Rule]:
+        if "format" not in self.verifiers:
+            return
+        if not self.format.markers and not self.format.pattern:
+            yield Rule(
+                'reward.format.markers != () or reward.format.pattern != ""',
+                "set reward.format.markers or reward.format.pattern",
+                where='"format" in reward.verifiers',
+            )
+        if self.format.reward != 0:
+            yield Rule(
+                'reward.format.reward == 0 or "format" not in reward.verifiers',
+                "set reward.format.reward = 0.0, or leave the verifier format out",
+                reason="the form would be rewarded twice",
+            )
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from megatron_dapo.config.section import (
@@ -14,6 +15,7 @@ from megatron_dapo.config.section import (
     PositiveFloat,
     PositiveInt,
     ProbabilityMass,
+    Rule,
     Section,
     Seed,
 )
@@ -154,6 +156,64 @@ class DataConfig(Section):
     max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
 
+    def broken_rules(self) -> Iterator[Rule]:
+        yield from self._broken_rules_of_sources()
+        if self.template == "plain" and self.chat_template_options:
+            yield Rule(
+                "not data.chat_template_options",
+                'leave data.chat_template_options out, or set data.template = "chat"',
+                where='data.template == "plain"',
+                reason="the plain template is no chat template and takes none",
+            )
+        if self.injection.when == "visit" and "answer_range" in self.injection.templates:
+            yield Rule(
+                '"answer_range" not in data.injection.templates',
+                'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
+                where='data.injection.when == "visit"',
+                reason="it is for prompts that were not solved",
+            )
+        if "{prompt}" not in self.prompt_template:
+            yield Rule(
+                '"{prompt}" in data.prompt_template',
+                "write data.prompt_template with the word prompt in braces, which stands for the text of the row",
+            )
+
+    def _broken_rules_of_sources(self) -> Iterator[Rule]:
+        if not self.train_paths and not self.sources:
+            yield Rule(
+                "data.train_paths or data.sources",
+                'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
+                path="data.train_paths",
+                reason="there is nothing to train on",
+            )
+        if self.train_paths and self.sources:
+            yield Rule(
+                "not (data.train_paths and data.sources)",
+                "leave one of data.sources and data.train_paths out",
+                reason="a source is a file with a weight",
+            )
+        if any(not source.weight > 0 or source.size < 1 for source in self.sources):
+            yield Rule(
+                "not any(not source.weight > 0 or source.size < 1 for source in data.sources)",
+                "give every table of data.sources a weight above 0 and, if it is a task, a size of at least 1",
+            )
+        if self.order and self.sources:
+            yield Rule(
+                "not data.sources",
+                'set data.order = "", or name all files in data.train_paths',
+                path="data.order",
+                where="data.order",
+                reason="each of several sources has separate epochs",
+            )
+        if self.injection.templates and any(source.makes_fresh_problems for source in self.sources):
+            yield Rule(
+                "not any(source.makes_fresh_problems for source in data.sources)",
+                "set fresh = false in the tables of data.sources that name a task, or data.injection.templates = []",
+                path="data.sources",
+                where="data.injection.templates",
+                reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
+            )
+
 
 class BudgetConfig(Section):
     """Group sizes by difficulty: more responses for hard prompts, fewer for easy ones, with the same total."""
@@ -279,6 +339,69 @@ class RolloutConfig(Section):
 
     slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        yield from self._broken_rules_of_groups()
+        bias = "the trainer's log-probs are over the whole vocabulary"
+        if self.top_p != 1 and not self.allow_biased_sampling:
+            yield Rule(
+                "rollout.top_p == 1 or rollout.allow_biased_sampling",
+                "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",
+                reason=bias,
+            )
+        if self.top_k != 0 and not self.allow_biased_sampling:
+            yield Rule(
+                "rollout.top_k == 0 or rollout.allow_biased_sampling",
+                "set rollout.top_k = 0, or rollout.allow_biased_sampling = true",
+                reason=bias,
+            )
+        is_on_policy = self.oversample == 1 and self.max_staleness == 0
+        if self.dynamic_sampling == "soft" and not (self.filter_groups and is_on_policy):
+            yield Rule(
+                "rollout.filter_groups and rollout.oversample == 1 and rollout.max_staleness == 0",
+                "set rollout.filter_groups = true, rollout.oversample = 1.0 and rollout.max_staleness = 0, or "
+                'rollout.dynamic_sampling = "hard"',
+                path="rollout.dynamic_sampling",
+                where='rollout.dynamic_sampling == "soft"',
+                reason="a batch is what passes of the prompts started for it",
+            )
+        if self.replay_order != "oldest" and not self.oversample > 1:
+            yield Rule(
+                "rollout.oversample > 1",
+                'set rollout.oversample = 2.0, or rollout.replay_order = "oldest"',
+                path="rollout.replay_order",
+                where='rollout.replay_order != "oldest"',
+                reason="else no group waits that another could be preferred to",
+            )
+
+    def _broken_rules_of_groups(self) -> Iterator[Rule]:
+        size, budget = self.group_size, self.budget
+        # Accuracies are multiples of 1 / size; bounds that lie between two neighboring multiples would keep no group.
+        if self.filter_groups and size > 1:
+            if not any(self.accuracy_min < k / size < self.accuracy_max for k in range(size + 1)):
+                yield Rule(
+                    "any(rollout.accuracy_min < k / rollout.group_size < rollout.accuracy_max for k in range(rollout.group_size + 1))",
+                    "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
+                    where="rollout.filter_groups and rollout.group_size > 1",
+                    reason="else every group is filtered",
+                )
+        if self.group_filter and not self.filter_groups:
+            yield Rule(
+                "rollout.filter_groups",
+                'set rollout.filter_groups = true, or rollout.group_filter = ""',
+                path="rollout.group_filter",
+                where="rollout.group_filter",
+                reason="it takes the place of the bounds on accuracy",
+            )
+        if budget.enabled and not budget.min_size <= size <= budget.max_size:
+            yield Rule(
+                "rollout.budget.min_size <= rollout.group_size <= rollout.budget.max_size",
+                f"set rollout.budget.min_size = {min(budget.min_size, size)} and "
+                f"rollout.budget.max_size = {max(budget.max_size, size)}",
+                path="rollout.budget.min_size",
+                where="rollout.budget.enabled",
+                reason="group_size is the mean",
+            )
 
 
 Placement = Literal["colocated", "disaggregated"]
@@ -452,3 +575,16 @@ class RejectionSamplingConfig(Section):
     hard_pass_rate: Fraction = 0.25
     """max_per_prompt does not apply to prompts with a smaller share of correct responses: all their clusters are
     kept."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.embedding == "encoder" and not self.encoder_path:
+            yield Rule(
+                'rejection_sampling.encoder_path != ""',
+                'set rejection_sampling.encoder_path to a Hugging Face directory, or rejection_sampling.embedding = "hidden_states"',
+                where='rejection_sampling.embedding == "encoder"',
+            )
+        if self.length_quantiles[0] > self.length_quantiles[1]:
+            yield Rule(
+                "rejection_sampling.length_quantiles[0] <= rejection_sampling.length_quantiles[1]",
+                "set rejection_sampling.length_quantiles = [0.05, 0.95]",
+            )

@@ -11,7 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config, leaf_fields
+from megatron_dapo.config.section import Rule, Section
 from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.rounding import nearest_divisor, round_up
 from megatron_dapo.untrusted import one_line
 
 
@@ -67,12 +69,6 @@ def value_of(config: Config, path: str) -> Any:
 _NAME = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 
 
-def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of `number` closest to `wanted` (the smaller one of two equally close)."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0] if number > 0 else [1]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
-
-
 def stages_fit(num_layers: int, stages: int, chunks: int, first: int, last: int) -> bool:
     """Return True if the layers split over pipeline stages, see `layers_of_stages`."""
     try:
@@ -80,19 +76,6 @@ def stages_fit(num_layers: int, stages: int, chunks: int, first: int, last: int)
     except ValueError:
         return False
     return True
-
-
-def padded(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
-    return math.ceil(number / multiple) * multiple
-
-
-def is_function_path(name: str) -> bool:
-    """Return whether `name` has the form package.module:function or path/to/file.py:function."""
-    module, _, function = name.rpartition(":")
-    if module.endswith(".py"):
-        return function.isidentifier()
-    return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
 
 
 def is_loopback(address: str) -> bool:
@@ -106,50 +89,61 @@ def is_loopback(address: str) -> bool:
 
 _FUNCTIONS = {
     **{one.__name__: one for one in (any, len, range, set, min, max, math.gcd, math.ceil)},
-    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path, is_loopback, stages_fit)},
+    **{one.__name__: one for one in (nearest_divisor, is_loopback, stages_fit)},
+    "padded": round_up,
 }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A relation that must hold if `where` holds; both are Python expressions over the configuration's sections, the
-    facts passed to `broken`, and the functions above."""
+def fields_of(rule: Rule) -> list[str]:
+    """Return the dotted paths of all fields that a rule is about, the one to change first."""
+    # A fix names the field to change first; dict.fromkeys preserves that order.
+    texts = (rule.path or rule.fix, rule.formula, rule.where, rule.reason)
+    return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
 
-    formula: str
-    fix: str  # an expression in braces is replaced by its value
-    where: str = "True"
-    reason: str = ""
-    path: str = ""  # the field to change; "": the first one that `fix` names
 
-    def fields(self) -> list[str]:
-        """Return the dotted paths of all fields that the rule is about, the one to change first."""
-        # A fix names the field to change first; dict.fromkeys preserves that order.
-        texts = (self.path or self.fix, self.formula, self.where, self.reason)
-        return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
+def violation_of(rule: Rule, fix: str, config: Config, facts: Mapping[str, Any]) -> Violation:
+    """Return the violation of a rule, with its complete fix. `facts`: values of names that are no fields."""
+    fields = fields_of(rule)
+    words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]
+    where = f" where {rule.where}" if rule.where != "True" else ""
+    return Violation(
+        path=rule.path or fields[0],
+        formula=rule.formula + where + (f" ({rule.reason})" if rule.reason else ""),
+        suggestion=fix,
+        values={
+            **{path: value_of(config, path) for path in fields},
+            **{name: facts[name] for name in words if name in facts},
+        },
+    )
 
 
 def broken(
     rules: Sequence[Rule], config: Config, facts: Mapping[str, Any], out_of_range: Set[str] = frozenset()
 ) -> Iterator[Violation]:
-    """Yield a violation for every rule that does not hold. `facts`: numbers that are not fields, by their name in
-    formulas."""
+    """Yield a violation for every rule between sections that does not hold. `facts`: numbers that are not fields, by
+    their name in formulas."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     # All names are globals: a generator expression inside eval sees no others. The expressions are constants of this
     # package; without builtins, a mistyped one fails here rather than doing something else.
     names = {"__builtins__": {}, **_FUNCTIONS, **sections, **facts}
     for rule in rules:
-        fields = rule.fields()
         # A field outside its range is already reported; computing with it could only divide by 0 or mislead.
-        if not out_of_range.isdisjoint(fields) or not eval(rule.where, names) or eval(rule.formula, names):
+        if not out_of_range.isdisjoint(fields_of(rule)) or not eval(rule.where, names) or eval(rule.formula, names):
             continue
-        words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]
-        where = f" where {rule.where}" if rule.where != "True" else ""
-        yield Violation(
-            path=rule.path or fields[0],
-            formula=rule.formula + where + (f" ({rule.reason})" if rule.reason else ""),
-            suggestion=re.sub(r"{(.+?)}", lambda match: str(eval(match[1], names)), rule.fix),
-            values={
-                **{path: value_of(config, path) for path in fields},
-                **{name: facts[name] for name in words if name in facts},
-            },
-        )
+        fix = re.sub(r"{(.+?)}", lambda match: str(eval(match[1], names)), rule.fix)
+        yield violation_of(rule, fix, config, facts)
+
+
+def broken_in_sections(config: Config, out_of_range: Set[str] = frozenset()) -> Iterator[Violation]:
+    """Yield a violation for every relation between fields of one section that does not hold."""
+    for rule in broken_rules(config):
+        if out_of_range.isdisjoint(fields_of(rule)):
+            yield violation_of(rule, rule.fix, config, rule.values)
+
+
+def broken_rules(section: Section) -> Iterator[Rule]:
+    """Yield the rules of a section and of those below it that do not hold."""
+    for name in type(section).model_fields:
+        if isinstance(inner := getattr(section, name), Section):
+            yield from broken_rules(inner)
+    yield from section.broken_rules()

@@ -46,9 +46,11 @@ from megatron_dapo.config.section import (
     PositiveFloat,
     PositiveInt,
     ProbabilityMass,
+    Rule,
     Section,
     Seed,
 )
+from megatron_dapo.rounding import round_up
 
 Resume = Literal["auto", "never", "must"]
 NodeAction = Literal["warn", "exclude"]
@@ -119,6 +121,14 @@ class RunConfig(Section):
     """User-defined classes, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start
     and after train steps, evaluations and checkpoints; see docs/python.md."""
 
+    def broken_rules(self) -> Iterator[Rule]:
+        if 0 < self.max_generation_steps < self.total_steps:
+            yield Rule(
+                "run.max_generation_steps == 0 or run.max_generation_steps >= run.total_steps",
+                f"set run.max_generation_steps = {self.total_steps} or more, or 0",
+                reason="a train step takes at least one generation step",
+            )
+
 
 class CheckpointConfig(Section):
     """Checkpoints, from which a run resumes exactly, and the exported model. A resumed run equals the uninterrupted one
@@ -168,6 +178,16 @@ class CheckpointConfig(Section):
     """Write the trained policy as a Hugging Face directory, <run.output_dir>/huggingface, when the run ends, and the
     critic, if there is one, as <run.output_dir>/critic."""
 
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.keep_every > 0 and not (self.interval > 0 and self.keep_every % self.interval == 0):
+            interval = self.interval or self.keep_every
+            yield Rule(
+                "checkpoint.interval > 0 and checkpoint.keep_every % checkpoint.interval == 0",
+                f"set checkpoint.keep_every = {round_up(self.keep_every, interval)} and checkpoint.interval = {interval}",
+                where="checkpoint.keep_every > 0",
+                reason="only what is saved can be kept",
+            )
+
 
 class EvaluationConfig(Section):
     """Evaluation on data.eval_paths: avg@k, pass@k, cons@k."""
@@ -195,6 +215,14 @@ class EvaluationConfig(Section):
 
     at_end: bool = True
     """Evaluate the trained policy."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.temperature == 0 and self.num_samples > 1:
+            yield Rule(
+                "evaluation.temperature > 0 or evaluation.num_samples == 1",
+                "set evaluation.num_samples = 1, or evaluation.temperature = 1.0",
+                reason="greedy responses are all equal",
+            )
 
 
 class TelemetryConfig(Section):

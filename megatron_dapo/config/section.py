@@ -1,9 +1,10 @@
 """Base class and field types of all configuration sections: immutable, documented, no silent conversions, ranges in the
-annotations."""
+annotations, relations between its fields in a method."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,11 +61,35 @@ Fraction = Annotated[float, Bounds(ge=0, le=1)]
 ProbabilityMass = Annotated[float, Bounds(gt=0, le=1)]
 
 
+def is_function_path(name: str) -> bool:
+    """Return whether `name` has the form package.module:function or path/to/file.py:function."""
+    module, _, function = name.rpartition(":")
+    if module.endswith(".py"):
+        return function.isidentifier()
+    return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
+
+
 class RelativeToRecipe:
     """Marks a path that, if relative, starts from the directory of the recipe file that sets it."""
 
 
 InputPath = Annotated[Path, RelativeToRecipe()]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation that must hold if `where` holds, as users read it: Python expressions over the configuration's sections.
+
+    A section yields its own rules that do not hold (`Section.broken_rules`). `rules.broken` evaluates those between
+    sections, and expressions in braces in their `fix`.
+    """
+
+    formula: str
+    fix: str
+    where: str = "True"
+    reason: str = ""
+    path: str = ""  # the field to change; "": the first one that `fix` names
+    values: Mapping[str, Any] = field(default_factory=dict)  # of names in the formula that are no fields
 
 
 class Section(BaseModel):
@@ -77,3 +102,7 @@ class Section(BaseModel):
         allow_inf_nan=False,  # TOML allows both
         use_attribute_docstrings=True,
     )
+
+    def broken_rules(self) -> Iterator[Rule]:
+        """Yield the relations between fields of this section that do not hold. Values may be out of their ranges."""
+        yield from ()

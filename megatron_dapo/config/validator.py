@@ -29,10 +29,10 @@ from megatron_dapo.config.layout_rules import (
     world_rules,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, REWARD_RULES, VERIFIER_PRESETS
-from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
+from megatron_dapo.config.reward_schema import GOLD_PRESETS
+from megatron_dapo.config.rules import ConfigError, Violation, broken, broken_in_sections, fields_of, value_of
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.section import Bounds
+from megatron_dapo.config.section import Bounds, Rule
 from megatron_dapo.models.architecture import ModelArchitecture
 
 # Metrics that may select the best checkpoint.
@@ -59,6 +59,7 @@ def validate(
         Violation(path, f"{path} {bound}", f"set {path} {bound}", {path: value_of(config, path)})
         for path, bound in outside.items()
     ]
+    found += broken_in_sections(config, outside.keys())
     facts = facts_of(config, processes - own)
     found += broken(
         (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES), config, facts, outside.keys()
@@ -92,7 +93,7 @@ def _critic_layout(
         facts |= architecture_facts(architecture)
         rules += architecture_rules(CRITIC)
     # What blames another section is a rule of the policy. A size of 0 means the policy's, which may be out of its range.
-    own_rules = [rule for rule in rules if rule.fields()[0].startswith(f"{CRITIC}.")]
+    own_rules = [rule for rule in rules if fields_of(rule)[0].startswith(f"{CRITIC}.")]
     yield from broken(own_rules, resolved, facts, {*outside, *(f"critic.{path}" for path in outside)})
     if architecture is not None:
         yield from (one for one in unfit_shapes(resolved, architecture, CRITIC) if one.path.startswith(f"{CRITIC}."))
@@ -132,9 +133,7 @@ def facts_of(config: Config, processes: int) -> dict[str, Any]:
         "critic_multiple": layout_facts(config, config.critic_parallel, processes)["multiple"],
         "scheduled_steps": schedule_steps(config),
         "critic_scheduled_steps": critic_schedule_steps(config),
-        "verifier_presets": VERIFIER_PRESETS,
         "gold_presets": GOLD_PRESETS,
-        "built_in_parts": BUILT_IN_PARTS,
         "evaluation_metrics": SELECTION_METRICS,
     }
 
@@ -176,8 +175,6 @@ def _schedule_rules(path: str, steps: str, where: str) -> tuple[Rule, Rule]:
 
 
 _PUNISHMENT = "reward.overlong_punishment"
-_PERPLEXITY = "reward.perplexity_penalty"
-_FULL_VOCABULARY = "the trainer's log-probs are over the whole vocabulary"
 
 # Feature that uses pass rates of earlier visits -> how to switch it off.
 _USES_OF_HISTORY = (
@@ -188,31 +185,10 @@ _USES_OF_HISTORY = (
 
 RULES = (
     Rule(
-        "data.train_paths or data.sources",
-        'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
-        path="data.train_paths",
-        reason="there is nothing to train on",
-    ),
-    Rule(
-        "not (data.train_paths and data.sources)",
-        "leave one of data.sources and data.train_paths out",
-        reason="a source is a file with a weight",
-    ),
-    Rule(
-        "not any(not source.weight > 0 or source.size < 1 for source in data.sources)",
-        "give every table of data.sources a weight above 0 and, where it is a task, a size of at least 1",
-    ),
-    Rule(
         "not data.sources",
         'set data.train_paths instead of data.sources, or algorithm.name = "dapo"',
         where='algorithm.name == "sft"',
         reason="given responses are read from files, in their order",
-    ),
-    Rule(
-        "not data.chat_template_options",
-        'leave data.chat_template_options out, or set data.template = "chat"',
-        where='data.template == "plain"',
-        reason="the plain template is no chat template and takes none",
     ),
     Rule(
         "not data.injection.templates",
@@ -236,40 +212,12 @@ RULES = (
         where='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name not in ("reinforce_pp", "function"))',
         reason="responses are compared within their group",
     ),
-    # Accuracies are multiples of 1 / group_size; bounds that lie between two neighboring multiples would keep no group.
-    Rule(
-        "any(rollout.accuracy_min < k / rollout.group_size < rollout.accuracy_max for k in range(rollout.group_size + 1))",
-        "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
-        where="rollout.filter_groups and rollout.group_size > 1",
-        reason="else every group is filtered",
-    ),
-    Rule(
-        "rollout.filter_groups",
-        'set rollout.filter_groups = true, or rollout.group_filter = ""',
-        path="rollout.group_filter",
-        where="rollout.group_filter",
-        reason="it takes the place of the bounds on accuracy",
-    ),
-    Rule(
-        "not data.sources",
-        'set data.order = "", or name all files in data.train_paths',
-        path="data.order",
-        where="data.order",
-        reason="each of several sources has epochs of its own",
-    ),
     Rule(
         "len(data.sources) < 2",
         'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
         path="rollout.prompt_order",
         where='rollout.prompt_order == "priority"',
         reason="an order by priority does not keep the weights of several sources",
-    ),
-    Rule(
-        'algorithm.name == "dapo"',
-        'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
-        path="algorithm.advantage.name",
-        where='algorithm.advantage.name == "function"',
-        reason="a critic makes the advantages of the others",
     ),
     Rule(
         "rollout.max_num_gen_batches >= 1 or data.max_epochs >= 1",
@@ -290,12 +238,6 @@ RULES = (
         where='data.injection.templates and data.injection.when == "filtered"',
         reason="else no group of a batch may be of a rewrite",
     ),
-    Rule(
-        '"answer_range" not in data.injection.templates',
-        'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
-        where='data.injection.when == "visit"',
-        reason="it is for prompts that were not solved",
-    ),
     *(
         Rule(
             "not any(source.makes_fresh_problems for source in data.sources)",
@@ -304,7 +246,7 @@ RULES = (
             where=where,
             reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
         )
-        for where, instead in (("data.injection.templates", "data.injection.templates = []"), *_USES_OF_HISTORY)
+        for where, instead in _USES_OF_HISTORY
     ),
     *(
         Rule(
@@ -317,42 +259,9 @@ RULES = (
         for where, instead in _USES_OF_HISTORY
     ),
     Rule(
-        "rollout.top_p == 1 or rollout.allow_biased_sampling",
-        "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",
-        reason=_FULL_VOCABULARY,
-    ),
-    Rule(
-        "rollout.top_k == 0 or rollout.allow_biased_sampling",
-        "set rollout.top_k = 0, or rollout.allow_biased_sampling = true",
-        reason=_FULL_VOCABULARY,
-    ),
-    Rule(
         'rollout.max_staleness == 0 or algorithm.off_policy.correction != "none"',
         'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
         path="rollout.max_staleness",
-    ),
-    Rule(
-        "rollout.filter_groups and rollout.oversample == 1 and rollout.max_staleness == 0",
-        "set rollout.filter_groups = true, rollout.oversample = 1.0 and rollout.max_staleness = 0, or "
-        'rollout.dynamic_sampling = "hard"',
-        path="rollout.dynamic_sampling",
-        where='rollout.dynamic_sampling == "soft"',
-        reason="a batch is what passes of the prompts started for it",
-    ),
-    Rule(
-        "rollout.oversample > 1",
-        'set rollout.oversample = 2.0, or rollout.replay_order = "oldest"',
-        path="rollout.replay_order",
-        where='rollout.replay_order != "oldest"',
-        reason="else no group waits that another could be preferred to",
-    ),
-    Rule(
-        "rollout.budget.min_size <= rollout.group_size <= rollout.budget.max_size",
-        "set rollout.budget.min_size = {min(rollout.budget.min_size, rollout.group_size)} and "
-        "rollout.budget.max_size = {max(rollout.budget.max_size, rollout.group_size)}",
-        path="rollout.budget.min_size",
-        where="rollout.budget.enabled",
-        reason="group_size is the mean",
     ),
     Rule(
         "data.max_epochs == 0",
@@ -368,82 +277,31 @@ RULES = (
         reason="surplus groups cannot be carried over and would be thrown away",
     ),
     Rule(
-        "algorithm.off_policy.low > 0",
-        'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
-        where='algorithm.off_policy.correction == "icepop"',
-        reason="icepop drops both tails",
-    ),
-    Rule(
-        'algorithm.off_policy.level != "token"',
-        'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.loss.name = "gspo_token"',
-        where='algorithm.off_policy.correction != "none" and algorithm.loss.name == "gspo"',
-        reason="gspo takes one weight a sequence",
-    ),
-    Rule(
-        "algorithm.gkl.weighted_mse + algorithm.gkl.cross_entropy > 0",
-        "set algorithm.gkl.weighted_mse = 1.0 and algorithm.gkl.cross_entropy = 1.0, or algorithm.gkl.coefficient = 0.0",
-        where="algorithm.gkl.coefficient > 0",
-    ),
-    Rule(
-        f"{_PERPLEXITY}.end > {_PERPLEXITY}.start",
-        f"set {_PERPLEXITY}.end above {{{_PERPLEXITY}.start}}",
-        where=f"{_PERPLEXITY}.enabled",
-    ),
-    Rule(
-        f"{_PERPLEXITY}.low_end < {_PERPLEXITY}.low_start <= {_PERPLEXITY}.start",
-        f"set {_PERPLEXITY}.low_start = 0.0 (off), or low_end below it and it at most {{{_PERPLEXITY}.start}}",
-        where=f"{_PERPLEXITY}.enabled and {_PERPLEXITY}.low_start > 0",
-    ),
-    Rule(
-        f"{_PUNISHMENT}.max_length > {_PUNISHMENT}.cache_length",
-        f"set {_PUNISHMENT}.cache_length = {{max(1, {_PUNISHMENT}.max_length // 4)}}: it starts at max_length - cache_length",
-        where=f"{_PUNISHMENT}.enabled",
-    ),
-    Rule(
         f"{_PUNISHMENT}.max_length <= rollout.max_response_tokens",
         f"set {_PUNISHMENT}.max_length = {{rollout.max_response_tokens}}",
         where=f"{_PUNISHMENT}.enabled",
         reason="else the full punishment is never reached",
     ),
     Rule(
-        f"not (reward.overlong_filter and {_PUNISHMENT}.enabled) or reward.allow_overlong_filter_and_punishment",
-        "switch one of them off, or set reward.allow_overlong_filter_and_punishment = true",
-        reason="filtered responses never feel the punishment",
-        path="reward.overlong_filter",
-    ),
-    *REWARD_RULES,
-    Rule(
-        'rejection_sampling.encoder_path != ""',
-        'set rejection_sampling.encoder_path to a Hugging Face directory, or rejection_sampling.embedding = "hidden_states"',
-        where='rejection_sampling.embedding == "encoder"',
+        'data.columns.answer != "" or not [one for one in reward.verifiers if one in gold_presets]',
+        "set data.columns.answer to the column of gold answers, or reward.verifier to one that needs none",
+        reason="dapo and lenient compare with a gold answer",
     ),
     Rule(
-        "rejection_sampling.length_quantiles[0] <= rejection_sampling.length_quantiles[1]",
-        "set rejection_sampling.length_quantiles = [0.05, 0.95]",
+        'data.columns.answer != "" or reward.code.tests != ""',
+        "set reward.code.tests to the column of the tests, or data.columns.answer where gold answers hold them",
+        where='"code" in reward.verifiers',
     ),
     Rule(
         "rejection_sampling.min_tokens <= (rejection_sampling.max_tokens or rollout.max_response_tokens)",
         "lower rejection_sampling.min_tokens",
         reason="else every response is left out",
     ),
-    Rule(
-        '"{prompt}" in data.prompt_template',
-        "write data.prompt_template with the word prompt in braces, which stands for the text of the row",
-    ),
-    Rule(
-        "run.max_generation_steps == 0 or run.max_generation_steps >= run.total_steps",
-        "set run.max_generation_steps = {run.total_steps} or more, or 0",
-        reason="a train step takes at least one generation step",
-    ),
     *_schedule_rules("optimizer", "scheduled_steps", ""),
     *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name not in ("dapo", "sft") and '),
     # at_start and at_end are on by default; without eval_paths they have no effect, so a recipe with only model and
     # data is valid.
-    Rule(
-        "data.eval_paths != ()",
-        "set data.eval_paths, or evaluation.interval = 0",
-        where="evaluation.interval > 0",
-    ),
+    Rule("data.eval_paths != ()", "set data.eval_paths, or evaluation.interval = 0", where="evaluation.interval > 0"),
     Rule(
         'model.recompute_granularity == "selective"',
         'set model.recompute_granularity = "selective"',
@@ -463,13 +321,6 @@ RULES = (
         reason="they choose among whole layers",
     ),
     Rule(
-        "checkpoint.interval > 0 and checkpoint.keep_every % checkpoint.interval == 0",
-        "set checkpoint.keep_every = {padded(checkpoint.keep_every, checkpoint.interval or checkpoint.keep_every)} and "
-        "checkpoint.interval = {checkpoint.interval or checkpoint.keep_every}",
-        where="checkpoint.keep_every > 0",
-        reason="only what is saved can be kept",
-    ),
-    Rule(
         "checkpoint.keep_best in evaluation_metrics",
         'set checkpoint.keep_best = "eval/avg_at_k"',
         where='checkpoint.keep_best != ""',
@@ -481,10 +332,5 @@ RULES = (
         where='checkpoint.keep_best != ""',
         reason="the best checkpoint is one that was evaluated",
         path="checkpoint.keep_best",
-    ),
-    Rule(
-        "evaluation.temperature > 0 or evaluation.num_samples == 1",
-        "set evaluation.num_samples = 1, or evaluation.temperature = 1.0",
-        reason="greedy responses are all equal",
     ),
 )

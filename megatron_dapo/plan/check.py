@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.hook_rules import hook_paths
-from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
+from megatron_dapo.config.inputs import hook_paths
+from megatron_dapo.config.rules import ConfigError, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.section import Rule
 from megatron_dapo.config.validator import out_of_range, validate
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import GIB, Cluster

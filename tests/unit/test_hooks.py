@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss, ppo_clip
 from megatron_dapo.config import Config, config_from_dict, load_config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PpoClipLossConfig
-from megatron_dapo.config.hook_rules import hook_problems
+from megatron_dapo.config.inputs import hook_problems
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
 from megatron_dapo.models.config_json import read_architecture

@@ -12,7 +12,8 @@ from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import GIB, Cluster
 from megatron_dapo.plan.memory.communication import SERVER_GROUP
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT
-from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, padded
+from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES
+from megatron_dapo.rounding import round_up
 
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; without them it cuts responses silently
@@ -77,7 +78,7 @@ def engine_weights(
     )
     # SGLang ties the output matrix to the embedding only in its dense models.
     num_matrices = 1 if architecture.tie_word_embeddings and not architecture.num_experts else 2
-    rows = padded(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
+    rows = round_up(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
     if architecture.is_gemma3:
         rows = architecture.vocab_size
     layer = _matrix_bytes(matrices, item, is_fp8) + item * (vectors + router)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.rounding import round_up
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
 ITEM_SIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
@@ -19,11 +20,7 @@ NUM_MOMENTS = 2
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
     """Return the rows of the embedding over all tensor-parallel ranks; Megatron pads it with zero rows."""
-    return padded(vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
-
-
-def padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    return round_up(vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
 
 
 @dataclass(frozen=True)

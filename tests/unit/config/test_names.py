@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import algorithm_schema, model_schema
-from megatron_dapo.config.reward_rules import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS
+from megatron_dapo.config.reward_schema import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import SELECTION_METRICS

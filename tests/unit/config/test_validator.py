@@ -25,11 +25,13 @@ from megatron_dapo.config import (
 )
 from megatron_dapo.config.derive import derive
 from megatron_dapo.config.layout_rules import architecture_facts
-from megatron_dapo.config.rules import broken, nearest_divisor
+from megatron_dapo.config.rules import broken, broken_rules
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
+from megatron_dapo.config.section import is_function_path
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.rounding import nearest_divisor
 from tests.examples import examples
 from tests.unit.config import architectures
 
@@ -136,12 +138,69 @@ BROKEN = [
     ("checkpoint.keep_best", "checkpoint.keep_best=eval/avg_at_k evaluation.interval=3"),
 ]
 
+# Relations within one section, by the field to change.
+BROKEN_SECTIONS = [
+    ("precision.recipe", "precision.recipe=fp8_delayed precision.num_layers_at_end_in_bf16=1"),
+    (
+        "algorithm.gkl.weighted_mse",
+        "algorithm.gkl.coefficient=0.1 algorithm.gkl.weighted_mse=0.0 algorithm.gkl.cross_entropy=0.0",
+    ),
+    ("algorithm.advantage.name", "algorithm.name=vapo algorithm.advantage=a:b"),
+    ("value_pretraining.max_steps", "value_pretraining.max_steps=3"),
+    ("data.chat_template_options", "data.template=plain data.chat_template_options={x=1}"),
+    ("data.prompt_template", "data.prompt_template=x"),
+    ("data.sources", "data.sources=[{path='a'}]"),
+    ("data.sources", "data.train_paths=[] data.sources=[{path='a',weight=0.0}]"),
+    ("data.order", "data.train_paths=[] data.sources=[{path='a'}] data.order=a:b"),
+    (
+        "data.sources",
+        "data.train_paths=[] data.sources=[{path='reasoning_gym:a'}] data.injection.templates=['noise'] "
+        "data.injection.when=visit",
+    ),
+    ("rollout.group_filter", "rollout.group_filter=a:b rollout.filter_groups=false"),
+    ("rejection_sampling.encoder_path", "rejection_sampling.embedding=encoder"),
+    ("rejection_sampling.length_quantiles", "rejection_sampling.length_quantiles=[0.9,0.1]"),
+    ("reward.shadow_verifier", "reward.shadow_verifier=strict"),
+    ("reward.verifier", "reward.mix=[{verifier='dapo'}]"),
+    ("reward.mix", "reward.verifier=mix reward.mix=[{verifier='strict'}]"),
+    ("reward.mix", "reward.verifier=mix reward.mix=[{verifier='dapo'},{verifier='dapo'}]"),
+    ("reward.mix", "reward.verifier=mix reward.mix=[{verifier='dapo',name='overlong'}]"),
+    ("reward.mix", "reward.verifier=mix reward.mix=[{verifier='dapo',weight=0.0}]"),
+    ("reward.mix", "reward.verifier=mix reward.mix=[{verifier='dapo',decides=true},{verifier='lenient',decides=true}]"),
+    ("data.columns.answer", "data.columns.answer="),
+    ("reward.code.tests", "reward.verifier=code data.columns.answer="),
+    ("reward.timeout_seconds", "reward.verifier=code reward.code.seconds_per_test=9.5"),
+    ("reward.code.memory_limit_mb", "reward.verifier=code reward.code.memory_limit_mb=4096"),
+    ("reward.max_processes", "reward.verifier=code reward.code.max_processes=61"),
+    ("reward.judge.url", "reward.verifier=judge"),
+    ("reward.remote.url", "reward.verifier=remote reward.remote.url=ftp://host"),
+    ("reward.reward_model.url", "reward.verifier=reward_model reward.reward_model.path=/m reward.reward_model.url=host"),
+    ("reward.timeout_seconds", "reward.verifier=judge reward.judge.url=http://h reward.judge.request_seconds=11"),
+    ("reward.judge.score_key", "reward.judge.score_key=score reward.judge.score_pattern=(.*)"),
+    ("reward.reward_model.path", "reward.verifier=reward_model"),
+    ("reward.format.markers", "reward.verifier=format"),
+    ("reward.format.reward", "reward.verifier=format reward.format.pattern=a reward.format.reward=1.0"),
+    ("reward.perplexity_penalty.end", "reward.perplexity_penalty.enabled=true reward.perplexity_penalty.end=0.5"),
+    ("reward.perplexity_penalty.low_start", "reward.perplexity_penalty.enabled=true reward.perplexity_penalty.low_start=2"),
+]
 
-@pytest.mark.parametrize(("path", "overrides"), BROKEN)
+
+@pytest.mark.parametrize(("path", "overrides"), BROKEN + BROKEN_SECTIONS)
 def test_each_rule_is_found_alone(path: str, overrides: str) -> None:
     found = validate(make(overrides))
     assert [violation.path for violation in found] == [path]
     assert found[0].values and found[0].suggestion and found[0].formula
+
+
+def test_a_section_prints_the_relation_that_it_has_checked() -> None:
+    """Evaluated as relations between sections are, the printed formula does not hold, and its condition does."""
+    num_rules = 0
+    for _, overrides in BROKEN + BROKEN_SECTIONS:
+        config = make(overrides)
+        for rule in broken_rules(config):
+            num_rules += 1
+            assert len(list(broken([rule], config, {"is_function_path": is_function_path, **rule.values}))) == 1, rule
+    assert num_rules >= 55
 
 
 def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
