@@ -42,7 +42,8 @@ def steps_to_delete(
     doomed, kept = [], 0
     for step in sorted(steps, reverse=True):
         if kept >= policy.last and step != newest:
-            stays = steps[step] and (step == best or _is_multiple(step, policy.every))
+            is_multiple = policy.every > 0 and step % policy.every == 0
+            stays = steps[step] and (step == best or is_multiple)
             doomed += [] if stays else [step]
         elif step == newest or steps[step]:
             kept += 1
@@ -68,7 +69,3 @@ def most_checkpoints(policy: KeepPolicy, interval: int, total_steps: int) -> int
     older = max(0, oldest - 1) // policy.every if policy.every else 0
     num_saves = max(1, math.ceil(total_steps / gap))
     return min(policy.last + 1 + older + bool(policy.best), num_saves)
-
-
-def _is_multiple(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -77,8 +77,10 @@ class CopiedFile:
 
     def fill(self, memory: torch.Tensor) -> None:
         """Copy the content to `memory` (uint8)."""
+        import torch
+
         position = self.start + len(self.head)
-        memory[self.start : position] = _bytes_tensor(self.head)
+        memory[self.start : position] = torch.frombuffer(bytearray(self.head), dtype=torch.uint8)
         for tensor in self.tensors:
             size = tensor.numel() * tensor.element_size()
             # Every tensor is aligned to its type: the widest types come first, after a head of whole words.
@@ -196,7 +198,7 @@ class BackgroundSaves:
         write(noted)
         devices = {tensor.device for tensor in tensors_of(noted)}
         cuda = next((device for device in devices if device.type == "cuda"), None)
-        stream = _stream_behind_current(cuda) if cuda is not None else None
+        stream = _stream_after_current(cuda) if cuda is not None else None
 
         def copy() -> None:
             save.is_noted.wait()  # let the run continue first
@@ -290,19 +292,13 @@ class BackgroundSaves:
         return Saved(save.step, store.path(save.step), done - save.begun)
 
 
-def _stream_behind_current(device: torch.device) -> Any:
+def _stream_after_current(device: torch.device) -> Any:
     """Return a CUDA stream that waits for the work queued so far."""
     import torch
 
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _bytes_tensor(content: bytes) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 # In the file process

@@ -260,7 +260,7 @@ class _Server:
         """Handle a request and answer it, or start its function."""
         if request["do"] == "start":
             self._cancelled[request["number"]] = threading.Event()
-            threading.Thread(target=self._answer, args=(request, self._do_beside), daemon=True).start()
+            threading.Thread(target=self._answer, args=(request, self._do_job), daemon=True).start()
         else:
             self._answer(request, self._do)
 
@@ -273,7 +273,7 @@ class _Server:
             reply |= {"number": request["number"], "log": self._log.taken()}
             self._connection.sendall(json.dumps(reply, default=str).encode() + b"\n")
 
-    def _do_beside(self, request: Mapping[str, Any]) -> Any:
+    def _do_job(self, request: Mapping[str, Any]) -> Any:
         number, num_bytes = request["number"], request["copy_bytes"]
         memory = mmap.mmap(self._copy, num_bytes) if num_bytes else b""
         try:

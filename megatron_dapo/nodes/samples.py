@@ -6,7 +6,7 @@ A missing second is NaN. Nodes are compared with nodes of the same role, in seco
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,15 +138,13 @@ def align(
     phases = np.full((len(series), num_seconds), -1, np.int32)
     numbers: dict[str, int] = {}
     for row, one in enumerate(series):
-        for sample in _between(one.samples, start, last + 1):
+        first = bisect.bisect_left(one.samples, float(start), key=lambda sample: sample.time)
+        for sample in one.samples[first:]:
             column = int(sample.time) - start
+            if column >= num_seconds:
+                break
             values[row, column] = [sample.values.get(metric.name, np.nan) for metric in metrics]
             if sample.phase != UNKNOWN_PHASE:
                 phases[row, column] = numbers.setdefault(sample.phase, len(numbers))
     names = tuple(one.name for one in series)
     return NodeSamples(names, tuple(one.role for one in series), tuple(metrics), values, phases, float(start))
-
-
-def _between(samples: Sequence[NodeSample], start: float, end: float) -> Iterable[NodeSample]:
-    first = bisect.bisect_left(samples, start, key=lambda sample: sample.time)
-    return (sample for sample in samples[first:] if sample.time < end)

@@ -50,7 +50,7 @@ def timeline(
 
     Raises ValueError for a metric without samples, and lists the metrics that have some.
     """
-    names = [each.name for place, each in enumerate(samples.metrics) if _has_samples(samples, place)]
+    names = [each.name for place, each in enumerate(samples.metrics) if np.isfinite(samples.values[:, :, place]).any()]
     if not names:
         raise ValueError(f"{len(samples.nodes)} nodes in {samples.num_seconds} s have no value of any metric")
     if metric is not None and metric not in names:
@@ -86,7 +86,8 @@ def to_svg(found: NodeTimeline) -> str:
     height = _TOP + _ROW * len(found.nodes) + _FOOT
     title = f"{found.metric} ({found.unit}) of {len(found.nodes)} of {found.num_all_nodes} nodes"
     parts = [text(10, 18, title, anchor="start")]
-    low, high = _bounds(found.values)
+    finite = found.values[np.isfinite(found.values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     parts.append(text(_LEFT + _WIDTH, 18, f"rows from {low:.4g} to {high:.4g}", GRAY, "end"))
     for row, node in enumerate(found.nodes):
         top = _TOP + _ROW * row
@@ -132,10 +133,6 @@ def _cell(found: NodeTimeline, row: int, point: int) -> str:
     return "?" if math.isnan(deviation) else _LEVELS[min(len(_LEVELS) - 1, int(deviation * len(_LEVELS)))]
 
 
-def _has_samples(samples: NodeSamples, place: int) -> bool:
-    return bool(np.isfinite(samples.values[:, :, place]).any())
-
-
 def _spread(samples: NodeSamples, place: int) -> float:
     """Return the largest mean distance of a node to its role's median, in units of the metric's resolution; 0 for a
     metric without one."""
@@ -165,11 +162,6 @@ def _means(values: np.ndarray, per_point: int) -> np.ndarray:
     there = np.isfinite(parts)
     counts = there.sum(2)
     return np.where(counts > 0, np.where(there, parts, 0).sum(2) / np.maximum(1, counts), np.nan)
-
-
-def _bounds(values: np.ndarray) -> tuple[float, float]:
-    finite = values[np.isfinite(values)]
-    return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
 
 
 def _x(found: NodeTimeline, time: float) -> float:

@@ -39,11 +39,13 @@ def load_dequantized(directory: Path, algorithm: str, dtype: torch.dtype, device
         model = AutoModelForCausalLM.from_config(plain_config(directory), dtype=dtype)
     separate_experts(model)
     model = model.to_empty(device=device)
-    _initialize_buffers(model, device)
+    # The rotary frequencies, which a model created on the meta device does not have.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config, device=device)
     with HFCheckpoint(directory) as stored:
         groups = _modules(stored)
         for name, tensors in groups.items():
-            values = widen(tensors) if _is_quantized(tensors) else None
+            is_quantized = "weight_scale" in tensors or BLOCK_SCALES in tensors
+            values = widen(tensors) if is_quantized else None
             _fill(model, name, tensors, values, directory)
             if values is not None:
                 scales = {key: tensor.to(device) for key, tensor in tensors.items() if key not in ("weight", "bias")}
@@ -66,10 +68,6 @@ def _modules(stored: HFCheckpoint) -> dict[str, dict[str, torch.Tensor]]:
         module, _, key = name.rpartition(".")
         found.setdefault(module, {})[key] = stored.read_tensor(name)
     return found
-
-
-def _is_quantized(tensors: Tensors) -> bool:
-    return "weight_scale" in tensors or BLOCK_SCALES in tensors
 
 
 def _fill(model: nn.Module, name: str, tensors: Tensors, values: torch.Tensor | None, directory: Path) -> None:
@@ -96,12 +94,6 @@ def _check_complete(model: Any, stored: set[str], directory: Path) -> None:
     ]
     if missing:
         raise ValueError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
-
-
-def _initialize_buffers(model: Any, device: torch.device) -> None:
-    """Compute the rotary frequencies, which a model created on the meta device does not have."""
-    rotary = type(model.model.rotary_emb)(config=model.config, device=device)
-    model.model.rotary_emb = rotary
 
 
 def _round_before(module: nn.Module, round_inputs: RoundInputs, scales: Tensors) -> None:
@@ -149,7 +141,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1)
 
 
-def _as_they_are(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+def _unchanged(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
     return inputs
 
 
@@ -181,6 +173,6 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
 ALGORITHMS: Mapping[str, tuple[Widen, RoundInputs]] = {
     "fp8": (_widen_fp8, _round_by_one_scale),
     "fp8_blockwise": (_widen_blocks, _round_in_blocks),
-    "int4_awq": (_widen_int4, _as_they_are),
+    "int4_awq": (_widen_int4, _unchanged),
     "nvfp4": (_widen_nvfp4, _round_to_nvfp4),
 }

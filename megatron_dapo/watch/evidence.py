@@ -159,18 +159,14 @@ def held_in_kernel(pid: int) -> list[str]:
         base = f"/proc/{pid}/task/{task}"
         state, call = (_stat_fields(f"{base}/stat") or [""])[0], read_text(f"{base}/syscall").split()
         file = _file_of_call(pid, call)
-        if state == "D" or (state == "S" and task == str(pid) and _is_for_file(call, file)):
+        is_file_call = bool(call) and call[0].isdigit() and int(call[0]) in _FILE_CALLS.get(os.uname().machine, ())
+        waits_for_file = is_file_call and bool(file) and not file.startswith(_NO_FILES)
+        if state == "D" or (state == "S" and task == str(pid) and waits_for_file):
             # The kernel's stack needs root; the name of the function it sleeps in does not.
             stack = re.findall(r"\] (\w+)", read_text(f"{base}/stack"))
             doing = " < ".join(stack[:6]) or read_text(f"{base}/wchan") or f"sleep in state {state}"
             lines.append(f"thread {task}: {doing}{f', with {file}' if file else ''}")
     return lines
-
-
-def _is_for_file(call: list[str], file: str) -> bool:
-    """Return True if a system call waits for a file system."""
-    is_for_descriptor = bool(call) and call[0].isdigit() and int(call[0]) in _FILE_CALLS.get(os.uname().machine, ())
-    return is_for_descriptor and bool(file) and not file.startswith(_NO_FILES)
 
 
 def _file_of_call(pid: int, call: list[str]) -> str:

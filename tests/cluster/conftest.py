@@ -65,6 +65,13 @@ def five_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualClus
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def three_nodes(tmp_path_factory: pytest.TempPathFactory, two_nodes: VirtualCluster) -> Iterator[VirtualCluster]:
+    """A cluster with a spare node for jobs of two. `two_nodes` says whether this machine can have one; it stays idle."""
+    with virtual_cluster(tmp_path_factory.mktemp("three"), ClusterSettings(num_nodes=3, kill_wait_s=5)) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def job_environment() -> dict[str, str]:
     """Environment of a user who submits jobs: the trainer's interpreter first on the path."""

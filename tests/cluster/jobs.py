@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.watch.attempts import ATTEMPTS
-from tools.virtual_cluster import VirtualCluster
+from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -86,6 +86,16 @@ def require_completed(cluster: VirtualCluster, job_id: int, directory: Path, res
     job = cluster.wait(job_id, RUN_S)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), log_of(directory)[-6000:]
     assert job.restarts >= restarts, log_of(directory)[-6000:]
+
+
+def cancel(cluster: VirtualCluster, job_id: int) -> None:
+    """Cancel a job and wait for its end."""
+    # More than once: a batch script that is just about to requeue its job does so also after scancel.
+    end = time.monotonic() + 90.0
+    while not cluster.job(job_id).is_over:
+        assert time.monotonic() < end
+        cluster.run(CONTROLLER, "scancel", str(job_id))
+        time.sleep(2.0)
 
 
 def wait_for(condition: Callable[[], bool], directory: Path, seconds: float = 300.0) -> float:

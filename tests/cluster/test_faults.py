@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import log_of, require_completed, submit, trained_steps, wait_for, write_layout
+from jobs import cancel, log_of, require_completed, submit, trained_steps, wait_for, write_layout
 
 from tools.fault_injection.faults import fill
-from tools.virtual_cluster import CONTROLLER, VirtualCluster
+from tools.virtual_cluster import VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -70,20 +70,12 @@ class Job:
         """Assert that no process of a rank is left on any node soon after the record; return the seconds that it took."""
 
         def is_over() -> bool:
-            return not any("launch.worker" in self.processes(node) for node in self.cluster.nodes[: self.num_nodes])
+            return not any("megatron_dapo.run.worker" in self.processes(node) for node in self.cluster.nodes[: self.num_nodes])
 
         return wait_for(is_over, self.logs, END_S + 5.0)
 
     def processes(self, node: str) -> str:
         return self.cluster.run(node, "ps", "-eo", "stat,args")
-
-    def cancel(self) -> None:
-        # More than once: a batch script that is just about to requeue its job does so also after scancel.
-        end = time.monotonic() + 90.0
-        while not self.cluster.job(self.number).is_over:
-            assert time.monotonic() < end
-            self.cluster.run(CONTROLLER, "scancel", str(self.number))
-            time.sleep(2.0)
 
 
 @pytest.fixture
@@ -100,7 +92,7 @@ def job(
         yield found
     finally:
         found.heal()
-        found.cancel()
+        cancel(four_nodes, found.number)
 
 
 def test_four_nodes(four_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import attempts, log_of, recorded_steps, submit, wait_for, write_layout
+from jobs import attempts, cancel, log_of, recorded_steps, submit, wait_for, write_layout
 
 from megatron_dapo.nodes.records import read_alerts
 from megatron_dapo.nodes.samples import NodeAlert
@@ -40,13 +40,6 @@ class WatchedJob:
         wait_for(lambda: len(self.alerts()) > known, self.directory, FOUND_S - (time.time() - since))
         return self.alerts()[known]
 
-    def cancel(self) -> None:
-        end = time.monotonic() + 90.0
-        while not self.cluster.job(self.number).is_over:
-            assert time.monotonic() < end
-            self.cluster.run(CONTROLLER, "scancel", str(self.number))
-            time.sleep(2.0)
-
 
 def test_a_throttled_node_and_a_slow_link_are_named_and_healthy_nodes_are_not(
     five_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
@@ -76,7 +69,7 @@ def test_a_throttled_node_and_a_slow_link_are_named_and_healthy_nodes_are_not(
     finally:
         five_nodes.limit_cpu("node2", 0.0)
         five_nodes.fault("plug", "node3")
-        job.cancel()
+        cancel(five_nodes, job.number)
     processes = "".join(five_nodes.run(node, "ps", "-eo", "args") for node in five_nodes.nodes)
     assert "megatron_dapo.nodes." not in processes
 
@@ -102,4 +95,4 @@ def test_a_node_that_is_to_be_left_out_is_replaced_by_the_spare_one(
         wait_for(lambda: recorded_steps(tmp_path) > begun[1], tmp_path, 300.0)
     finally:
         five_nodes.limit_cpu("node2", 0.0)
-        job.cancel()
+        cancel(five_nodes, job.number)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,20 +23,13 @@ from jobs import (
 
 from megatron_dapo.launch.local import worker_pid_file
 from tools.resume_proof.compare_runs import run_differences
-from tools.virtual_cluster import ClusterSettings, VirtualCluster, virtual_cluster
+from tools.virtual_cluster import VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * RUN_S)]
 
 NUM_STEPS, INTERVAL = 6, 3
 SAVES = f"checkpoint.keep=3 checkpoint.interval={INTERVAL}"
 SETS = f"checkpoint.memory_copies=peer checkpoint.memory_copies_seconds=300 {SAVES}"
-
-
-@pytest.fixture(scope="module")
-def three_nodes(tmp_path_factory: pytest.TempPathFactory, two_nodes: VirtualCluster) -> Iterator[VirtualCluster]:
-    """A cluster with a spare node for jobs of two. `two_nodes` says whether this machine can have one; it stays idle."""
-    with virtual_cluster(tmp_path_factory.mktemp("three"), ClusterSettings(num_nodes=3, kill_wait_s=5)) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from jobs import (
 
 from megatron_dapo.launch.local import worker_pid_file
 from tools.fault_injection.cluster_run import SERVERS
-from tools.virtual_cluster import ClusterSettings, VirtualCluster, virtual_cluster
+from tools.virtual_cluster import VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -90,13 +89,6 @@ def test_a_cancelled_job_leaves_no_server(
     two_nodes.run("ctl", "scancel", str(job))
     assert two_nodes.wait(job, 60.0).state == "CANCELLED"
     wait_for(lambda: not any(server_pids(two_nodes, node) for node in two_nodes.nodes), tmp_path, 30.0)
-
-
-@pytest.fixture
-def three_nodes(two_nodes: VirtualCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    """A cluster with a spare node for jobs of two. `two_nodes` says whether this machine can have one; it stays idle."""
-    with virtual_cluster(tmp_path_factory.mktemp("three"), ClusterSettings(num_nodes=3, kill_wait_s=5)) as cluster:
-        yield cluster
 
 
 def test_the_job_of_a_lost_node_continues_on_a_spare_one(

@@ -131,7 +131,7 @@ class SglangLayout(ComputedLayout):
 
     def _compute(self, rank: int) -> RankContents:
         buffers = self._buffers(self._replica_key(rank))
-        return collect_buffers((_behind(self.prefix, buffer), self.dtype) for buffer in buffers)
+        return collect_buffers((_prefixed(self.prefix, buffer), self.dtype) for buffer in buffers)
 
     @property
     def prefix(self) -> str:
@@ -223,7 +223,7 @@ class SglangLayout(ComputedLayout):
         return size // self.tensor_parallel
 
 
-def _behind(prefix: str, buffer: Buffer) -> Buffer:
+def _prefixed(prefix: str, buffer: Buffer) -> Buffer:
     if not prefix:
         return buffer
     name = prefix + buffer.name

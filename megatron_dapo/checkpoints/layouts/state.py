@@ -246,13 +246,13 @@ class StateLayout:
                 for local, size in sizes.items():
                     by_chunk.setdefault(local.partition(".")[0], {})[local] = size
                 for chunk in by_chunk.values():
-                    _share(chunk, self._is_alone, ranges)
+                    _share(chunk, self._has_own_bucket, ranges)
             else:
                 ranges = [{local: (0, size) for local, size in sizes.items()}] * len(owners.ranks)
             self._ranges[owners.key] = ranges
         return self._ranges[owners.key]
 
-    def _is_alone(self, local: str) -> bool:
+    def _has_own_bucket(self, local: str) -> bool:
         """Return True for a tied embedding under pipeline parallelism, which megatron-core gives a separate bucket."""
         architecture = self.weights.architecture
         if not architecture.tie_word_embeddings or self.weights.parallel.pipeline == 1:
@@ -285,7 +285,7 @@ class StateLayout:
                     yield Shard(shard.tensor, offset, common.shape, local, (position,))
 
 
-def _share(sizes: dict[str, int], is_alone: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
+def _share(sizes: dict[str, int], has_own_bucket: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
     """Add the ranges of the parameters of one model chunk, as megatron-core cuts its buffer among the ranks.
 
     From the last parameter to the first. Each starts at a multiple of 64 elements; buckets are padded to split evenly.
@@ -308,12 +308,12 @@ def _share(sizes: dict[str, int], is_alone: Callable[[str], bool], ranges: list[
         return bucket_end
 
     for local in reversed(sizes):
-        start, alone = round_up(end, _PARAMETER_ALIGNMENT), is_alone(local)
-        if alone and bucket:
+        start, is_separate = round_up(end, _PARAMETER_ALIGNMENT), has_own_bucket(local)
+        if is_separate and bucket:
             start = close(start)
         end = start + sizes[local]
         bucket.append((local, start, end))
-        if alone:
+        if is_separate:
             end = close(end)
     if bucket:
         close(end)

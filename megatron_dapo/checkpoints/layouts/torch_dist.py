@@ -60,7 +60,7 @@ def written_places(local: str, architecture: ModelArchitecture) -> Iterator[Torc
 
 
 def state_places(local: str, architecture: ModelArchitecture) -> Iterator[TorchDistPlace]:
-    """Yield the places of the module states that a model's layers look for beside a weight; they are empty without FP8."""
+    """Yield the places of the module states that a model's layers look for next to a weight; they are empty without FP8."""
     for place in written_places(local, architecture):
         module, _, parameter = place.key.rpartition(".")
         if parameter != "weight" or not place.key.startswith("decoder."):

@@ -135,7 +135,7 @@ def test_the_copy_runs_on_the_gpu_of_its_rank(
     cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: note("register", 1))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: note("cudart", cudart))
     monkeypatch.setattr(torch.cuda, "stream", lambda used: note("stream", nullcontext()))
-    monkeypatch.setattr(background_save, "_stream_behind_current", lambda device: stream)
+    monkeypatch.setattr(background_save, "_stream_after_current", lambda device: stream)
     monkeypatch.setattr(background_save, "tensors_of", lambda noted: [SimpleNamespace(device=torch.device("cuda", 3))])
     run = Run(CheckpointStore(tmp_path, keep=1, files=files))
     run.save(1)
