@@ -208,8 +208,7 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.parallel.coordination import collective_timeout
     from megatron_dapo.parallel.store import open_store, restrict_stores
-    from megatron_dapo.watch.attempts import exit_code_at, record_begin
-    from megatron_dapo.watch.failure import begin_attempt
+    from megatron_dapo.watch.attempts import begin_attempt, exit_code_at
 
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)
@@ -220,9 +219,7 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     store, _, _ = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
     # Held until the process ends: a second run must not write into the same directory, not even why it failed.
     lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
-    attempt = begin_attempt(output_dir, _STARTED) if process.rank == 0 else None
-    if attempt is not None:
-        record_begin(output_dir, attempt, batch_job())
+    attempt = begin_attempt(output_dir, _STARTED, batch_job()) if process.rank == 0 else None
     heartbeat.describe(output_dir, attempt, watch_limits(loaded.config.run))
     write_worker_pid(output_dir, process.rank)
     heartbeat.is_on_gpu = _use_own_device(process)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.watch.failure import EXIT_CODE, first_line, read_failure
+from megatron_dapo.watch.failure import EXIT_CODE, clear_failures, first_line, read_failure
 
 ATTEMPTS = "attempts.jsonl"
 STOPPED_BY_SIGNAL = "stopped by a signal"
@@ -52,25 +52,34 @@ def exit_code_at(reason: str) -> int:
     return EXIT_CODE if reason == STOPPED_BY_SIGNAL else 0
 
 
-def record_begin(run_directory: Path, attempt: int, job: str) -> None:
-    """Note that an attempt begins, in the batch job `job` or "". Rank 0 calls it before the records of steps change."""
-    steps = completed_steps(run_directory)
-    _append(run_directory, {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": steps})
+def begin_attempt(run_directory: Path, started: float, job: str) -> int:
+    """Note that an attempt begins, in the batch job `job` or "", forget earlier failures, and return its number, from 1.
+
+    Rank 0 calls it before the records of steps change. started: when its process started, in seconds since 1970; the
+    record of a failure since then belongs to this attempt and stays.
+    """
+    clear_failures(run_directory, before=started)
+    number, steps = _newest_begin(run_directory).get("attempt", 0) + 1, completed_steps(run_directory)
+    _append(run_directory, {"attempt": number, "began": time.time(), "job": job, "completed_steps": steps})
+    return number
 
 
 def record_end(run_directory: Path, reason: str) -> None:
     """Note that the attempt under way ended for `reason`, in an orderly way. Rank 0 calls it."""
-    attempt = next((record["attempt"] for record in _records(run_directory / ATTEMPTS) if "began" in record), 1)
+    attempt = _newest_begin(run_directory).get("attempt", 1)
     end = {"attempt": attempt, "ended": time.time(), "reason": reason, "exit_code": exit_code_at(reason)}
     _append(run_directory, end)
 
 
 def record_alert(run_directory: Path, attempt: int, alert: Mapping[str, Any], excluded: str) -> None:
     """Note an alert of the watch over the nodes; `excluded`: the node that the next attempt of the job is to leave out, or ""."""
-    begun = next((record for record in _records(run_directory / ATTEMPTS) if "began" in record), {})
-    _append(
-        run_directory, {"attempt": attempt, "alert": dict(alert), "job": begun.get("job", ""), "excluded": excluded}
-    )
+    job = _newest_begin(run_directory).get("job", "")
+    _append(run_directory, {"attempt": attempt, "alert": dict(alert), "job": job, "excluded": excluded})
+
+
+def _newest_begin(run_directory: Path) -> dict[str, Any]:
+    """Return the first line of the newest attempt, {} before the first."""
+    return next((record for record in _records(run_directory / ATTEMPTS) if "began" in record), {})
 
 
 def excluded_nodes(run_directory: Path, job: str) -> list[str]:

@@ -27,7 +27,6 @@ EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
 _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _MAX_ENTRIES = 64  # in failure.json: records of a thousand lost connections add nothing
-_ATTEMPT = "attempt"  # file with the number of the last start
 _RESERVE = ".failure_reserve"  # removed to make room for the record if the disk is full
 _RESERVE_BYTES = 1 << 18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -194,21 +193,6 @@ def read_failure(run_directory: Path) -> Failure | None:
     return Failure(**{each.name: entry[each.name] for each in fields(Failure)})
 
 
-def begin_attempt(run_directory: Path, started: float) -> int:
-    """Count a start of the run, forget the failures of earlier ones, and return its number.
-
-    Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record written
-    since then belongs to this attempt and stays.
-    """
-    run_directory.mkdir(parents=True, exist_ok=True)
-    clear_failures(run_directory, before=started)
-    number = _attempt(run_directory) + 1
-    partial = run_directory / f"{_ATTEMPT}.tmp"
-    partial.write_text(str(number), encoding="utf-8")
-    os.replace(partial, run_directory / _ATTEMPT)
-    return number
-
-
 def clear_failures(run_directory: Path, before: float = float("inf")) -> None:
     """Remove the records of failures written before the time `before`, in seconds since 1970; by default all."""
     for path in run_directory.glob("failure*.json"):
@@ -217,11 +201,3 @@ def clear_failures(run_directory: Path, before: float = float("inf")) -> None:
                 path.unlink()
         except FileNotFoundError:
             pass
-
-
-def _attempt(run_directory: Path) -> int:
-    """Return the number of the attempt under way, 0 before the first."""
-    try:
-        return int((run_directory / _ATTEMPT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return 0

@@ -15,19 +15,19 @@ from megatron_dapo.rollout.batch import CollectionExhausted
 from megatron_dapo.watch.attempts import (
     ATTEMPTS,
     STOPPED_BY_SIGNAL,
+    begin_attempt,
     completed_steps,
     exit_code_at,
     is_finished,
-    record_begin,
     record_end,
     require_new_run,
     verdict,
 )
-from megatron_dapo.watch.failure import EXIT_CODE, Failure, begin_attempt, failure_of, write_failures
+from megatron_dapo.watch.failure import EXIT_CODE, Failure, clear_failures, failure_of, read_failure, write_failures
 
 
 def begin(directory: Path, job: str = "17") -> None:
-    record_begin(directory, begin_attempt(directory, started=time.time()), job)
+    begin_attempt(directory, time.time(), job)
 
 
 def fail(directory: Path, error: Exception, attempt: int) -> None:
@@ -89,6 +89,20 @@ def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(
     assert judged(tmp_path, budget=4) == EXIT_CODE
 
 
+def test_attempts_are_numbered_and_an_old_failure_does_not_stay(tmp_path: Path) -> None:
+    """Under srun or torchrun no launcher of ours clears the records: rank 0 does, when the next attempt begins."""
+    assert begin_attempt(tmp_path, time.time(), "") == 1 and read_failure(tmp_path) is None
+    write_failures(tmp_path, [Failure(2, "exception", "of attempt 1")], "node_0")
+    time.sleep(0.02)
+    started = time.time()
+    time.sleep(0.02)
+    assert begin_attempt(tmp_path, started, "") == 2 and read_failure(tmp_path) is None
+    write_failures(tmp_path, [Failure(2, "exception", "of a rank that failed before rank 0 got that far")], "node_0")
+    assert begin_attempt(tmp_path, started, "") == 3 and read_failure(tmp_path) is not None
+    clear_failures(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
+
+
 def test_another_job_begins_with_a_new_budget(tmp_path: Path) -> None:
     for _ in range(3):
         begin(tmp_path)
@@ -114,7 +128,7 @@ def test_an_old_failure_is_not_this_attempt_s(tmp_path: Path) -> None:
     begin(tmp_path)
     fail(tmp_path, ValueError("old"), 1)
     assert judged(tmp_path) == 1
-    record_begin(tmp_path, 2, "17")
+    begin_attempt(tmp_path, 0.0, "17")  # the failure stays, and is of another attempt
     assert judged(tmp_path) == EXIT_CODE
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from megatron_dapo.watch.failure import (
     EXIT_CODE,
     Failure,
-    begin_attempt,
-    clear_failures,
     failure_of,
     first_line,
     in_order,
@@ -96,20 +93,6 @@ def test_the_record_names_the_culprit_first_and_a_second_writer_keeps_its_own(tm
     assert not write_failures(tmp_path / "new", [reset], "node_1")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["failure.json", "failure_node_1.json"]
     assert read_failure(tmp_path / "new") == killed
-
-
-def test_attempts_are_numbered_and_an_old_failure_does_not_stay(tmp_path: Path) -> None:
-    """Under srun or torchrun no launcher of ours clears the records: rank 0 does, when the next attempt begins."""
-    assert begin_attempt(tmp_path, started=time.time()) == 1 and read_failure(tmp_path) is None
-    write_failures(tmp_path, [Failure(2, "exception", "of attempt 1")], "node_0")
-    time.sleep(0.02)
-    started = time.time()
-    time.sleep(0.02)
-    assert begin_attempt(tmp_path, started) == 2 and read_failure(tmp_path) is None
-    write_failures(tmp_path, [Failure(2, "exception", "of a rank that failed before rank 0 got that far")], "node_0")
-    assert begin_attempt(tmp_path, started) == 3 and read_failure(tmp_path) is not None
-    clear_failures(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a small file system")
