@@ -97,9 +97,8 @@ def arrange(noted: CheckpointWriter) -> list[CopiedFile]:
         if isinstance(content, bytes):
             files.append(CopiedFile(name, start, start + len(content), content))
             continue
-        tensors, metadata = content
-        header, order = safetensors_header(tensors, metadata)
-        ordered = [tensors[each].detach() for each in order]
+        header, order = safetensors_header(content)
+        ordered = [content[each].detach() for each in order]
         sizes = piece_sizes(header, ordered)
         files.append(CopiedFile(name, start, start + sum(sizes), header, ordered, sizes))
     return files
@@ -108,7 +107,7 @@ def arrange(noted: CheckpointWriter) -> list[CopiedFile]:
 def tensors_of(noted: CheckpointWriter) -> Iterator[torch.Tensor]:
     for content in noted.contents.values():
         if not isinstance(content, bytes):
-            yield from content[0].values()
+            yield from content.values()
 
 
 class _CopyMemory:
@@ -309,8 +308,8 @@ def write_part(
     directory: Path,
     rank: int,
     places: Sequence[Place],
-    step: int = 0,
-    targets: Mapping[str, str] | None = None,
+    step: int,
+    targets: Mapping[str, str] | None,
 ) -> str:
     """Write one rank's files from its copy, then its part of the manifest, then give the files of tensors to keepers.
 

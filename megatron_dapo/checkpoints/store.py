@@ -100,15 +100,12 @@ class CheckpointWriter:
     """Notes the files that one rank saves. Their names are plain and differ between ranks."""
 
     def __init__(self) -> None:
-        # Bytes, or tensors and metadata of a safetensors file.
-        self.contents: dict[str, bytes | tuple[Mapping[str, torch.Tensor], Mapping[str, str] | None]] = {}
+        self.contents: dict[str, bytes | Mapping[str, torch.Tensor]] = {}  # tensors: of a safetensors file
 
-    def save_tensors(
-        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Note tensors for a safetensors file; they must not change before they are written or copied."""
         self._require_new(name)
-        self.contents[name] = tensors, metadata
+        self.contents[name] = tensors
 
     def save_json(self, name: str, document: Any) -> None:
         self._require_new(name)
@@ -208,7 +205,7 @@ class CheckpointStore:
                 if isinstance(content, bytes):
                     entry = self.files.write(directory / name, [content], "x")
                 else:
-                    entry = self.files.write_tensors(directory / name, *content, mode="x")
+                    entry = self.files.write_tensors(directory / name, content, "x")
             except FileExistsError:
                 raise ValueError(written_twice(name)) from None
             entries.append(entry.to_json())

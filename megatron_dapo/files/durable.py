@@ -169,20 +169,14 @@ class Files:
         finally:
             file.close()
 
-    def write_json(self, path: Path, document: Any, mode: str = "w") -> FileEntry:
+    def write_json(self, path: Path, document: Any) -> FileEntry:
         """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
-        return self.write(path, [json_bytes(document)], mode)
+        return self.write(path, [json_bytes(document)])
 
-    def write_tensors(
-        self,
-        path: Path,
-        tensors: Mapping[str, torch.Tensor],
-        metadata: Mapping[str, str] | None = None,
-        mode: str = "w",
-    ) -> FileEntry:
+    def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor], mode: str = "w") -> FileEntry:
         """Write a safetensors file, with one tensor at a time in memory besides those given. Any layout and device,
         also 0-size tensors."""
-        header, order = safetensors_header(tensors, metadata)
+        header, order = safetensors_header(tensors)
         ordered = [tensors[name] for name in order]
         chunks: Iterable[bytes | memoryview] = chain([header], map(_bytes_of, ordered))
         return self.write(path, chunks, mode, piece_sizes(header, ordered))
@@ -229,12 +223,10 @@ def piece_sizes(header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
     return [len(header), *(tensor.numel() * tensor.element_size() for tensor in tensors)]
 
 
-def safetensors_header(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> tuple[bytes, list[str]]:
+def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
     """Return the header of a safetensors file, and the names of its tensors in the order of their data."""
     described = {name: (code_of(name, tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
-    header, entries = encode_header(described, metadata)
+    header, entries = encode_header(described)
     return header, list(entries)
 
 

@@ -70,9 +70,9 @@ class SampleFile:
 class NodeSampler:
     """Samples one node until the process that started it ends."""
 
-    def __init__(self, settings: SamplerSettings, counters: NodeCounters | None = None) -> None:
+    def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
-        self._counters = counters or NodeCounters()
+        self._counters = NodeCounters()
         metrics = [*NodeCounters.METRICS]
         header = {"node": settings.node, "name": settings.name, "role": settings.role, "metrics": metrics}
         self._file = SampleFile(Path(settings.directory) / f"node_{settings.node}.jsonl", json.dumps(header) + "\n")

@@ -19,7 +19,7 @@ from megatron_dapo.evaluation.estimators import Estimate, student_mean
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS, Alarm
-from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
+from megatron_dapo.telemetry.trend import TrendAlarm
 
 Level = Literal["alarm", "warning", "note"]
 _RECENT = 0.1  # of the train steps: an alarm that ended before is history
@@ -92,7 +92,7 @@ def _mismatch_trend(run: RunFiles) -> Iterator[Anomaly]:
     metric, config = "mismatch/abs_logprob_diff_mean", run.config
     if "mismatch.trend_factor" not in config:
         return
-    trend = TrendAlarm(TrendSettings(factor=config["mismatch.trend_factor"], floor=config["mismatch.trend_floor"]))
+    trend = TrendAlarm(config["mismatch.trend_factor"], config["mismatch.trend_floor"])
     for step, value in zip(_steps(run), run.column(metric)):
         if math.isfinite(value) and (growth := trend.observe(value)):
             cause = f"smoothed gap {growth.before:.3g} -> {growth.now:.3g} nats within {growth.num_steps} steps"

@@ -14,25 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class TrendSettings:
-    """When growth is an alarm. Steps are observations."""
-
-    factor: float = 2.0  # current level relative to the lowest of the window
-    floor: float = 0.0  # levels up to this are never an alarm, in the metric's unit
-    short_steps: int = 10  # of the mean for the current level; a mean over N steps has weight 2 / (N + 1)
-    long_steps: int = 40  # of the mean for the earlier level
-    window: int = 100  # steps to look back for the earlier level
-    patience: int = 3  # steps in a row
-
-    def __post_init__(self) -> None:
-        if self.factor <= 1 or self.floor < 0:
-            raise ValueError(f"trend alarm: factor {self.factor} must be above 1 and floor {self.floor} at least 0")
-        if not 1 <= self.short_steps < self.long_steps or min(self.window, self.patience) < 1:
-            raise ValueError(
-                f"trend alarm: short_steps {self.short_steps}, long_steps {self.long_steps}, window {self.window}, "
-                f"patience {self.patience}: needs 1 <= short_steps < long_steps, and the others at least 1"
-            )
+# Of the means for the current and for the earlier level; a mean over N steps has weight 2 / (N + 1).
+_SHORT_STEPS, _LONG_STEPS = 10, 40
+_WINDOW = 100  # steps to look back for the earlier level
+_PATIENCE = 3  # steps in a row
 
 
 @dataclass(frozen=True)
@@ -49,11 +34,12 @@ class TrendAlarm:
     it has grown by the factor again.
     """
 
-    def __init__(self, settings: TrendSettings) -> None:
-        self._settings = settings
+    def __init__(self, factor: float, floor: float) -> None:
+        """factor: current level over the lowest of the window, above 1. Levels up to `floor` are never an alarm."""
+        self._factor, self._floor = factor, floor
         self._num_seen = 0
         self._means = {"short": 0.0, "long": 0.0}  # not yet corrected for their start at 0
-        self._levels: deque[float] = deque(maxlen=settings.window)  # long means
+        self._levels: deque[float] = deque(maxlen=_WINDOW)  # long means
         self._num_high = 0
 
     def observe(self, value: float) -> TrendWarning | None:
@@ -63,22 +49,21 @@ class TrendAlarm:
         """
         if not math.isfinite(value):
             return TrendWarning(min(self._levels, default=0.0), value, len(self._levels))
-        settings = self._settings
         self._num_seen += 1
         now, long_mean = (
             self._average(name, value, steps)
-            for name, steps in (("short", settings.short_steps), ("long", settings.long_steps))
+            for name, steps in (("short", _SHORT_STEPS), ("long", _LONG_STEPS))
         )
-        if self._num_seen < settings.short_steps:  # a mean of a few values says little about the level
+        if self._num_seen < _SHORT_STEPS:  # a mean of a few values says little about the level
             return None
         self._levels.append(long_mean)
         before = min(self._levels)
-        self._num_high = self._num_high + 1 if now > max(settings.factor * before, settings.floor) else 0
-        if self._num_high < settings.patience:
+        self._num_high = self._num_high + 1 if now > max(self._factor * before, self._floor) else 0
+        if self._num_high < _PATIENCE:
             return None
         warning = TrendWarning(before, now, len(self._levels))
         # The raw means need different corrections, so the long one takes over the level, not the raw value.
-        scale = self._correction(settings.long_steps) / self._correction(settings.short_steps)
+        scale = self._correction(_LONG_STEPS) / self._correction(_SHORT_STEPS)
         self._means["long"] = self._means["short"] * scale
         self._levels.clear()
         self._num_high = 0
@@ -102,7 +87,7 @@ class TrendAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, taken with the same settings."""
+        """Continue from `state`."""
         self._num_seen, self._num_high = state["num_seen"], state["num_high"]
         self._means = dict(state["means"])
-        self._levels = deque(state["levels"], maxlen=self._settings.window)
+        self._levels = deque(state["levels"], maxlen=_WINDOW)

@@ -37,7 +37,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.checkpoints.save import IN_FLIGHT
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
-from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
+from megatron_dapo.telemetry.trend import TrendAlarm
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.evaluator import Evaluator
@@ -90,7 +90,7 @@ class TrainingLoop:
         self._parts = parts
         self._progress = progress
         mismatch = context.config.mismatch
-        self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
+        self._trend = TrendAlarm(mismatch.trend_factor, mismatch.trend_floor)
         self.saved_step = -1  # train step of the newest checkpoint on disk
         self._save_seconds = 0.0  # duration of the newest save, from start to commit
         self._recorded_save = 0.0  # the same, for a save not yet in a row of metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,10 @@ class HFCheckpoint(StoredModel):
     def _read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
         self._readers[self.files[name]].read(self.stored_names.get(name, name), out, bounds)
 
-    def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
+    def layout(self, architecture: ModelArchitecture) -> SingleHolderLayout:
         """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""
         self.check(architecture)
-        return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()}, num_ranks)
+        return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()})
 
     def dtypes(self, architecture: ModelArchitecture) -> dict[str, torch.dtype]:
         return {name: self.specs[name].dtype for name in architecture.shapes()}
@@ -213,6 +213,5 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: plain_file_name(file, path) for name, file in pairs.items()}
 
 
-def _first(names: Iterable[str], count: int = 5) -> str:
-    names = list(names)
-    return ", ".join(names[:count]) + (f", ... ({len(names)} in all)" if len(names) > count else "")
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

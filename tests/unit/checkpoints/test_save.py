@@ -58,7 +58,7 @@ class Run:
         rank = self.store.rank
 
         def write(writer: CheckpointWriter) -> None:
-            writer.save_tensors(f"rank_{rank}.safetensors", self.state, {"rank": str(rank)})
+            writer.save_tensors(f"rank_{rank}.safetensors", self.state)
             writer.save_json(f"rank_{rank}.json", counters)
 
         self.saves.start(step, write, {"step": step})

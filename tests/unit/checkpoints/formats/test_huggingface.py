@@ -184,11 +184,3 @@ def test_both_a_single_file_and_an_index(make_model_directory):
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
     with pytest.raises(ValueError, match="has both"):
         HFCheckpoint(directory)
-
-
-def test_layout_has_every_tensor_on_its_holder(make_model_directory):
-    directory = make_model_directory("qwen2")
-    architecture = read_architecture(directory)
-    with HFCheckpoint(directory) as stored:
-        layout = stored.layout(architecture, num_ranks=3)
-    assert [len(layout.shards(rank)) for rank in range(3)] == [len(architecture.shapes()), 0, 0]
