@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.api.source import path_of
-from megatron_dapo.config.loader import overrides_of, read_toml
+from megatron_dapo.config.loader import overrides_of, read_toml, recipe_values
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.data.hub import marked_model
 
@@ -123,7 +123,10 @@ class Recipe:
         `megatron-dapo train FILE` then does what `train` does. ValueError for a function that cannot be written, and for rows that
         are no JSON.
         """
-        output_dir = self._values.get("run.output_dir") or _output_dir(self._base)
+        output_dir = self._values.get("run.output_dir")
+        if not output_dir:
+            given = recipe_values(self._base).get("run.output_dir") if self._base else None
+            output_dir = given.value if given else RunConfig().output_dir
         target = (Path(directory) if directory else Path(output_dir) / INPUTS).resolve()
         target.mkdir(parents=True, exist_ok=True)
         for name, rows in self._rows.items():
@@ -147,18 +150,6 @@ class Recipe:
                 raise ValueError(f"{path}: {error}") from error
             values[path] = paths if isinstance(given, (list, tuple)) else paths[0]
         return list(overrides_of(values))
-
-
-def _output_dir(recipe: Path | None) -> str:
-    """Return run.output_dir of a recipe's file, or of the one that it is based on."""
-    while recipe is not None:
-        tree = read_toml(recipe)
-        run = tree.get("run")
-        if isinstance(run, dict) and isinstance(found := run.get("output_dir"), str):
-            return found
-        base = tree.get("base")
-        recipe = recipe.parent / base if isinstance(base, str) else None
-    return os.fspath(RunConfig().output_dir)
 
 
 def _line(name: str, number: int, row: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from megatron_dapo.plan.check import check
 from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import num_parameters, recompute_of
-from megatron_dapo.plan.search import Found, Ranked, search
+from megatron_dapo.plan.search import Found, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 from megatron_dapo.svg import GRAY, document, text
 
@@ -173,17 +173,12 @@ def plan_lines(plan: StepPlan, architecture: ModelArchitecture, gpu: str) -> Ite
     yield f"host memory of a node: {plan.memory.host / GIB:.0f} GiB of {plan.cluster.host_gib:.0f}"
     yield from _queue_lines(plan)
     yield from _time_lines(plan)
-    yield (
-        f"bytes: {_update(plan)}checkpoint {size(plan.checkpoint_bytes)} every {plan.config.checkpoint.interval} steps"
-    )
+    update = ""
+    if plan.sync is not None:
+        between = size(plan.sync.between_nodes) if plan.sync.between_nodes else "none"
+        update = f"weight update {size(plan.sync.num_bytes)} into all servers, {between} of it between nodes, "
+    yield f"bytes: {update}checkpoint {size(plan.checkpoint_bytes)} every {plan.config.checkpoint.interval} steps"
     yield from memory_warnings(plan.config, plan.memory, plan.processes, plan.cluster)
-
-
-def _update(plan: StepPlan) -> str:
-    if plan.sync is None:
-        return ""
-    between = size(plan.sync.between_nodes) if plan.sync.between_nodes else "none"
-    return f"weight update {size(plan.sync.num_bytes)} into all servers, {between} of it between nodes, "
 
 
 def _queue_lines(plan: StepPlan) -> Iterator[str]:
@@ -202,7 +197,7 @@ def _queue_lines(plan: StepPlan) -> Iterator[str]:
 
 
 def _time_lines(plan: StepPlan) -> Iterator[str]:
-    how = "generation beside training" if plan.overlaps else "one phase after the other"
+    how = "generation during training" if plan.overlaps else "one phase after the other"
     rate = plan.trained_tokens / plan.total / (plan.cluster.num_nodes * plan.cluster.gpus_per_node)
     yield f"step: {plan.total:.0f} s, {how}; {rate:.0f} trained tokens a second and GPU"
     for phase, parts in plan.seconds.items():
@@ -227,8 +222,13 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
             yield f"the fastest that has the memory is refused: {found.refused}"
         yield "use more GPUs, or GPUs with more memory (--gpu H200)"
     for rank, one in enumerate(found.layouts, 1):
-        yield f"{rank:2}. {one.plan.total:.0f} s a step: {_layout(one.plan.config)}; {_servers(one.plan)}"
-        yield f"    {_phases(one.plan)}"
+        plan, sglang = one.plan, one.plan.config.sglang
+        yield (
+            f"{rank:2}. {plan.total:.0f} s a step: {_layout(plan.config)}; {plan.memory.num_engines} servers of "
+            f"TP{sglang.tp_size} at mem_fraction_static {sglang.mem_fraction_static:g}, {sglang.placement}"
+        )
+        phases = ", ".join(f"{phase} {plan.of_phase(phase):.1f} s" for phase in plan.seconds)
+        yield f"    {phases}; {plan.peak / GIB:.1f} GiB"
         yield f"    limited by {one.binding}"
         if one.flip:
             yield f"    {one.flip}"
@@ -246,18 +246,6 @@ def _layout(config: Config) -> str:
         shown.append(f"layers {p.first_stage_layers} first, {p.last_stage_layers} last")
     modules = " ".join(sorted(recompute_of(config).modules))
     return f"{' '.join(shown)}, recompute {config.model.recompute_granularity}" + (f" ({modules})" if modules else "")
-
-
-def _servers(plan: StepPlan) -> str:
-    sglang = plan.config.sglang
-    return (
-        f"{plan.memory.num_engines} servers of TP{sglang.tp_size} at mem_fraction_static {sglang.mem_fraction_static:g}, "
-        f"{sglang.placement}"
-    )
-
-
-def _phases(plan: StepPlan) -> str:
-    return ", ".join(f"{phase} {plan.of_phase(phase):.1f} s" for phase in plan.seconds) + f"; {plan.peak / GIB:.1f} GiB"
 
 
 def _value(value: Any) -> str:
@@ -349,9 +337,8 @@ def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
         "refused": found.refused,
         "needs_fp8": found.needs_fp8,
         "fp8_seconds": found.fp8_seconds,
-        "layouts": [_ranked_json(one) for one in found.layouts],
+        "layouts": [
+            {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}
+            for one in found.layouts
+        ],
     }
-
-
-def _ranked_json(one: Ranked) -> dict[str, Any]:
-    return {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}

@@ -97,7 +97,15 @@ def plan_sync(
     engine_tp, engine_ep = engine_tp or sglang.tp_size, engine_ep or sglang.ep_size
     engines = engines or parallel.world_size // engine_tp
     has_own_nodes = sglang.placement == "disaggregated"
-    _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes)
+    if engines < 1:
+        raise ValueError(
+            f"an engine of {engine_tp} ranks does not fit {parallel.world_size} trainer ranks; give --engines"
+        )
+    if not has_own_nodes and engine_tp * engines > parallel.world_size:
+        raise ValueError(
+            f"{engines} engines of {engine_tp} ranks share the devices of {parallel.world_size} trainer ranks "
+            "(sglang.placement = colocated); start fewer or set it to disaggregated"
+        )
     architecture = read_architecture(config.model.path)
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
     source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
@@ -179,16 +187,6 @@ def _bytes_of_ranks(table: TrafficTable, shards: torch.Tensor, num_senders: int,
     }
 
 
-def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes: bool) -> None:
-    if engines < 1:
-        raise ValueError(f"an engine of {engine_tp} ranks does not fit {trainer_ranks} trainer ranks; give --engines")
-    if not has_own_nodes and engine_tp * engines > trainer_ranks:
-        raise ValueError(
-            f"{engines} engines of {engine_tp} ranks share the devices of {trainer_ranks} trainer ranks "
-            "(sglang.placement = colocated); start fewer or set it to disaggregated"
-        )
-
-
 def _range(values: torch.Tensor) -> Range:
     return Range(int(values.min()), float(values.double().mean()), int(values.max()))
 
@@ -197,9 +195,9 @@ def describe_sync(figures: SyncFigures) -> list[str]:
     """The figures in lines for a person."""
     f = figures
     top = ", ".join(f"rank {rank} {size(num_bytes)}" for rank, num_bytes in f.top_senders)
+    types = f.dtype if f.quantization == "none" else f"linear layers in {f.quantization}, the rest in {f.dtype}"
     return [
-        f"trainer: {f.trainer}, {f.trainer_ranks} ranks; engines: {f.engine}, {f.engine_ranks} ranks; "
-        f"{_element_types(f)}",
+        f"trainer: {f.trainer}, {f.trainer_ranks} ranks; engines: {f.engine}, {f.engine_ranks} ranks; {types}",
         f"model: {size(f.model_bytes)}; shard of an engine rank: {_span(f.shard_bytes)}",
         f"sent by a trainer rank: {_span(f.sent)}; most: {top}",
         f"received by an engine rank: {_span(f.received)}; copied within the rank: {_span(f.local)}; "
@@ -211,12 +209,6 @@ def describe_sync(figures: SyncFigures) -> list[str]:
         f"with {f.gpu}, {f.network_gbit:g} Gbit/s a node for TCP",
         f"plan: {f.digest}, made in {f.plan_seconds:.1f} s with {f.plan_gb:.2f} GB",
     ]
-
-
-def _element_types(figures: SyncFigures) -> str:
-    if figures.quantization == "none":
-        return figures.dtype
-    return f"linear layers in {figures.quantization}, the rest in {figures.dtype}"
 
 
 def _span(r: Range) -> str:

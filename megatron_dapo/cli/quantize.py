@@ -30,7 +30,7 @@ def quantize(
     num_check: Annotated[int, typer.Option(help="further prompts to check with")] = Prompts.num_check,
     response_tokens: Annotated[int, typer.Option(help="tokens sampled after each prompt")] = Prompts.response_tokens,
     seed: Annotated[int, typer.Option(help="of the sampled responses")] = Prompts.seed,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is a GPU")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is a GPU")] = None,
     engine_python: Annotated[
         Path | None, typer.Option(help="interpreter of an SGLang that loads and scores the result")
     ] = None,

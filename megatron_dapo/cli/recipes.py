@@ -35,8 +35,8 @@ recipes_app = typer.Typer(invoke_without_command=True, help="List recipes that c
 
 def shipped_directory() -> Path:
     """Return the directory of the recipes: package data of an installed wheel, examples/ of a checkout."""
-    inside, beside = PACKAGE / "examples", PACKAGE.parent / "examples"
-    return inside if inside.is_dir() else beside
+    packaged, checkout = PACKAGE / "examples", PACKAGE.parent / "examples"
+    return packaged if packaged.is_dir() else checkout
 
 
 def shipped_files() -> dict[str, Path]:

@@ -66,7 +66,7 @@ class RunOptions:
         bool,
         typer.Option(
             "--inputs/--no-inputs",
-            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; not where they are on another machine",
+            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; switch it off if they are on another machine",
         ),
     ] = True
 

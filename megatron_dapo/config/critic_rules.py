@@ -35,7 +35,7 @@ CRITIC_RULES = (
         "critic.warmup_train_steps < run.total_steps",
         "set critic.warmup_train_steps = {run.total_steps - 1} or less",
         where=_CRITIC,
-        reason="else the policy never learns; `megatron-dapo pretrain-value` is for the critic alone",
+        reason="else the policy never learns; `megatron-dapo pretrain-value` trains only the critic",
     ),
     Rule(
         'advantage_estimation.lambda_rule != "window"',

@@ -12,7 +12,7 @@ ENGINE_RULES = (
         "rollout.partial_rollout",
         "set rollout.partial_rollout = true, or rollout.max_staleness = 0",
         where=f'{_SGLANG} and sglang.placement == "disaggregated" and rollout.max_staleness > 0',
-        reason="generation runs beside training: every update would throw all unfinished responses away",
+        reason="generation continues during training: every update would throw all unfinished responses away",
     ),
     Rule(
         'sglang.api_key_file != ""',

@@ -148,7 +148,7 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
             "parallel.sequence_parallel",
             "set parallel.sequence_parallel = true",
             where="num_experts > 0 and parallel.tp_size > 1",
-            reason="Megatron-core needs it where experts meet tensor parallelism",
+            reason="Megatron-core needs it for experts with tensor parallelism",
         ),
         Rule(
             "num_experts > 0",

@@ -79,7 +79,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
 
     Raises ConfigError with every unknown key, wrong type and unreadable value at once.
     """
-    values = _layered(_recipe_values(Path(recipe), ()), _override_values(overrides))
+    values = _layered(recipe_values(Path(recipe)), _override_values(overrides))
     return _build(values, source=str(recipe))
 
 
@@ -131,7 +131,8 @@ def read_resolved(path: str | Path) -> LoadedConfig:
     return LoadedConfig(config=built.config, origins=MappingProxyType(dict(document["origins"])))
 
 
-def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
+def recipe_values(recipe: Path, chain: tuple[Path, ...] = ()) -> dict[str, _Value]:
+    """Return the values of a recipe and of those that it is based on (`chain`: recipes based on it), not yet checked."""
     # Symbolic links may give one recipe two names, so loops are detected among real paths.
     resolved = recipe.resolve()
     if resolved in chain:
@@ -147,7 +148,7 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
     if not isinstance(base, str) or _has_null(base):
         problem = Violation("base", "the path of one recipe", 'write base = "other.toml"', {"base": base})
         raise ConfigError([problem], str(recipe))
-    return _layered(_recipe_values(recipe.parent / base, (*chain, resolved)), own)
+    return _layered(recipe_values(recipe.parent / base, (*chain, resolved)), own)
 
 
 def _layered(lower: dict[str, _Value], upper: dict[str, _Value]) -> dict[str, _Value]:
@@ -223,8 +224,11 @@ def _parse_override(path: str, text: str) -> Any:
     """Parse a value as TOML, except that a text field takes the bare word: this needs no double quoting in shells and
     guesses no types."""
     field = leaf_fields().get(path)
-    if field is not None and text[:1] not in ("'", '"') and (_is_text(field.annotation) or text in _words(field)):
-        return text
+    if field is not None and text[:1] not in ("'", '"'):
+        choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
+        is_choice = bool(choices) and all(isinstance(choice, str) for choice in choices)
+        if is_choice or field.annotation in (str, Path) or text in _words(field):
+            return text
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -234,12 +238,6 @@ def _parse_override(path: str, text: str) -> Any:
     if set(document) != {"value"}:
         raise ValueError("one value, not several lines")
     return document["value"]
-
-
-def _is_text(annotation: Any) -> bool:
-    if typing.get_origin(annotation) is typing.Literal:
-        return all(isinstance(choice, str) for choice in typing.get_args(annotation))
-    return annotation in (str, Path)
 
 
 def _words(field: FieldInfo) -> tuple[str, ...]:
@@ -292,9 +290,15 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
     options = {path: value for path, value in values.items() if path.rpartition(".")[0] in SECTIONS}
     unknown = [path for path in values if path not in options and (path not in leaf_fields() or path in SECTIONS)]
     problems = [_unknown(path, values[path]) for path in unknown]
-    problems += [problem for path, value in options.items() if (problem := _megatron_problem(path, value))]
-    if unusable := [_with_null(path, value) for path, value in values.items() if _has_null(value.value)]:
-        raise ConfigError([*problems, *unusable], source)  # no path can be made of them
+    for path, value in options.items():
+        rule, fix = problem_with(path.rpartition(".")[2], value.value)
+        if rule:
+            problems.append(Violation(path, rule, f"{fix} (in {value.origin})", {path: value.value}))
+    if with_null := [path for path, value in values.items() if _has_null(value.value)]:
+        for path in with_null:
+            fix = f"change it in {values[path].origin}"
+            problems.append(Violation(path, "text without the character NUL", fix, {path: values[path].value}))
+        raise ConfigError(problems, source)  # no path can be made of them
     # Unknown keys are kept from the schema's check, which would report each again without the nearest name.
     known = {path: value for path, value in values.items() if path not in unknown}
     tree = _nest({path: _absolute_inputs(path, value) for path, value in known.items()})
@@ -325,10 +329,6 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
 
 def _has_null(value: Any) -> bool:
     return "\0" in value if isinstance(value, str) else isinstance(value, list) and any(map(_has_null, value))
-
-
-def _with_null(path: str, value: _Value) -> Violation:
-    return Violation(path, "text without the character NUL", f"change it in {value.origin}", {path: value.value})
 
 
 def _refuse(value: Any) -> str:
@@ -394,11 +394,6 @@ def _absolute(value: Any, directory: Path) -> Any:
         return value
     # abspath, not resolve: a symbolic link to a model or data set stays as the recipe names it.
     return os.path.abspath(directory / Path(value).expanduser())
-
-
-def _megatron_problem(path: str, value: _Value) -> Violation | None:
-    rule, fix = problem_with(path.rpartition(".")[2], value.value)
-    return Violation(path, rule, f"{fix} (in {value.origin})", {path: value.value}) if rule else None
 
 
 def _unknown(path: str, value: _Value) -> Violation:

@@ -25,14 +25,14 @@ _PRECISION = "set model.dtype and [precision], which the weight sync, exports an
 _OPTIMIZER = "set [optimizer] or [critic.optimizer]"
 _SCHEDULE = "it is set for each train step by what the micro-batches need"
 _FUNCTION = "it is a function or object that the trainer sets"
-_OTHER_OPTIMIZER = "checkpoints and resume know AdamW alone"
+_OTHER_OPTIMIZER = "checkpoints and resume know only AdamW"
 _BUFFERS = "weight sync and checkpoints read the buffers of megatron-core's own data-parallel wrapper"
 _INFERENCE = "SGLang or the embedded engine generates, not megatron-core"
 _UNSUPPORTED_LAYER = "the layers, converters and engines of the supported families have none"
 _INITIALIZATION = "weights come from model.path"
 # Measured: 300 steps after gradients shrink to a tenth, a bf16 moment with beta2 = 0.999 is 1.34 times the fp32 one.
 _MOMENTS = (
-    "a second moment in 16 bits does not decay at beta2 = 0.999, whose steps are below its spacing; where memory is short, "
+    "a second moment in 16 bits does not decay at beta2 = 0.999, whose steps are below its spacing; if memory is short, "
     "set optimizer.on_host = true"
 )
 
@@ -86,7 +86,7 @@ DENIED: Mapping[str, str] = {
     "(initial_)?loss_scale|loss_scale_window|min_loss_scale|hysteresis": "they are for fp16, which is not supported",
     "use_precision_aware_optimizer|exp_avg(_sq)?_dtype": _MOMENTS,
     "main_(grads|params)_dtype|store_param_remainders": (
-        "checkpoints, offloading and weight sync read main params and gradients in fp32; where memory is short, set "
+        "checkpoints, offloading and weight sync read main params and gradients in fp32; if memory is short, set "
         "optimizer.on_host = true, which takes all of them off the GPU"
     ),
     "optimizer_cpu_offload|optimizer_offload_fraction|use_torch_optimizer_for_cpu_offload|overlap_cpu_optimizer_.*|pin_cpu_.*": (

@@ -371,7 +371,7 @@ class RewardConfig(Section):
         if (self.verifier == "mix") != bool(self.mix):
             yield Rule(
                 '(reward.verifier == "mix") == (reward.mix != ())',
-                'set reward.verifier = "mix" where there are tables [[reward.mix]], and only there',
+                'set reward.verifier = "mix" if there are tables [[reward.mix]], and only then',
                 reason="the tables are the components of that verifier",
             )
         if not all(_is_verifier(one.verifier) for one in self.mix):
@@ -428,7 +428,7 @@ class RewardConfig(Section):
                 "reward.code.max_processes + 4 <= reward.max_processes",
                 f"set reward.max_processes = {code.max_processes + 4}",
                 where=is_used,
-                reason="a program is a child of a verifier process, and the sandbox has three of its own",
+                reason="a program is a child of a verifier process, and its sandbox adds three",
             )
 
     def _broken_rules_of_services(self) -> Iterator[Rule]:

@@ -105,10 +105,10 @@ def violation_of(rule: Rule, fix: str, config: Config, facts: Mapping[str, Any])
     """Return the violation of a rule, with its complete fix. `facts`: values of names that are no fields."""
     fields = fields_of(rule)
     words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]
-    where = f" where {rule.where}" if rule.where != "True" else ""
+    condition = f" if {rule.where}" if rule.where != "True" else ""
     return Violation(
         path=rule.path or fields[0],
-        formula=rule.formula + where + (f" ({rule.reason})" if rule.reason else ""),
+        formula=rule.formula + condition + (f" ({rule.reason})" if rule.reason else ""),
         suggestion=fix,
         values={
             **{path: value_of(config, path) for path in fields},

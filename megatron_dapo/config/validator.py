@@ -289,7 +289,7 @@ RULES = (
     ),
     Rule(
         'data.columns.answer != "" or reward.code.tests != ""',
-        "set reward.code.tests to the column of the tests, or data.columns.answer where gold answers hold them",
+        "set reward.code.tests to the column of the tests, or data.columns.answer if gold answers hold them",
         where='"code" in reward.verifiers',
     ),
     Rule(

@@ -93,7 +93,7 @@ MEMORY_RULES = (
         "generating_gib <= gpu_gib",
         "{engine_fix}",
         where=_STARTED,
-        reason="weights, cache, CUDA graphs and activations of a server, and what the trainer keeps beside it",
+        reason="weights, cache, CUDA graphs and activations of a server, and what the trainer keeps next to it",
         path="sglang.mem_fraction_static",
     ),
     Rule(

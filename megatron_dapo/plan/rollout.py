@@ -102,8 +102,8 @@ class EngineRates:
         return read, products, TICK_SECONDS + REQUEST_SECONDS * running
 
     def seconds(self, running: float, context: float) -> float:
-        read, products, beside = self.tick(running, context)
-        return max(read, products) + beside
+        read, products, overhead = self.tick(running, context)
+        return max(read, products) + overhead
 
 
 def engine_rates(config: Config, architecture: ModelArchitecture, engine: EngineMemory, gpu: Gpu) -> EngineRates:
@@ -151,7 +151,7 @@ class Queue:
     idle_share: float  # share of the `running` slots that are idle, over the time
     read: float  # share of the seconds; so are the two below
     products: float
-    beside: float
+    overhead: float
 
 
 def running_at_once(config: Config, engine: EngineMemory, lengths: Lengths) -> int:
@@ -229,12 +229,12 @@ def _follow(rates: EngineRates, lengths: Lengths, drawn: list[int], running: int
 
 def _steady(rates: EngineRates, lengths: Lengths, responses: int, running: int, has_tail: bool) -> Queue:
     """Assume a full engine throughout; the tail is one longest response that begins halfway through the last ones."""
-    read, products, beside = rates.tick(running, running * lengths.held)
-    tick = max(read, products) + beside
+    read, products, overhead = rates.tick(running, running * lengths.held)
+    tick = max(read, products) + overhead
     full = responses * lengths.mean / running * tick
     longest = max(lengths.responses) * rates.seconds(max(1, running / 4), running / 4 * lengths.held)
     seconds = max(full, longest) + (longest / 2 if has_tail else 0.0)
-    shares = [read / tick if read >= products else 0.0, products / tick if products > read else 0.0, beside / tick]
+    shares = [read / tick if read >= products else 0.0, products / tick if products > read else 0.0, overhead / tick]
     if not has_tail:
         seconds = full
     waits = max(0.0, full - lengths.mean * tick)

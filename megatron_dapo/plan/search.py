@@ -19,6 +19,7 @@ from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, pl
 
 TENSOR = (1, 2, 4, 8)
 CONTEXT = (2, 4, 8)  # sizes besides 1
+LONG_SEQUENCE = 16384  # tokens from which context parallelism pays off
 MOST_STAGES = 32
 MOST_EXPERT_RANKS = 64
 MOST_STATIC = 0.85  # largest sglang.mem_fraction_static
@@ -87,9 +88,9 @@ def _search(
     lengths = step_lengths(config, mean_response)
     kinds = recomputations(config, architecture)
     # Context parallelism with packed sequences has never run on GPUs, so it is tried only if nothing fits without it.
-    alone, more = (list(candidates(config, architecture, num_gpus, cluster, sizes)) for sizes in ((1,), CONTEXT))
-    for index, layout in enumerate((*alone, *more)):
-        if index == len(alone) and plans:
+    without, more = (list(candidates(config, architecture, num_gpus, cluster, sizes)) for sizes in ((1,), CONTEXT))
+    for index, layout in enumerate((*without, *more)):
+        if index == len(without) and plans:
             break
         for kind in kinds:  # fastest first: slower kinds leave the servers no more room
             trainer = layout | kind
@@ -138,14 +139,15 @@ def _servers(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield the settings of servers that fit next to the trainer, each with its seconds of generation."""
     assert memory.engine_memory is not None, "servers are started by this run"
-    beside = memory.engine - memory.engine_memory.static
+    trainer = memory.engine - memory.engine_memory.static
     fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests)
     whole = config.longest_sequence + SPARE_POSITIONS
     for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
         count = cluster.gpus_per_node // ranks
         settings: dict[str, Any] = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
         free = free_at_start(derive(config, settings), cluster)
-        settings["sglang.mem_fraction_static"] = _fraction(cluster.gpu_bytes - beside - MARGIN, free)
+        hundredths = int(100 * (cluster.gpu_bytes - trainer - MARGIN) / free)
+        settings["sglang.mem_fraction_static"] = max(0.01, min(MOST_STATIC, hundredths / 100))
         engine = engine_memory(derive(config, settings), architecture, cluster)
         holds = engine.kv_tokens // whole
         if holds < fewest:  # a server limited to fewer requests may still be the only one that fits
@@ -154,12 +156,6 @@ def _servers(
             changed = derive(config, settings)
             queue = generation_queue(changed, architecture, engine, count * cluster.num_nodes, lengths, gpu)
             yield queue.seconds, settings
-
-
-def _fraction(num_bytes: int, free: int) -> float:
-    """Return the largest sglang.mem_fraction_static, in hundredths, that takes at most `num_bytes` of the `free`
-    bytes."""
-    return max(0.01, min(MOST_STATIC, int(100 * num_bytes / free) / 100))
 
 
 def candidates(
@@ -173,7 +169,8 @@ def candidates(
     for tensor in (size for size in TENSOR if _cuts(architecture, size) and size <= per_node):
         for pipeline in range(1, min(MOST_STAGES, architecture.num_layers) + 1):
             for context in contexts:
-                if num_gpus % (tensor * pipeline * context) or context > 1 and not _needs_context(config):
+                is_long = config.longest_sequence >= LONG_SEQUENCE
+                if num_gpus % (tensor * pipeline * context) or context > 1 and not is_long:
                     continue
                 data = num_gpus // (tensor * pipeline * context)
                 if data > config.training.mini_batch_prompts * config.rollout.group_size:
@@ -269,11 +266,6 @@ def _serves(a: ModelArchitecture, ranks: int) -> bool:
     return a.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
-def _needs_context(config: Config) -> bool:
-    """Return True if sequences are long enough for context parallelism to pay off."""
-    return config.longest_sequence >= 16384
-
-
 def _binding(plan: StepPlan) -> str:
     """Describe the layout's bottleneck in time and its smallest memory headroom."""
     phase, name, seconds = most_seconds(plan)
@@ -302,15 +294,15 @@ def _with_flips(layouts: list[Ranked]) -> tuple[Ranked, ...]:
 
 def _loss(plan: StepPlan, best: StepPlan) -> str:
     """Describe how much time a layout would have to save to rank first."""
-    behind = plan.total - best.total
+    difference = plan.total - best.total
     phases = sorted(plan.seconds, key=lambda phase: best.of_phase(phase) - plan.of_phase(phase))
     phase = phases[0]
     more = plan.of_phase(phase) - best.of_phase(phase)
     names = set(plan.seconds[phase]) | set(best.seconds.get(phase, {}))
     name = max(names, key=lambda n: plan.seconds[phase].get(n, 0.0) - best.seconds.get(phase, {}).get(n, 0.0))
-    if behind < 0.005 * best.total:
+    if difference < 0.005 * best.total:
         return f"as fast as the first, with {(best.peak - plan.peak) / GIB:+.1f} GiB of memory left"
-    return f"first if {phase} took {behind:.0f} s less: {more:+.0f} s there, most of it {name}"
+    return f"first if {phase} took {difference:.0f} s less: {more:+.0f} s there, most of it {name}"
 
 
 def _threat(layouts: list[Ranked]) -> str:
@@ -325,8 +317,8 @@ def _threat(layouts: list[Ranked]) -> str:
     for one in layouts[1:]:
         saved = {phase: best.of_phase(phase) - one.plan.of_phase(phase) for phase in best.seconds}
         phase = max(saved, key=lambda name: saved[name])
-        behind = one.plan.total - best.total
-        if saved[phase] > 0.05 * best.total and behind > 0:
-            factor = 1 + behind / saved[phase]
+        difference = one.plan.total - best.total
+        if saved[phase] > 0.05 * best.total and difference > 0:
+            factor = 1 + difference / saved[phase]
             return f"{text}; number {layouts.index(one) + 1} would be first if {phase} took {factor:.2f} times as long everywhere"
     return text

@@ -151,7 +151,7 @@ def _generation(queue: Queue) -> dict[str, float]:
     return {
         "reading": queue.read * queue.seconds,
         "products": queue.products * queue.seconds,
-        "launches_and_sampling": queue.beside * queue.seconds,
+        "launches_and_sampling": queue.overhead * queue.seconds,
     }
 
 

@@ -84,7 +84,7 @@ def make_plan(
     problems += validate_and_check(config, cluster, architecture, processes)
     needed = processes + server_gpus(config)
     if 0 < machines.gpus_here < needed and cluster.num_nodes == 1:
-        fix = f"use a layout for {machines.gpus_here}, or --gpus-per-node {needed} where it is for another machine"
+        fix = f"use a layout for {machines.gpus_here}, or --gpus-per-node {needed} if it is for another machine"
         problems.append(
             UnusableInput(
                 "parallel", f"the run needs {needed} GPUs of its node, this machine has {machines.gpus_here}", fix

@@ -75,14 +75,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="SINCE",
         help="run nothing; the exit code is that of the last attempt that the calling script has started, after SINCE in seconds "
         "since 1970 if given: 0 finished, 75 worth starting again, another one a failure that would repeat. Prints "
-        '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job", and behind it the nodes that the '
+        '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job", followed by the nodes that the '
         "next attempt is to leave out, with commas",
     )
     parser.add_argument(
         "--keep-servers",
         action="store_true",
         help="run nothing but the supervisor of this node's SGLang servers, which keeps them for the next attempt after a failure, "
-        "and the keeper of checkpoints in its memory; ends at once where the recipe has neither",
+        "and the keeper of checkpoints in its memory; ends at once if the recipe has neither",
     )
     return parser.parse_args(arguments)
 

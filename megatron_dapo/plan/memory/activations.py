@@ -214,14 +214,14 @@ def kept_bytes(layer: LayerBytes, recompute: Recompute, num_layers: int) -> tupl
         kept = first * layer.residual / recompute.block + (num_layers - first) * layer.whole
         # Later layers are freed before the first ones are recomputed.
         return kept, recompute.block * layer.whole - layer.input if first == num_layers else 0
-    kept, again, behind = float(layer.whole), 0, layer.mlp + layer.norm
+    kept, again, after_attention = float(layer.whole), 0, layer.mlp + layer.norm
     if recompute.modules & {"mlp", "moe"}:
-        kept += layer.residual - behind
-        again, behind = behind - layer.input, layer.residual
+        kept += layer.residual - after_attention
+        again, after_attention = after_attention - layer.input, layer.residual
     if "core_attn" in recompute.modules:
         kept -= layer.core
         # The part of the layer after attention is freed before attention is recomputed.
-        again = max(again, layer.core_again - behind)
+        again = max(again, layer.core_again - after_attention)
     return num_layers * kept, again
 
 
@@ -230,10 +230,6 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
     if parallel.vpp_size > 1:
         return parallel.pp_size * parallel.vpp_size + parallel.pp_size - 2 * stage - 1
     return parallel.pp_size - stage
-
-
-def _layers_of_chunk(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
-    return layers_of_stage(architecture, parallel, stage) // parallel.vpp_size
 
 
 def tokens_of_rank(config: Config) -> int:
@@ -262,7 +258,8 @@ def activation_bytes(
     parallel, tokens = config.parallel, tokens_of_rank(config)
     layer = layer_of(config, architecture, kernels)
     recompute = recompute_of(config)
-    kept, again = kept_bytes(layer, recompute, _layers_of_chunk(architecture, parallel, stage))
+    layers_of_chunk = layers_of_stage(architecture, parallel, stage) // parallel.vpp_size
+    kept, again = kept_bytes(layer, recompute, layers_of_chunk)
     num_bytes = chunks_in_flight(parallel, stage) * kept
     if kernels == "torch":
         tables, last = _shared_bytes(config, architecture, stage, recompute)

@@ -183,9 +183,9 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward, **batch}, others))
     yield PhaseMemory("train", device, _trainer_parts(roles, {**policy.training_parts, **batch}, others))
     if roles.critic:
-        beside = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
+        other_models = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
         where: Device = "trainer" if roles.critic_is_apart else device
-        yield PhaseMemory("train_critic", where, _trainer_parts(roles, {**roles.critic.training_parts, **batch}, beside))
+        yield PhaseMemory("train_critic", where, _trainer_parts(roles, {**roles.critic.training_parts, **batch}, other_models))
     if roles.engine and roles.is_sglang:
         # The policy's weights stay on the GPU until the servers have their weights and caches.
         trainer = others + max(policy.weights, policy.resident(offload))

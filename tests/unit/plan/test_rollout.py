@@ -70,7 +70,7 @@ def test_a_queue_takes_as_long_as_a_loop_over_tokens() -> None:
     orders = [counted(sorted(lengths.responses, reverse=way), 8, 20.0) for way in (True, False)]
     assert 0.97 * min(orders) < queue.seconds < 1.1 * max(orders), "in an order of its own"
     assert (queue.running, queue.waiting) == (8, 92) and 0 < queue.last_start < queue.seconds
-    assert queue.read + queue.products + queue.beside == pytest.approx(1)
+    assert queue.read + queue.products + queue.overhead == pytest.approx(1)
     alone = simulate(RATES, Lengths((50,), 20.0), 3, 8, True)
     assert alone.seconds == pytest.approx(counted([50] * 3, 3, 20.0)) and alone.idle_share == pytest.approx(0)
 
