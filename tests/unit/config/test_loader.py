@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_dapo.config import ConfigError, config_from_dict, load_config, read_resolved, write_resolved
+from megatron_dapo.config import (
+    ConfigError,
+    config_from_dict,
+    layout_overrides,
+    load_config,
+    missing_inputs,
+    read_resolved,
+    write_resolved,
+)
+from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import leaf_fields
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n'
@@ -245,3 +255,39 @@ def test_configuration_is_immutable() -> None:
     config = config_from_dict({"model": {"path": "m"}, "data": {"train_paths": ["t"]}})
     with pytest.raises(ValueError, match="frozen"):
         config.rollout.group_size = 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "processes"),
+    [
+        ("tp1pp2", {"pp_size": 2}, 2),
+        ("TP2 PP2", {"tp_size": 2, "pp_size": 2}, 4),
+        ("tp2dp2sp", {"tp_size": 2, "sequence_parallel": True}, 4),
+        ("pp2vpp2-cp2", {"pp_size": 2, "vpp_size": 2, "cp_size": 2}, 4),
+        ("dp2ep2", {"ep_size": 2}, 2),
+        ("tp2ep2etp1sp", {"tp_size": 2, "ep_size": 2, "etp_size": 1, "sequence_parallel": True}, 2),
+    ],
+)
+def test_a_layout_is_the_whole_parallel_section(
+    recipe: Path, text: str, sizes: dict[str, Any], processes: int
+) -> None:
+    recipe.write_text(MINIMAL + "[parallel]\ntp_size = 8\n")
+    config = load_config(recipe, layout_overrides(text)).config
+    assert config.parallel == ParallelConfig(**sizes, num_processes=processes)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "2tp", "tp2tp2", "tp2xy3", "sp2", "tp2!"])
+def test_invalid_layouts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="layout"):
+        layout_overrides(text)
+
+
+def test_missing_inputs_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train_paths": ["train.jsonl", "trian.jsonl"], "eval_paths": ["held.jsonl"]},
+    }
+    found = missing_inputs(config_from_dict(tree, directory=tmp_path))
+    assert [violation.path for violation in found] == ["model.path", "data.train_paths", "data.eval_paths"]
+    assert str(tmp_path / "train.jsonl") in found[1].suggestion

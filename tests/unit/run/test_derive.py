@@ -13,6 +13,12 @@ from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_c
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = sorted((*(EXAMPLES / "quickstart").glob("*.toml"), *(EXAMPLES / "smollm2").glob("*.toml")))
+WITH_CRITIC = [
+    path
+    for path in sorted(EXAMPLES.rglob("*.toml"))
+    if ("vapo" in path.stem or "tppo" in path.stem) and path.parent.name != "grids"
+]
+VAPO = EXAMPLES / "quickstart" / "quickstart_vapo.toml"
 TREE = {
     "model": {"path": "/m"},
     "data": {"train_paths": ["/t"], "eval_paths": ["/e"]},
@@ -49,7 +55,6 @@ def test_runs_of_a_recipe_are_derived_from_it() -> None:
     assert held_out.data.train_paths == config.data.eval_paths and held_out.critic.path == ""
     assert held_out.sglang.weight_sync_transport == "disk"
     assert for_sampling(config).data.train_paths == config.data.train_paths
-    assert pretraining_config(config).run.total_steps == config.value_pretraining.max_steps
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -92,3 +97,60 @@ def test_given_responses_have_no_variants_of_their_prompts() -> None:
     broken = validate(sft_config(config).model_copy(update={"data": config.data}))
     (violation,) = [one for one in broken if one.path == "data.injection.templates"]
     assert "data.injection.templates = []" in violation.suggestion
+
+
+# ---- value pretraining
+
+
+@pytest.mark.parametrize("recipe", WITH_CRITIC, ids=lambda path: path.stem)
+def test_its_pretraining_is_a_valid_configuration(recipe: Path) -> None:
+    config = load_config(recipe).config
+    pretraining = pretraining_config(config)
+    assert validate(pretraining) == []
+    assert pretraining.run.total_steps == config.value_pretraining.max_steps
+    assert not pretraining.rollout.filter_groups and pretraining.algorithm.name == "vapo"
+
+
+def test_there_are_recipes_of_both() -> None:
+    assert {path.stem.split("_")[0] for path in WITH_CRITIC} >= {"quickstart", "vapo", "tppo"} and len(WITH_CRITIC) >= 4
+
+
+def test_prompts_are_its_own_where_they_are_named() -> None:
+    assert [path.name for path in pretraining_config(load_config(VAPO).config).data.train_paths] == ["spread.jsonl"]
+    plain = load_config(EXAMPLES / "recipes" / "vapo_qwen2.5_32b.toml").config
+    assert pretraining_config(plain).data.train_paths == plain.data.train_paths
+
+
+def test_it_never_writes_where_the_run_will() -> None:
+    """A run that found the checkpoints of pretraining would resume from them, with most of its steps done."""
+    plain = load_config(VAPO).config
+    apart = load_config(VAPO, ["checkpoint.output_dir=/ck"]).config
+    assert pretraining_config(plain).checkpoint_dir == plain.run.output_dir / "value_pretraining" / "checkpoints"
+    assert pretraining_config(apart).checkpoint_dir == Path("/ck/value_pretraining")
+    given = pretraining_config(apart, Path("/given"))
+    assert (given.run.output_dir, given.checkpoint_dir) == (Path("/given"), Path("/ck/value_pretraining"))
+
+
+def test_a_recipe_may_name_the_critic_that_its_pretraining_writes() -> None:
+    written = "runs/quickstart-vapo/value_pretraining/critic"
+    assert pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config).critic.path == ""
+    assert pretraining_config(load_config(VAPO, ["critic.path=reward_model"]).config).critic.path == "reward_model"
+    separate = pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config, Path("/given"))
+    assert separate.critic.path == written
+
+
+def test_few_steps_are_enough_whatever_the_policys_schedule() -> None:
+    few = ["value_pretraining.min_steps=2", "value_pretraining.max_steps=2"]
+    policy = [*few, 'optimizer.schedule="linear"', "optimizer.warmup_steps=8"]
+    assert validate(pretraining_config(load_config(VAPO, [*policy, "critic.optimizer.warmup_steps=1"]).config)) == []
+
+
+def test_the_critics_schedule_has_the_same_rule_in_both() -> None:
+    decaying = ['critic.optimizer.schedule="cosine"', "critic.optimizer.warmup_steps=30"]
+    config = load_config(VAPO, decaying).config  # 24 train steps, 30 of pretraining at most
+    for one, total in ((config, 24), (pretraining_config(config), 30)):
+        (found,) = validate(one)
+        assert found.path == "critic.optimizer.warmup_steps" and found.values["critic_scheduled_steps"] == total
+        assert found.suggestion == f"set critic.optimizer.warmup_steps below {total}"
+    enough = load_config(VAPO, [*decaying, 'critic.optimizer.warmup_unit="optimizer_step"']).config
+    assert validate(enough) == []  # 8 mini-batches a train step
