@@ -87,11 +87,7 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
         name: oracle.Answer(loss, loss_scale, broadcast_tensors(gradients.get(name)))
         for name, (loss, loss_scale) in numbers.items()
     }
-    architecture = (
-        read_architecture(directory)
-        if directory
-        else parse_architecture(broadcast_json(config))
-    )
+    architecture = (read_architecture(directory) if directory else parse_architecture(broadcast_json(config)))
     return LossProblem(samples, answers, architecture, _loader(directory, weights))
 
 

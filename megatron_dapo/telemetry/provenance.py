@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo._version import __version__
+from megatron_dapo.files.durable import HERE
 
 PROVENANCE = "provenance.json"
 _PACKAGES = (
@@ -60,10 +61,8 @@ def write_provenance(
         "model": [_identity(model / name) for name in _MODEL_FILES if (model / name).is_file()],
         "model_bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
     }
-    run_directory.mkdir(parents=True, exist_ok=True)
-    partial = run_directory / f"{PROVENANCE}.tmp"
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, run_directory / PROVENANCE)
+    HERE.make_directory(run_directory)
+    HERE.replace(run_directory / PROVENANCE, json.dumps(document, indent=1) + "\n")
 
 
 def _identity(path: Path) -> dict[str, Any]:
