@@ -57,10 +57,19 @@ from megatron_dapo.parallel.packing import MicroBatchLimits, plan_micro_batches
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
-from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
-from megatron_dapo.trainer.batch_header import BatchHeader, numbers_of
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of
 from megatron_dapo.trainer.rollout import release_freed_memory
-from megatron_dapo.types import GenerationRequest, Prompt, RoutingShape, SamplingParams, Score, ScoredSample, TrainSample
+from megatron_dapo.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RoutingShape,
+    SamplingParams,
+    Score,
+    ScoredSample,
+    TrainSample,
+)
 
 VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
@@ -206,9 +215,9 @@ class TimedScorer(SampleScorer):
 
     cpu_seconds = 0.0
 
-    def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
+    def score(self, responses: Sequence[tuple[Prompt, Completion]]) -> dict[str, ScoredSample]:
         start = time.thread_time()
-        scored = super().score(samples)
+        scored = super().score(responses)
         TimedScorer.cpu_seconds += time.thread_time() - start
         return scored
 
@@ -240,7 +249,7 @@ def parse_seconds(parse: Callable[[bytes], Any], answers: Sequence[bytes], num_l
 def assemble(batch: RolloutBatch, data_parallel: int) -> list[TrainSample]:
     """Return the train samples as the first data-parallel rank holds them, with numbers only for its share."""
     release_freed_memory()
-    samples = BatchHeader.of(batch.groups, batch.training_version).samples()
+    samples = samples_of(header_of(batch.groups, batch.training_version))
     limits = MicroBatchLimits(max_tokens=2 * samples[0].num_tokens)
     plan = plan_micro_batches([one.num_tokens for one in samples], ParallelLayout(data_parallel), limits)
     kept = {index for part in plan[0] for index in part}

@@ -34,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from megatron_dapo.rollout.batch import RolloutBatch
@@ -66,15 +66,6 @@ _ENDED = (State.CLOSED, State.FAILED, State.RAISED)
 
 class _Closed(Exception):
     """Ends a collection from within, at a safe point."""
-
-
-@dataclass(frozen=True)
-class _Collected:
-    """A batch, and the counters at the moment it was full."""
-
-    batch: RolloutBatch
-    generation_step: int
-    seconds: float
 
 
 class AsyncCollector:
@@ -119,22 +110,17 @@ class AsyncCollector:
         self._condition = threading.Condition()  # guards everything below
         self._state = State.WAITING
         self._resumed_state = State.WAITING  # the state to return to after a pause
-        self._ready: deque[_Collected] = deque()
+        self._ready: deque[RolloutBatch] = deque()
         self._num_groups = 0  # of a batch
         self._version = -1  # policy version published last
         self._next_version = -1  # version that the next collected batch will train
         self._error: BaseException | None = None
-        self._handed_out: _Collected | None = None
+        self._handed_out: RolloutBatch | None = None
 
     @property
     def generation_step(self) -> int:
         """The collector's generation step when the last returned batch was full."""
         return self._handed_out.generation_step if self._handed_out else self._collector.generation_step
-
-    @property
-    def generation_seconds(self) -> float:
-        """Seconds spent collecting the last returned batch, including pauses."""
-        return self._handed_out.seconds if self._handed_out else 0.0
 
     def next_batch(self, num_groups: int) -> RolloutBatch:
         """Return the batch for the policy version published last, waiting for it if necessary.
@@ -142,11 +128,10 @@ class AsyncCollector:
         Raises the error of the collection or of check_stop, TimeoutError, or ValueError if batches collected ahead
         have another size.
         """
-        collected = self._take(num_groups) if self._max_ahead else self._collect_here(num_groups)
-        self._handed_out = collected
-        return collected.batch
+        self._handed_out = self._take(num_groups) if self._max_ahead else self._collect_here(num_groups)
+        return self._handed_out
 
-    def _collect_here(self, num_groups: int) -> _Collected:
+    def _collect_here(self, num_groups: int) -> RolloutBatch:
         begin = None if self._keep_stopped else self._collector.state_dict()
 
         def look() -> None:
@@ -160,7 +145,7 @@ class AsyncCollector:
 
         return self._collect(num_groups, None, look)
 
-    def _take(self, num_groups: int) -> _Collected:
+    def _take(self, num_groups: int) -> RolloutBatch:
         with self._condition:
             self._raise_error()
             self._start(num_groups)
@@ -168,13 +153,12 @@ class AsyncCollector:
                 self._set(State.WAITING)  # prompts may have been requeued since
         self._wait_for_batch()
         with self._condition:
-            collected = self._ready.popleft()
-        batch = collected.batch
+            batch = self._ready.popleft()
         assert not batch.groups or batch.training_version == self._version, (
             f"a batch for policy version {batch.training_version} is requested at version {self._version}: "
             "each batch is trained and published before the next is requested"
         )
-        return collected
+        return batch
 
     def _wait_for_batch(self) -> None:
         """Wait until a batch is ready; the deadline counts from the last finished response.
@@ -236,7 +220,7 @@ class AsyncCollector:
         if self._begin is not None:
             return self._begin
         with self._pause(raise_error=False):
-            return self._collector.state_dict(untrained=[collected.batch for collected in self._ready])
+            return self._collector.state_dict(untrained=list(self._ready))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the collector's state. Call before the first batch."""
@@ -369,11 +353,11 @@ class AsyncCollector:
             self._set(State.COLLECTING)
             return self._next_version
 
-    def _enqueue(self, collected: _Collected) -> None:
+    def _enqueue(self, batch: RolloutBatch) -> None:
         with self._condition:
-            self._ready.append(collected)
-            self._next_version += bool(collected.batch.groups)  # an empty batch trains nothing
-            following = State.EXHAUSTED if collected.batch.should_stop else State.WAITING
+            self._ready.append(batch)
+            self._next_version += bool(batch.groups)  # an empty batch trains nothing
+            following = State.EXHAUSTED if batch.should_stop else State.WAITING
             if self._state is State.COLLECTING:
                 self._set(following)
             elif self._state is State.PAUSING:
@@ -408,7 +392,10 @@ class AsyncCollector:
             return True
         return False
 
-    def _collect(self, num_groups: int, training_version: int | None, between_polls: Callable[[], None]) -> _Collected:
+    def _collect(
+        self, num_groups: int, training_version: int | None, between_polls: Callable[[], None]
+    ) -> RolloutBatch:
         start = time.perf_counter()
         batch = self._collector.collect(num_groups, training_version, between_polls)
-        return _Collected(batch, self._collector.generation_step, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return replace(batch, generation_step=self._collector.generation_step, seconds=seconds)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.rollout.statistics import CollectStatistics, statistics_from_json
-from megatron_dapo.types import Group
+from megatron_dapo.types import Group, TrainSample
 
 Exhaustion = Literal["", "rounds", "prompts"]
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups for one train step, in the order they were started."""
+    """Groups for one train step, in the order they were started.
+
+    Only rank 0 collects. The other ranks have `samples`, `should_stop` and `generation_step`.
+    """
 
     groups: tuple[Group, ...]
     statistics: CollectStatistics
@@ -23,6 +27,10 @@ class RolloutBatch:
     should_stop: bool = False  # nothing more to train on: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
     filtered: tuple[Group, ...] = ()  # a few of those that were left out, for the records; not in a checkpoint
+    generation_step: int = 0  # rounds of generation begun when the batch was full
+    seconds: float = 0.0  # spent collecting it, during training or not, including pauses
+    prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
+    samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
 
 
 @dataclass(frozen=True)

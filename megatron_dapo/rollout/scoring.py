@@ -19,15 +19,6 @@ RewardAddend = Callable[[Completion, str, Score], float]
 
 
 @dataclass(frozen=True)
-class UnscoredSample:
-    """A response to a prompt, before the verifier has seen it."""
-
-    sample_id: str
-    prompt: Prompt
-    completion: Completion
-
-
-@dataclass(frozen=True)
 class SampleScorer:
     """Decodes responses, has them verified, and adds the other reward terms to the verifier's.
 
@@ -45,47 +36,48 @@ class SampleScorer:
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     meter: VerifierPool | ShadowedPool | None = None
 
-    def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
-        """Return the scored samples by sample id.
+    def score(self, responses: Sequence[tuple[Prompt, Completion]]) -> dict[str, ScoredSample]:
+        """Return the scored responses by their request ids, which become the sample ids.
 
         Raises ValueError if the verifier leaves a response out or calls a truncated one correct.
         """
-        texts = {sample.sample_id: self.decode(sample.completion.token_ids) for sample in samples}
+        texts = {response.request_id: self.decode(response.token_ids) for _, response in responses}
         scores = self.scorer.score_many(
-            [score_request(s.sample_id, s.prompt, s.completion, texts[s.sample_id], self.scorer) for s in samples]
+            [score_request(one.request_id, prompt, one, texts[one.request_id], self.scorer) for prompt, one in responses]
         )
-        missing = [sample.sample_id for sample in samples if sample.sample_id not in scores]
+        missing = [name for name in texts if name not in scores]
         if missing:
             raise ValueError(
-                f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}"
+                f"the verifier returned no score for {len(missing)} of {len(responses)} responses, such as {missing[0]}"
             )
-        found = self._measure({sample.sample_id: sample.completion.token_ids for sample in samples})
+        repetition = self._measure({response.request_id: response.token_ids for _, response in responses})
         return {
-            s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id], found[s.sample_id]) for s in samples
+            response.request_id: self._scored(response, texts[name], scores[name], repetition[name])
+            for name, (_, response) in zip(texts, responses, strict=True)
         }
 
-    def unfinished(self, sample: UnscoredSample, window_start: int) -> ScoredSample:
+    def unfinished(self, response: Completion, window_start: int) -> ScoredSample:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
-        text = self.decode(sample.completion.token_ids)
+        text, name = self.decode(response.token_ids), response.request_id
         score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
-        repetition = self._measure({sample.sample_id: sample.completion.token_ids})[sample.sample_id]
-        return ScoredSample(sample.sample_id, sample.completion, text, score, {}, window, repetition)
+        repetition = self._measure({name: response.token_ids})[name]
+        return ScoredSample(name, response, text, score, {}, window, repetition)
 
     def _measure(self, token_ids: Mapping[str, np.ndarray]) -> Mapping[str, Repetition]:
         if self.meter is not None:
             return self.meter.measure_repetition(token_ids)
         return {key: Repetition(*repetition_numbers(tokens)) for key, tokens in token_ids.items()}
 
-    def _scored(self, sample: UnscoredSample, text: str, score: Score, repetition: Repetition) -> ScoredSample:
-        if sample.completion.is_truncated and score.accuracy > 0:
+    def _scored(self, response: Completion, text: str, score: Score, repetition: Repetition) -> ScoredSample:
+        if response.is_truncated and score.accuracy > 0:
             raise ValueError(
-                f"sample {sample.sample_id}: the verifier gave accuracy {score.accuracy} to a truncated response "
-                f"({sample.completion.finish_reason}); a truncated response is never correct: "
+                f"sample {response.request_id}: the verifier gave accuracy {score.accuracy} to a truncated response "
+                f"({response.finish_reason}); a truncated response is never correct: "
                 "return accuracy 0 where is_truncated is set"
             )
         parts = {VERIFIER_PART: score.reward}
-        parts |= {name: addend(sample.completion, text, score) for name, addend in self.addends.items()}
-        return ScoredSample(sample.sample_id, sample.completion, text, score, parts, repetition=repetition)
+        parts |= {name: addend(response, text, score) for name, addend in self.addends.items()}
+        return ScoredSample(response.request_id, response, text, score, parts, repetition=repetition)
 
 
 def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: int) -> Iterator[Group]:
@@ -94,11 +86,7 @@ def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: i
     `serving` is the policy version for a group without any token.
     """
     scored = scorer.score(
-        [
-            UnscoredSample(f"{group.group_id}/{index}", group.prompt, group.completions[index])
-            for group in complete
-            for index in range(len(group.completions))
-        ]
+        [(group.prompt, group.completions[index]) for group in complete for index in sorted(group.completions)]
     )
     for group in complete:
         samples = tuple(scored[f"{group.group_id}/{index}"] for index in range(len(group.completions)))

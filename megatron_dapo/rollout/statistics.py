@@ -146,9 +146,9 @@ class StatisticsBuilder:
     def build(
         self,
         *,
-        num_begun_earlier: int,
-        num_buffered: int,
-        num_unfinished: int,
+        num_begun_earlier: int = 0,
+        num_buffered: int = 0,
+        num_unfinished: int = 0,
         prompts: Mapping[str, float] | None = None,
     ) -> CollectStatistics:
         """Return the statistics of everything counted so far."""

@@ -90,8 +90,7 @@ class WindowCollector(Collector):
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
         self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
-            nothing = self._builder([]).build(num_begun_earlier=0, num_buffered=0, num_unfinished=0)
-            return RolloutBatch((), nothing, "prompts", True, version)
+            return RolloutBatch((), self._builder([]).build(), "prompts", True, version)
         for _ in self._current.generate():
             self._after_poll(self._progress_of(num_groups))
         return self._hand_out(self._close(version))
@@ -247,7 +246,6 @@ class WindowCollector(Collector):
         begun_at = [self._pool[groups[index].group_id].generation_step for index in chosen]
         return builder.build(
             num_begun_earlier=sum(step < self._counters.generation_step for step in begun_at),
-            num_buffered=0,
             num_unfinished=len(waiting),
         )
 

@@ -24,7 +24,7 @@ from megatron_dapo.rollout.open_group import (
     open_group_to_json,
     settled,
 )
-from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, ScoredSample, Window
 
 # (group id, index in the group) of a response.
@@ -244,13 +244,13 @@ class WindowCollection:
             self._in_flight.update(requests)
             self._engine.submit(list(requests.values()))
         finished = {
-            key: self._unscored(key)
+            key: (self._pool[key[0]].prompt, so_far)
             for key, so_far in held.items()
             if so_far is not None and not is_partial(so_far) and key not in self.scored
         }
         if finished:
             samples = self._scorer.score(list(finished.values()))
-            self.scored.update((key, samples[sample.sample_id]) for key, sample in finished.items())
+            self.scored.update((key, samples[response.request_id]) for key, (_, response) in finished.items())
 
     def _limit(self, key: ResponseKey) -> int:
         """Return the number of response tokens at the end of the window."""
@@ -264,18 +264,13 @@ class WindowCollection:
         seed = sample_seed(self._seed, group_id, index)
         return next_request(self._pool[group_id], index, sampling, seed, self._with_routing)
 
-    def _unscored(self, key: ResponseKey) -> UnscoredSample:
-        group_id, index = key
-        group = self._pool[group_id]
-        return UnscoredSample(f"{group_id}/{index}", group.prompt, group.completions[index])
-
     def _sample(self, key: ResponseKey) -> ScoredSample:
         group_id, index = key
         start = self._pool[group_id].starts[index]
         scored = self.scored.get(key)
         if scored is not None:
             return replace(scored, window=Window(start, True))
-        return self._scorer.unfinished(self._unscored(key), start)
+        return self._scorer.unfinished(self._pool[group_id].completions[index], start)
 
 
 @dataclass(frozen=True)

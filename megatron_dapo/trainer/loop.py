@@ -46,14 +46,15 @@ from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
-from megatron_dapo.trainer.recorder import Recorder, RunPaths
-from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, TrainBatch, nothing_trained
+from megatron_dapo.trainer.recorder import Recorder
+from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, nothing_trained
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 if TYPE_CHECKING:
     from megatron_dapo.hooks import Callbacks
     from megatron_dapo.nodes.watch import NodeWatch
     from megatron_dapo.rollout.async_collector import AsyncCollector
+    from megatron_dapo.rollout.batch import RolloutBatch
     from megatron_dapo.trainer.connect_engines import Publisher
     from megatron_dapo.trainer.build_rollout import RolloutData
     from megatron_dapo.trainer.context import RunContext
@@ -97,7 +98,7 @@ class TrainingLoop:
         self._saving_step = -1  # train step of the newest save that has started
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._served_step = -1  # train step of the policy that the engines hold
-        self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
+        self._unrecorded: tuple[RolloutBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
 
     def run(self) -> str:
         """Train until a limit, the data or a signal ends the run; return the reason. The last state is saved.
@@ -161,7 +162,7 @@ class TrainingLoop:
                 self._start_save()
         return reason
 
-    def _learn(self, batch: TrainBatch, step: int) -> None:
+    def _learn(self, batch: RolloutBatch, step: int) -> None:
         """Train one batch."""
         self._wait_for_copy()
         gate = self._config.mismatch_gate if step == 0 else None
@@ -188,8 +189,8 @@ class TrainingLoop:
             return STOPPED_BY_SIGNAL
         return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
 
-    def _generate(self) -> TrainBatch | None:
-        """Return the next rollout batch: scored groups as train samples, the same on every rank. None after a signal.
+    def _generate(self) -> RolloutBatch | None:
+        """Return the next rollout batch, the same samples on every rank. None after a signal.
 
         Raises a collection's error once the state is saved, and NothingTrained if the first batch is empty.
         """
@@ -209,7 +210,8 @@ class TrainingLoop:
                 self._progress.generation_step, error = end.generation_step, end.error
             if batch is not None and not batch.samples and step == 0:
                 self._record_filtered(batch)
-                error = nothing_trained(batch, RunPaths(self._config.run.output_dir).filtered)
+                recorder = self._parts.recorder
+                error = nothing_trained(batch, None if recorder is None else recorder.paths.filtered)
             if error is not None:
                 self._save_after_failure()
                 raise error  # inside the phase, so that the failure record names it
@@ -263,9 +265,9 @@ class TrainingLoop:
         step, recorder = self._progress.train_step, self._parts.recorder
         self._progress.num_samples += len(batch.samples)
         with self._phases.phase("record"):
-            if recorder is not None and batch.rollout is not None:
-                self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
-                recorder.batch(step, batch.rollout.groups, estimated)
+            if recorder is not None and batch.groups:
+                self._progress.num_generated_tokens += batch.statistics.num_tokens
+                recorder.batch(step, batch.groups, estimated)
                 self._record_filtered(batch)
         # A row covers the time since the previous row: the next row has an evaluation or checkpoint after this step.
         times = self._phases.timer.finish_step()
@@ -278,10 +280,10 @@ class TrainingLoop:
             self._parts.memory_check.after_step(step)
         self._recorded_save = 0.0
 
-    def _record_filtered(self, batch: TrainBatch) -> None:
+    def _record_filtered(self, batch: RolloutBatch) -> None:
         """Write some responses of groups that the filter rejected, on rank 0."""
-        if self._parts.recorder is not None and batch.rollout is not None:
-            self._parts.recorder.filtered(max(1, self._progress.train_step), batch.rollout.filtered)
+        if self._parts.recorder is not None:
+            self._parts.recorder.filtered(max(1, self._progress.train_step), batch.filtered)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0
@@ -291,7 +293,7 @@ class TrainingLoop:
         is_last = self._progress.train_step >= self._config.run.total_steps
         return self._is_due(self._config.evaluation.interval) and not is_last
 
-    def _metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
+    def _metrics(self, batch: RolloutBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         data, counters = self._parts.data, self._parts.learner.counters
         assert data is not None, "rank 0 has the data"
         progress = {
@@ -313,11 +315,11 @@ class TrainingLoop:
             **(node_metrics(watch.num_alerts, watch.stragglers) if watch is not None else {}),
         }
 
-    def _step_metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
+    def _step_metrics(self, batch: RolloutBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         """Return the step's metrics of all parts but the loop; warn if responses degenerate. On rank 0."""
-        assert batch.rollout is not None and self._parts.data is not None, "rank 0 has the groups and the data"
+        assert self._parts.data is not None, "rank 0 has the data"
         step, disagreement = self._progress.train_step, self._parts.data.disagreement_share()
-        metrics = step_metrics(self._config, batch, batch.rollout, step - 1, result.metrics, times, disagreement)
+        metrics = step_metrics(self._config, batch, step - 1, result.metrics, times, disagreement)
         for warning in quality_warnings(metrics, self._config.quality):
             logger.warning("train step %d: %s", step, warning)
         return metrics

@@ -19,7 +19,6 @@ from megatron_dapo.rollout.group_collector import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
-from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, Outcome, Score, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
@@ -37,7 +36,6 @@ def _std(values: Sequence[float]) -> float:
 
 def step_metrics(
     config: Config,
-    batch: TrainBatch,
     rollout: RolloutBatch,
     train_step: int,
     learned: Mapping[str, float],
@@ -53,7 +51,7 @@ def step_metrics(
     absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
     return {
         **rollout_metrics(rollout, train_step, round_size),
-        **prefix_metrics(batch.prefix_reuse),
+        **prefix_metrics(rollout.prefix_reuse),
         **prompt_metrics(rollout),
         **window_metrics(rollout),
         **source_metrics(rollout),
@@ -61,7 +59,7 @@ def step_metrics(
         **reward_metrics(rollout.groups, disagreement_share),
         **absent,
         **learned,
-        **throughput_metrics(rollout, times, batch.generation_seconds),
+        **throughput_metrics(rollout, times),
         **process_metrics(times),
     }
 
@@ -305,20 +303,15 @@ def training_seconds(times: Mapping[str, float]) -> float:
     return times["step"] - times["evaluate"] - times["checkpoint"]
 
 
-def throughput_metrics(
-    batch: RolloutBatch, times: Mapping[str, float], generation_seconds: float = 0.0
-) -> dict[str, float]:
-    """Return the "throughput/" section; `times` in seconds by phase.
-
-    generation_seconds: how long collecting the batch took. If it overlaps training it is longer than the phase, which
-    is then only the wait for the batch.
-    """
+def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[str, float]:
+    """Return the "throughput/" section; `times` in seconds by phase."""
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
     generated = batch.statistics.num_tokens
     return {
         "throughput/samples_per_s": len(samples) / max(training_seconds(times), 1e-9),
-        "throughput/generated_tokens_per_s": generated / max(times["generate"], generation_seconds, 1e-9),
+        # If collecting overlaps training, the phase is only the wait for the batch.
+        "throughput/generated_tokens_per_s": generated / max(times["generate"], batch.seconds, 1e-9),
         "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
         "throughput/generated_tokens": generated,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.trainer.batch_header import BatchHeader, numbers_of
+from megatron_dapo.rollout.statistics import StatisticsBuilder
+from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of
 from megatron_dapo.types import TrainSample
 from megatron_dapo.watch.signals import Stopped
 
@@ -32,18 +33,6 @@ if TYPE_CHECKING:
 
 # Samples of a batch, without their numbers -> indices of those that this rank packs, and those that its policy packs.
 Share = Callable[[Sequence[TrainSample]], tuple[Collection[int], Collection[int]]]
-
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """One rollout batch on every rank, with the numbers of its share. Only rank 0 has the fields from `rollout` on."""
-
-    samples: list[TrainSample]
-    should_stop: bool
-    generation_step: int
-    rollout: RolloutBatch | None = None
-    generation_seconds: float = 0.0  # how long collecting took, during training or not
-    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # since the previous batch
 
 
 class CollectionEnded(Exception):
@@ -73,22 +62,24 @@ class Rollout:
         self._filter_overlong = filter_overlong
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
 
-    def generate(self, num_groups: int, share: Share) -> TrainBatch:
+    def generate(self, num_groups: int, share: Share) -> RolloutBatch:
         """Return the next rollout batch, the same samples on every rank. The verifiers score responses as they finish.
 
         On a signal or an error of the collection itself, raises CollectionEnded on all ranks together, so that they can
         save.
 
         Collective. Engines on the trainer's devices then sleep until the next weight sync. Tokens and log-probs reach
-        every rank in chunks, and a rank keeps only those of the samples that `share` names; see `BatchHeader`.
+        every rank in chunks, and a rank keeps only those of the samples that `share` names; see `batch_header`.
         """
         collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
         facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
         self.sleep()
         if not isinstance(collected, RolloutBatch):
-            return self._receive(share, **facts)
+            return RolloutBatch((), StatisticsBuilder().build(), samples=self._receive(share), **facts)
         release_freed_memory()
-        return self._send(collected, share, **facts)
+        reuse = self._engines.engine.prefix_reuse
+        since, self._prefix_reuse = reuse - self._prefix_reuse, reuse
+        return replace(collected, samples=self._send(collected, share), prefix_reuse=since)
 
     def sleep(self) -> None:
         """Let engines on the trainer's devices release their memory until the next weight sync. Collective."""
@@ -122,32 +113,23 @@ class Rollout:
             raise CollectionEnded(facts["generation_step"], None if is_interrupted else error)
         return facts
 
-    def _send(self, batch: RolloutBatch, share: Share, **facts: Any) -> TrainBatch:
-        assert self._collector is not None, "rank 0 has the collector"
-        header = BatchHeader.of(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
-        samples = header.samples()
+    def _send(self, batch: RolloutBatch, share: Share) -> list[TrainSample]:
+        header = header_of(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
+        samples = samples_of(header)
         kept, _ = share(samples)
         pairs = [(group, sample) for group in batch.groups for sample in group.samples]
         if self._coordination.size > 1:
-            broadcast_tensors(header.tensors())
+            broadcast_tensors(header)
             for chunk in _chunks(samples):
                 parts = [numbers_of(*pairs[index]) for index in chunk]
                 names = sorted({name for part in parts for name in part})
                 broadcast_tensors(
                     {name: torch.cat([part[name].flatten() for part in parts if name in part]) for name in names}
                 )
-        reuse = self._engines.engine.prefix_reuse
-        since, self._prefix_reuse = reuse - self._prefix_reuse, reuse
-        return TrainBatch(
-            [replace(one, **numbers_of(*pairs[i])) if i in kept else one for i, one in enumerate(samples)],
-            rollout=batch,
-            generation_seconds=self._collector.generation_seconds,
-            prefix_reuse=since,
-            **facts,
-        )
+        return [replace(one, **numbers_of(*pairs[i])) if i in kept else one for i, one in enumerate(samples)]
 
-    def _receive(self, share: Share, **facts: Any) -> TrainBatch:
-        samples = BatchHeader.from_tensors(broadcast_tensors(None)).samples()
+    def _receive(self, share: Share) -> list[TrainSample]:
+        samples = samples_of(broadcast_tensors(None))
         kept, kept_by_policy = share(samples)
         keepers = {"tokens": kept, "rollout_logprobs": kept, "routing": kept_by_policy}
         for chunk in _chunks(samples):
@@ -159,7 +141,7 @@ class Rollout:
                 for index, shape, part in zip(having, shapes, parts, strict=True):
                     if index in keepers[name]:  # copy, because a view would keep the chunk
                         samples[index] = replace(samples[index], **{name: part.clone().view(shape)})
-        return TrainBatch(samples, **facts)
+        return samples
 
 
 def release_freed_memory() -> None:
@@ -193,14 +175,14 @@ class NothingTrained(RuntimeError):
     is_final = True  # another attempt would have the same data
 
 
-def nothing_trained(batch: TrainBatch, samples: Path) -> Exception:
+def nothing_trained(batch: RolloutBatch, samples: Path | None) -> Exception:
     """Return the error for a run whose first batch is empty; on rank 0 it says why and what to do.
 
-    `samples`: the file of responses.
+    `samples`: the file of responses; None on other ranks.
     """
-    if batch.rollout is None:
+    if samples is None:
         return _Rank0Failed("no train step was made: rank 0 says why")
-    statistics = batch.rollout.statistics
+    statistics = batch.statistics
     decisions = ", ".join(f"{count} {name}" for name, count in statistics.filter_decisions.items())
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(statistics.outcomes.items()))
     return NothingTrained(

@@ -18,12 +18,13 @@ from megatron_dapo.data.examples import Example
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.statistics import StatisticsBuilder
 from megatron_dapo.trainer.actor_learner import LearnResult, PolicyLearner
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.metrics import sft_metrics
 from megatron_dapo.trainer.offload import POLICY
-from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.trainer.updater import add_sums
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -149,10 +150,11 @@ class SftLoop(TrainingLoop):
     def _serve(self) -> None:
         """Do nothing: an evaluation serves the weights that it needs."""
 
-    def _generate(self) -> TrainBatch:
+    def _generate(self) -> RolloutBatch:
         with self._phases.phase("generate"):
             samples = self._examples.next(self._config.rollout.prompts_per_step)
-            return TrainBatch(samples, not samples, self._progress.train_step + 1)
+            step = self._progress.train_step + 1
+            return RolloutBatch((), StatisticsBuilder().build(), should_stop=not samples, generation_step=step, samples=samples)
 
     def _evaluate(self) -> bool:
         is_whole = super()._evaluate()
@@ -162,5 +164,5 @@ class SftLoop(TrainingLoop):
             self._served_step = -1
         return is_whole
 
-    def _step_metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
+    def _step_metrics(self, batch: RolloutBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         return sft_metrics(batch.samples, result.metrics, times)

@@ -22,7 +22,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.trainer import rollout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
-from megatron_dapo.trainer.batch_header import BatchHeader
+from megatron_dapo.trainer.batch_header import header_of, samples_of
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.rollout import Rollout
@@ -116,7 +116,7 @@ def make_learner(layout: ParallelLayout) -> PolicyLearner:
 
 def packed(learner: PolicyLearner, samples: list[TrainSample], step: int) -> list[MicroBatch]:
     estimated = estimate_group_advantages(samples, learner._config.algorithm.advantage)
-    return [each for mini_batch in learner._cut(estimated.policy_samples, step) for each in mini_batch.micro_batches]
+    return [each for mini_batch in learner.cut_batch(estimated.policy_samples, step) for each in mini_batch.micro_batches]
 
 
 def equal(one: MicroBatch, other: MicroBatch) -> bool:
@@ -131,7 +131,7 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     learner = make_learner(ParallelLayout(4, **arguments["layout"]))
     groups = make_groups()
     batch = RolloutBatch(tuple(groups), None, training_version=VERSION)
-    collector = SimpleNamespace(next_batch=lambda num_groups: batch, generation_step=3, generation_seconds=0.5)
+    collector = SimpleNamespace(next_batch=lambda num_groups: batch, generation_step=3)
     engine = SimpleNamespace(run_on_rank0=lambda body: body() if rank == 0 else None, prefix_reuse=PrefixReuse())
     engines: Any = SimpleNamespace(engine=engine, servers=None)
     generator = Rollout(engines, collector if rank == 0 else None, coordination, filter_overlong=True)
@@ -146,7 +146,7 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     unrouted = {one.sample_id for one in whole if one.routing is None}
     # Packing is all that reads tokens and log-probs; a sample of another rank has none.
     with pytest.raises((NotImplementedError, RuntimeError)):
-        packed(learner, BatchHeader.of(groups, VERSION).samples(), step)
+        packed(learner, samples_of(header_of(groups, VERSION)), step)
     return {
         "reports": coordination.gather(
             {

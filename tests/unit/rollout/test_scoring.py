@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Completion, Prompt, Score, VersionRange, Window
 
 PROMPT = Prompt("p", ({"role": "user", "content": "?"},), (1, 2), "7")
@@ -28,9 +28,9 @@ class Recorder:
         return scores
 
 
-def sample(name: str, tokens: tuple[int, ...], reason: str = "stop") -> UnscoredSample:
+def sample(name: str, tokens: tuple[int, ...], reason: str = "stop") -> tuple[Prompt, Completion]:
     completion = Completion(name, tokens, (-1.0,) * len(tokens), reason, (VersionRange(0, len(tokens), 0),))
-    return UnscoredSample(name, PROMPT, completion)
+    return PROMPT, completion
 
 
 def decode(tokens) -> str:
@@ -69,7 +69,7 @@ def test_a_missing_score_is_an_error() -> None:
 def test_a_response_that_continues_is_not_scored() -> None:
     verifier = Recorder()
     scored = SampleScorer(verifier, decode, {"overlong": lambda completion, text, score: -1.0}).unfinished(
-        sample("a", (5, 6, 7), "abort"), 2
+        sample("a", (5, 6, 7), "abort")[1], 2
     )
     assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0
     assert scored.window == Window(2, False) and scored.text == "567" and verifier.items == []
@@ -84,4 +84,4 @@ def test_repetition_is_known_with_the_score() -> None:
     assert (scored["a"].repetition.loop_period, scored["a"].repetition.loop_repeats) == (25, 3)
     assert scored["b"].repetition.loop_repeats == 0
     assert scored["a"].repetition.zlib_ratio < scored["b"].repetition.zlib_ratio
-    assert scorer.unfinished(looping, 0).repetition == scored["a"].repetition
+    assert scorer.unfinished(looping[1], 0).repetition == scored["a"].repetition

@@ -378,7 +378,7 @@ def test_it_has_the_interface_of_a_collector() -> None:
         assert len(windows(batch)) == 16 and batch.training_version == version
         with rollout.paused():
             assert world.engine.num_unfinished == 0
-    assert rollout.generation_step == 3 and rollout.generation_seconds > 0
+    assert rollout.generation_step == 3
     later = make_world([0.5] * 40)
     AsyncCollector(later.collector, max_ahead=0, timeout_s=5.0).load_state_dict(
         json.loads(json.dumps(rollout.state_dict(), default=np.ndarray.tolist))

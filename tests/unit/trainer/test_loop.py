@@ -12,13 +12,14 @@ import pytest
 from megatron_dapo.checkpoints.save import FAILED, IDLE, IN_FLIGHT, Saved
 from megatron_dapo.checkpoints.store import CheckpointError
 from megatron_dapo.engines.sglang.servers import ServersFailed
-from megatron_dapo.rollout.batch import CollectionExhausted
+from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
+from megatron_dapo.rollout.statistics import StatisticsBuilder
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer import loop as module
 from megatron_dapo.trainer.checkpointing import RunProgress
 from megatron_dapo.trainer.loop import Parts, TrainingLoop
-from megatron_dapo.trainer.rollout import CollectionEnded, TrainBatch
+from megatron_dapo.trainer.rollout import CollectionEnded
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 
 MODELS = SimpleNamespace(
@@ -68,7 +69,7 @@ class FakeCheckpoints:
 class World:
     """A loop of four steps whose parts do nothing but note what was called. `generate`: by train step, else a batch."""
 
-    def __init__(self, generate: dict[int, TrainBatch | CollectionEnded], interval: int = 0, fail_publish_at: int = -1) -> None:
+    def __init__(self, generate: dict[int, RolloutBatch | CollectionEnded], interval: int = 0, fail_publish_at: int = -1) -> None:
         self.calls: list[str] = []
         self.progress = RunProgress()
         self.stop = SimpleNamespace(requested=False, seconds_left=float("inf"))
@@ -102,7 +103,7 @@ class World:
         context = SimpleNamespace(config=config, phases=phases, stop=self.stop)
         self.loop = TrainingLoop(context, parts, self.progress)
 
-    def _generate(self, num_groups: int, share: Any) -> TrainBatch:
+    def _generate(self, num_groups: int, share: Any) -> RolloutBatch:
         found = self._batches.get(self.progress.train_step, batch())
         if isinstance(found, CollectionEnded):
             raise found
@@ -113,8 +114,8 @@ class World:
             raise ServersFailed("server 0 is lost")
 
 
-def batch(**facts: Any) -> TrainBatch:
-    return TrainBatch(samples=[] if facts else ["a sample"], should_stop=False, generation_step=1, **facts)
+def batch() -> RolloutBatch:
+    return RolloutBatch((), StatisticsBuilder().build(), samples=["a sample"], generation_step=1)
 
 
 @pytest.fixture(autouse=True)

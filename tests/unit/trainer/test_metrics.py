@@ -27,7 +27,6 @@ from megatron_dapo.trainer.metrics import (
     throughput_metrics,
     window_metrics,
 )
-from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, VersionRange
 
 
@@ -57,7 +56,7 @@ def test_rounds_are_those_that_the_collector_counts(make_world: Callable) -> Non
     )
     rollout = world.collector.collect(10)
     times = dict.fromkeys((*PHASES, "step"), 1.0)
-    metrics = step_metrics(config, TrainBatch([], False, 1), rollout, 0, {}, times, 0.0)
+    metrics = step_metrics(config, rollout, 0, {}, times, 0.0)
     assert rollout.statistics.num_started == 13, "12.5 rounded up: two rounds, if the metric rounded down"
     assert metrics["rollout/generation_rounds"] == world.collector.generation_step == 1
 
@@ -139,7 +138,7 @@ def test_generation_beside_training_is_not_credited_with_the_wait_alone(make_wor
     times = {"generate": 0.5, "train": 2.0, "step": 4.0, "evaluate": 0.0, "checkpoint": 0.0}
     num_tokens = batch.statistics.num_tokens
     for seconds, expected in ((0.0, num_tokens / 0.5), (4.0, num_tokens / 4.0)):
-        metrics = throughput_metrics(batch, times, seconds)
+        metrics = throughput_metrics(replace(batch, seconds=seconds), times)
         assert metrics["throughput/generated_tokens_per_s"] == pytest.approx(expected)
 
 
