@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dapo.cli.options import JsonOption, refuse, refusing
+from megatron_dapo.cli.options import JsonOption, refusing
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.comparison import Comparison, MetricComparison
@@ -32,7 +32,9 @@ def compare(
         list[str] | None,
         typer.Option(metavar="NAME[=TOLERANCE]", help="compare this one, too, or with another tolerance; may repeat"),
     ] = None,
-    unit: Annotated[str | None, typer.Option(help="steps of two directories: train_step or optimizer_step")] = None,
+    unit: Annotated[
+        Literal["train_step", "optimizer_step"] | None, typer.Option(help="the steps of two directories")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Say whether a run is on the track of a reference, or since when not, with intervals.
@@ -40,7 +42,7 @@ def compare(
     Exit code: 0 on track or too early to say, 1 off track, 2 arguments that cannot be read.
     """
     from megatron_dapo.evaluation.comparison import compare_with, rule_from
-    from megatron_dapo.evaluation.reference import Unit, read_record
+    from megatron_dapo.evaluation.reference import read_record
 
     if run.is_file():
         from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -49,10 +51,8 @@ def compare(
             results = [EvaluationResult.from_json(path.read_text(encoding="utf-8")) for path in (run, reference)]
             typer.echo("\n".join(difference_lines(*results)))
         return
-    if unit not in (None, "train_step", "optimizer_step"):
-        refuse(f"--unit {unit}: choose train_step or optimizer_step")
     with refusing(ValueError, OSError):
-        comparison = compare_with(run, read_record(reference, cast("Unit | None", unit)), dict(map(rule_from, metric or ())))
+        comparison = compare_with(run, read_record(reference, unit), dict(map(rule_from, metric or ())))
     if json_output:
         typer.echo(json.dumps({**asdict(comparison), "off_since": comparison.off_since}))
     else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,13 +15,6 @@ convert_app = typer.Typer(
 )
 
 Converted = Annotated[Path, typer.Argument(help="directory to write; must not exist")]
-
-
-class MegatronFormat(str, Enum):
-    """Forms of a Megatron model on disk."""
-
-    ranks = "ranks"
-    torch_dist = "torch_dist"
 
 
 @convert_app.command("hf-to-megatron")
@@ -37,11 +29,11 @@ def hf_to_megatron(
         int | None, typer.Option(help="ranks that each expert is split over; default: --tensor")
     ] = None,
     form: Annotated[
-        MegatronFormat,
+        Literal["ranks", "torch_dist"],
         typer.Option(
             "--format", help="one file a rank, or torch_dist: a checkpoint that Megatron-LM loads in any layout"
         ),
-    ] = MegatronFormat.ranks,
+    ] = "ranks",
 ) -> None:
     """Split a Hugging Face model into one file per Megatron rank, or write it as a torch_dist checkpoint."""
     from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
@@ -57,7 +49,7 @@ def hf_to_megatron(
         "expert_tensor": expert_tensor,
     }
     with refusing(ValueError, OSError, prefix="convert hf-to-megatron: "):
-        if form is MegatronFormat.ranks:
+        if form == "ranks":
             typer.echo(huggingface_to_megatron(source, target, **sizes))
             return
         if any(size not in (None, 1) for size in sizes.values()):

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -125,8 +125,8 @@ def export(
     ] = None,
     verify: Annotated[bool, typer.Option(help="check every byte of the model's files first")] = True,
     form: Annotated[
-        str,
-        typer.Option("--format", help="huggingface, or torch_dist: a checkpoint that Megatron-LM loads in any layout"),
+        Literal["huggingface", "torch_dist"],
+        typer.Option("--format", help="torch_dist: a checkpoint that Megatron-LM loads in any layout"),
     ] = "huggingface",
     space: Annotated[
         Path | None, typer.Option(help="write the demo of a run as a Hugging Face Space to this directory")
@@ -137,8 +137,8 @@ def export(
     """Write the model of any checkpoint as a Hugging Face directory, or the demo of a run as a Hugging Face Space."""
     if (target is None) == (space is None):
         refuse("export: give a checkpoint and the directory to write, or a run and --space DIRECTORY")
-    if form not in ("huggingface", "torch_dist") or (form == "torch_dist" and (critic or target is None)):
-        refuse(f"export --format {form}: choose huggingface, or torch_dist for the policy of a checkpoint")
+    if form == "torch_dist" and (critic or target is None):
+        refuse("export --format torch_dist: it is for the policy of a checkpoint")
     if space is not None:
         from megatron_dapo.demo.space import write_space
 
