@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ from hypothesis import strategies as st
 from megatron_dapo.config import (
     Config,
     ConfigError,
-    load_config,
     require_valid,
     schedule_steps,
     validate,
     validator,
 )
-from megatron_dapo.config.derive import derive
 from megatron_dapo.config.layout_rules import architecture_facts
 from megatron_dapo.config.rules import broken, broken_rules
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
@@ -34,18 +31,12 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rounding import nearest_divisor
 from tests.examples import examples
 from tests.unit.config import architectures
+from tests.unit.config.small import make
 
-SMALL = Path(__file__).with_name("small.toml")
 FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
 QWEN_32B = parse_architecture(architectures.QWEN_32B)
-
-
-def make(overrides: str = "", **values: Any) -> Config:
-    """A valid small configuration with overrides "a.b=value ...", or with `section__field` values replaced."""
-    config = load_config(SMALL, overrides.split()).config
-    return derive(config, {name.replace("__", "."): value for name, value in values.items()}) if values else config
 
 
 def paths(config: Config, **facts: Any) -> list[str]:
