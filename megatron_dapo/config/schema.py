@@ -1,9 +1,9 @@
 """The typed, immutable configuration of a run: one section a class, a docstring under every field.
 
-The sections of one subject share a file (`*_schema.py`). They check types, allowed names and unknown keys;
-`validator.validate` checks ranges and relations between fields and reports all violations at once. TOML has no null, so
-"off" and "use another key's value" are written as 0 or "", as the field's docstring says. Defaults live only here: a
-recipe holds only what differs.
+The sections of one subject share a file (`*_schema.py`). They check types, allowed names and unknown keys, and know the
+relations between their own fields; `validator.validate` reports these, ranges and relations between sections at once.
+TOML has no null, so "off" and "use another key's value" are written as 0 or "", as the field's docstring says. Defaults
+live only here: a recipe holds only what differs.
 """
 
 from __future__ import annotations

@@ -40,41 +40,6 @@ def write_worker_pid(run_directory: Path, rank: int) -> None:
     os.replace(partial, file)
 
 
-def torchrun_command(
-    num_processes: int, module: str, arguments: Sequence[str], port: int, restarts: int = 0
-) -> list[str]:
-    """Return the command that runs `module` in `num_processes` local workers, which rendezvous at `port`, on loopback
-    only.
-
-    After a failure all are restarted, at most `restarts` times.
-
-    Uses static rendezvous, because the store of `--standalone` holds its state as a pickle, and any process that
-    reaches its port can run code.
-    """
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "megatron_dapo.launch.torchrun",
-            "--rdzv-backend=static",
-            "--nnodes=1",
-            "--node-rank=0",
-        ),
-        *("--master-addr=127.0.0.1", f"--master-port={port}"),
-        *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
-    ]
-
-
-def _worker_environment(num_processes: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    threads = max(1, (os.cpu_count() or 1) // num_processes)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # torchrun's own log lines would cut through the progress display
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return environment
-
-
 class _Forwarder:
     """Passes the first signal to the workers and kills the group at a later one."""
 
@@ -96,7 +61,7 @@ class _Forwarder:
             _send(pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Kills torchrun and its workers at once; workers may lead separate sessions, outside torchrun's group."""
+        """Kill torchrun and its workers at once; workers may lead separate sessions, outside torchrun's group."""
         for pid in self._worker_pids():
             _send(pid, signal.SIGKILL)
         if self._process.poll() is None:
@@ -120,7 +85,8 @@ def _pid_files(run_directory: Path) -> list[Path]:
 def launch_workers(
     module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0
 ) -> int:
-    """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as in shells).
+    """Run `module` in `num_processes` local workers to their end; return torchrun's exit code (128 + signal number, as
+    in shells). The workers rendezvous on loopback only.
 
     After a failure torchrun restarts all workers, at most `restarts` times. Signals are forwarded as the module
     docstring says. RuntimeError if another run uses `run_directory`.
@@ -130,9 +96,20 @@ def launch_workers(
     for file in _pid_files(run_directory):
         file.unlink()
     port = reserve_port("127.0.0.1")  # held until the end: no process may take it before torchrun listens
+    # The store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
+    rendezvous = ["--rdzv-backend=static", "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1"]
+    command = [
+        *(sys.executable, "-m", "megatron_dapo.launch.torchrun", *rendezvous, f"--master-port={port.hand_over()}"),
+        *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
+    ]
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torchrun's own log lines would cut through the progress display
+    }
     process = subprocess.Popen(
-        torchrun_command(num_processes, module, arguments, port.hand_over(), restarts),
-        env=_worker_environment(num_processes),
+        command,
+        env={**defaults, **os.environ},
         start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
         preexec_fn=signal_at_parents_death(signal.SIGTERM),
     )
