@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from node_faults.baselines import detect_by_mahalanobis, detect_concatenated
-from megatron_dapo.nodes.denoiser import Denoiser, reference_denoisers
+from megatron_dapo.nodes.denoiser import WINDOW, Denoiser, reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
 from node_faults.prioritization import largest_scores, prioritize
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
@@ -130,8 +130,8 @@ def measure(
         task = simulate(replace(settings, has_fault=seed < num_tasks), seed)
         fault = task.fault
         faulty = None if fault is None else task.samples.nodes[fault.node]
-        scores.append(largest_scores(with_metrics(task.samples, PUBLISHED_METRICS), FOUR.window_s))
-        middles = np.arange(len(scores[-1])) * FOUR.window_s + FOUR.window_s // 2
+        scores.append(largest_scores(with_metrics(task.samples, PUBLISHED_METRICS), WINDOW))
+        middles = np.arange(len(scores[-1])) * WINDOW + WINDOW // 2
         labels.append((middles >= fault.since) & (middles < fault.until) if fault else np.zeros(len(middles), bool))
         for seconds in lasting:
             lasting[seconds] += fault is not None and fault.until - fault.since >= seconds and bool(fault.metrics)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.nodes.comparison import fill_gaps, mean_distances, min_max, windows
-from megatron_dapo.nodes.denoiser import Denoiser
+from megatron_dapo.nodes.denoiser import WINDOW, Denoiser
 from megatron_dapo.nodes.detection import DetectorSettings, Distances, Outlier, find_outlier
 from megatron_dapo.nodes.samples import NodeSamples
 
@@ -24,11 +24,11 @@ def detect_by_mahalanobis(samples: NodeSamples, settings: DetectorSettings) -> O
 
     def distances(starts: Sequence[int]) -> Distances:
         features = torch.cat(
-            [_moments(windows(one, settings.window_s, starts).double()) for one in series], 2
+            [_moments(windows(one, WINDOW, starts).double()) for one in series], 2
         )  # [num_windows, num_nodes, 4 * num_metrics]
         return _compared(mean_distances(_whitened(features), settings.distance))
 
-    return find_outlier(distances, samples.num_seconds - settings.window_s + 1, settings)
+    return find_outlier(distances, samples.num_seconds - WINDOW + 1, settings)
 
 
 def detect_concatenated(
@@ -38,12 +38,12 @@ def detect_concatenated(
     series = _scaled(samples)
 
     def distances(starts: Sequence[int]) -> Distances:
-        parts = [windows(one, settings.window_s, starts) for one in series]
+        parts = [windows(one, WINDOW, starts) for one in series]
         if denoisers is not None:
             parts = [denoisers[metric.name].denoise(part) for metric, part in zip(samples.metrics, parts, strict=True)]
         return _compared(mean_distances(torch.cat(parts, 2), settings.distance))
 
-    return find_outlier(distances, samples.num_seconds - settings.window_s + 1, settings)
+    return find_outlier(distances, samples.num_seconds - WINDOW + 1, settings)
 
 
 def _scaled(samples: NodeSamples) -> list[torch.Tensor]:

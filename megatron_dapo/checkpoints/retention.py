@@ -18,10 +18,6 @@ class KeepPolicy:
     best: str = ""  # evaluation metric whose best checkpoint is kept; "": none
     best_is: str = "higher"  # or "lower"
 
-    def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(f"checkpoint.keep = {self.last}: keep at least 1")
-
 
 def steps_to_delete(
     policy: KeepPolicy,

@@ -492,8 +492,6 @@ def find_resume(
     auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there
     is one.
     """
-    if mode not in ("auto", "must", "never"):
-        raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
     if mode == "never":
         if store.steps():
             raise CheckpointError(

@@ -105,15 +105,15 @@ def z_scores(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.
     return torch.where(is_alike, 0.0, deviations / torch.where(is_alike, 1.0, spread))
 
 
-def threshold(num_nodes: int, noise_chance: float, largest_share: float = 0.5) -> float:
+def threshold(num_nodes: int, noise_chance: float) -> float:
     """Return the z-score above which a node is a candidate.
 
     noise_chance: probability that any of `num_nodes` nodes with Gaussian distances passes it in a window. That
-    threshold could be out of reach on few nodes, so it is capped at `largest_share` of sqrt(n - 1), the largest
+    threshold could be out of reach on few nodes, so it is capped at half of sqrt(n - 1), the largest
     possible z-score.
     """
     noise = NormalDist().inv_cdf(1 - noise_chance / num_nodes)
-    return min(largest_share * math.sqrt(num_nodes - 1), noise)
+    return min(0.5 * math.sqrt(num_nodes - 1), noise)
 
 
 def continuity(candidates: Sequence[int | None], num_windows: int) -> tuple[int, int] | None:

@@ -27,7 +27,7 @@ from megatron_dapo.nodes.comparison import (
     windows,
     z_scores,
 )
-from megatron_dapo.nodes.denoiser import ANY_METRIC, Denoiser
+from megatron_dapo.nodes.denoiser import ANY_METRIC, WINDOW, Denoiser
 from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
 
 _CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
@@ -35,34 +35,19 @@ _CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
 
 @dataclass(frozen=True)
 class DetectorSettings:
-    """Settings of the comparison of nodes. Defaults are the paper's if it states a value. Raises ValueError for invalid
-    values."""
+    """Settings of the comparison of nodes. Defaults are the paper's if it states a value."""
 
     continuity_s: int = 240  # seconds of consecutive windows in which one node must be the candidate
-    window_s: int = 8
     noise_chance: float = 1e-3  # probability of a candidate in a window of healthy nodes, if their noise is Gaussian
-    largest_share: float = 0.5  # cap of the threshold, as a share of the largest possible z-score
     distance: str = "euclidean"  # or manhattan, chebyshev
     # Every node above the threshold is a candidate, not only the farthest one as in the paper, so that a disturbance on
     # another node does not end a candidate's continuity.
     all_candidates: bool = False
 
-    def __post_init__(self) -> None:
-        if min(self.continuity_s, self.window_s) < 1:
-            raise ValueError(
-                f"continuity of {self.continuity_s} s, windows of {self.window_s} s: both need at least 1 s"
-            )
-        if not 0 < self.noise_chance < 1 or not 0 < self.largest_share < 1:
-            raise ValueError(
-                f"noise_chance {self.noise_chance:g}, largest_share {self.largest_share:g}: both must be between 0 and 1"
-            )
-        if self.distance not in NORMS:
-            raise ValueError(f"distance {self.distance!r}: choose one of {', '.join(NORMS)}")
-
     @property
     def seconds_needed(self) -> int:
         """Seconds of samples without which no node can be found."""
-        return self.continuity_s + self.window_s - 1
+        return self.continuity_s + WINDOW - 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +78,7 @@ def detect(
     denoisers: by metric, with ANY_METRIC for the others; samples without a denoiser, or with None, are compared
     unchanged. Samples shorter than `settings.seconds_needed` and roles of fewer than MIN_NODES raise no alert.
     """
-    num_windows = samples.num_seconds - settings.window_s + 1
+    num_windows = samples.num_seconds - WINDOW + 1
     if num_windows < settings.continuity_s:
         return None
     for place, metric in enumerate(samples.metrics):
@@ -127,13 +112,13 @@ def metric_distances(
     has_sample = torch.from_numpy(~np.isnan(values))
     phases = torch.from_numpy(samples.phases[rows])
     norm = NORMS[settings.distance]
-    resolution = metric.resolution / spread * settings.window_s ** (1 / norm)
+    resolution = metric.resolution / spread * WINDOW ** (1 / norm)
 
     def distances(starts: Sequence[int]) -> Distances:
-        vectors = windows(series, settings.window_s, starts)
+        vectors = windows(series, WINDOW, starts)
         vectors = vectors if denoiser is None else denoiser.denoise(vectors)
-        phase = windows(phases, settings.window_s, starts)
-        has_any = windows(has_sample, settings.window_s, starts).any(2)
+        phase = windows(phases, WINDOW, starts)
+        has_any = windows(has_sample, WINDOW, starts).any(2)
         if bool(has_any.all()) and bool((phase == phase[:, :1]).all()) and bool((phase >= 0).all()):
             return Distances(mean_distances(vectors, settings.distance), has_any, resolution)
         phase = torch.where(has_any[:, :, None], phase, -1)
@@ -202,7 +187,7 @@ def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Ten
     scores = z_scores(found.means, found.are_compared)
     numbers = found.are_compared.sum(1)
     bounds = torch.tensor(
-        [threshold(max(MIN_NODES, int(number)), settings.noise_chance, settings.largest_share) for number in numbers]
+        [threshold(max(MIN_NODES, int(number)), settings.noise_chance) for number in numbers]
     )
     is_candidate = (scores > bounds[:, None]) & (found.means >= found.resolution) & (numbers >= MIN_NODES)[:, None]
     if not settings.all_candidates:
@@ -213,7 +198,7 @@ def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Ten
 def _alert(
     samples: NodeSamples, place: int, rows: np.ndarray, outlier: Outlier, settings: DetectorSettings
 ) -> NodeAlert:
-    part = samples.values[rows, outlier.first : outlier.last + settings.window_s, place]
+    part = samples.values[rows, outlier.first : outlier.last + WINDOW, place]
     is_sampled = ~np.isnan(part)
     means = np.where(is_sampled, part, 0).sum(1) / np.maximum(1, is_sampled.sum(1))
     others = np.delete(means, outlier.node)[np.delete(is_sampled.any(1), outlier.node)]
@@ -221,7 +206,7 @@ def _alert(
         samples.nodes[rows[outlier.node]],
         samples.metrics[place].name,
         samples.start + outlier.first,
-        float(outlier.last - outlier.first + settings.window_s),
+        float(outlier.last - outlier.first + WINDOW),
         outlier.score,
         float(means[outlier.node]),
         float(np.median(others)),

@@ -75,7 +75,7 @@ class NodeSeries:
 
 @dataclass(frozen=True)
 class NodeSamples:
-    """Metrics of all nodes on one clock, one column per second. Raises ValueError for shapes that do not fit."""
+    """Metrics of all nodes on one clock, one column per second."""
 
     nodes: tuple[str, ...]
     roles: tuple[str, ...]  # one per node; nodes of different roles are never compared
@@ -83,17 +83,6 @@ class NodeSamples:
     values: np.ndarray  # [num_nodes, num_seconds, num_metrics], float32; NaN: no sample
     phases: np.ndarray  # [num_nodes, num_seconds], integers; equal numbers are the same phase, negative ones unknown
     start: float = 0.0  # unix time of the first second
-
-    def __post_init__(self) -> None:
-        nodes, metrics = len(self.nodes), len(self.metrics)
-        if self.values.ndim != 3 or self.values.shape[::2] != (nodes, metrics):
-            raise ValueError(
-                f"values have the shape {self.values.shape}: needs [{nodes} nodes, seconds, {metrics} metrics]"
-            )
-        if self.phases.shape != self.values.shape[:2]:
-            raise ValueError(f"phases have the shape {self.phases.shape}: needs {self.values.shape[:2]}, as the values")
-        if len(self.roles) != nodes:
-            raise ValueError(f"{len(self.roles)} roles of {nodes} nodes: needs one a node")
 
     @property
     def num_seconds(self) -> int:

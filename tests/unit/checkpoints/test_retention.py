@@ -78,8 +78,3 @@ def test_the_most_at_a_time_is_never_exceeded_and_often_reached() -> None:
         assert peak <= most
         exact, total = exact + (peak == most), total + 1
     assert exact > total / 2
-
-
-def test_at_least_one_is_kept() -> None:
-    with pytest.raises(ValueError, match=r"checkpoint\.keep = 0: keep at least 1"):
-        KeepPolicy(0)

@@ -168,17 +168,3 @@ def test_the_search_equals_one_of_every_window(need: int, all_candidates: bool) 
             assert bool(is_candidate[found.first : found.last + 1, found.node].all())
             assert found.last - found.first + 1 >= need
             assert found.first == 0 or not is_candidate[found.first - 1, found.node]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"continuity_s": 0}, "continuity of 0 s"),
-        ({"noise_chance": 0.0}, "noise_chance 0, largest_share 0.5: both must be between 0 and 1"),
-        ({"largest_share": 1.0}, "largest_share 1"),
-        ({"distance": "cosine"}, "choose one of euclidean"),
-    ],
-)
-def test_bad_settings_are_refused_in_one_line(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DetectorSettings(**change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dapo.nodes.samples import METRICS, PUBLISHED_ORDER, NodeMetric, NodeSample, NodeSamples, NodeSeries, align
+from megatron_dapo.nodes.samples import METRICS, PUBLISHED_ORDER, NodeMetric, NodeSample, NodeSeries, align
 
 CPU = NodeMetric("cpu_usage", "share", 0.05)
 
@@ -43,13 +43,6 @@ def test_bad_input_is_refused_in_one_line() -> None:
         align([series(0, [])], [CPU], 3)
     with pytest.raises(ValueError, match="0 seconds"):
         align([series(0, [1.0])], [CPU], 0)
-    values, phases = np.zeros((2, 3, 1), np.float32), np.zeros((2, 3), int)
-    with pytest.raises(ValueError, match="needs .3 nodes"):
-        NodeSamples(("a", "b", "c"), ("x",) * 3, (CPU,), values, phases)
-    with pytest.raises(ValueError, match="phases have the shape"):
-        NodeSamples(("a", "b"), ("x",) * 2, (CPU,), values, phases[:1])
-    with pytest.raises(ValueError, match="1 roles of 2 nodes"):
-        NodeSamples(("a", "b"), ("x",), (CPU,), values, phases)
 
 
 def test_metrics_are_in_the_published_order() -> None:
