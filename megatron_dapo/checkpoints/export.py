@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint, untouched_names
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.formats.huggingface_writer import DEFAULT_SHARD_BYTES, hf_checkpoint_writer, output_specs
 from megatron_dapo.checkpoints.formats.safetensors import StoredModel
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
@@ -36,7 +36,6 @@ class ExportReport:
     path: Path
     num_tensors: int
     num_bytes: int
-    copied: tuple[str, ...]  # tensors taken over from the source directory
 
 
 def export_to_huggingface(
@@ -86,7 +85,7 @@ def export_to_huggingface(
                     writer.write(name, tensor)
         with _share_failure(group, device):
             stack.close()  # on rank 0 it leaves the writer's context: check, then rename
-    return _report(target, source, specs, architecture)
+    return ExportReport(Path(target), len(specs), sum(spec.num_bytes for spec in specs.values()))
 
 
 def export_stored_model(
@@ -114,7 +113,7 @@ def export_stored_model(
         ) as writer:
             for name in architecture.shapes():
                 writer.write(name, model.read_tensor(name))
-        return _report(target, source, output_specs(source, architecture, None), architecture)
+        return ExportReport(Path(target), len(source.specs), sum(spec.num_bytes for spec in source.specs.values()))
 
 
 def _config_fields(architecture: ModelArchitecture) -> dict[str, Any] | None:
@@ -134,17 +133,6 @@ def _check_same_tensors(model: StoredModel, architecture: ModelArchitecture, sou
                 f"{model.path} is a checkpoint of another model than {source}: {name} is {found.get(name, 'missing')} and "
                 f"{expected.get(name, 'missing')}; name the directory that its run started from"
             )
-
-
-def _report(
-    target: str | Path, source: StoredModel, specs: Mapping[str, TensorSpec], architecture: ModelArchitecture
-) -> ExportReport:
-    return ExportReport(
-        path=Path(target),
-        num_tensors=len(specs),
-        num_bytes=sum(spec.num_bytes for spec in specs.values()),
-        copied=untouched_names(source.specs, architecture),
-    )
 
 
 def _checked_source(stored: HFCheckpoint, architecture: ModelArchitecture) -> StoredModel:

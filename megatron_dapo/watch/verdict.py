@@ -79,7 +79,6 @@ class RankView:
     stalled_s: float = 0.0  # since its phase, progress or number of collectives changed
     is_on_gpu: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)  # collectives entered, by process group
-    sequence: int = 0  # collectives entered, all groups
     stopped_s: float = 0.0  # in state T
     held: tuple[str, ...] = ()  # kernel calls that its threads are blocked in
     file_operation: str = ""  # under way in its file process

@@ -92,7 +92,6 @@ class WatchedRank:
             stalled_s=now - self._marked_at,
             is_on_gpu=bool(page.get("is_on_gpu")),
             groups=page.get("groups", {}),
-            sequence=page.get("sequence", 0),
             stopped_s=now - self.stopped_since if self.stopped_since else 0.0,
             held=tuple(self.held()) if is_silent else (),
             file_operation=self.file_operation if is_silent else "",
