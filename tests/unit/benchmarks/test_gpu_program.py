@@ -90,21 +90,6 @@ def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_pat
     assert noted(tmp_path)[9:] == ["one", "raises", "three"]  # a name in full is that case only
 
 
-def test_cases_for_which_there_is_no_time_are_named(mine, tmp_path) -> None:
-    found = mine("--budget-s", "0")
-    assert (
-        found["not_run"] == ["one", "absent", "raises", "dies", "hangs", "late", "three", "three_more"]
-        and not found["failed"]
-    )
-
-
 def test_a_case_that_does_not_exist_is_an_error(mine) -> None:
     with pytest.raises(SystemExit, match="no case begins with 'four'; there are one, absent"):
         mine("--only", "four")
-
-
-def test_a_result_names_no_directory_of_the_machine(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(repository / "benchmarks/gpu"))
-    program = importlib.import_module("program")
-    assert program.shown(repository / "examples/gpu/engine_python.sh") == "examples/gpu/engine_python.sh"
-    assert program.shown(Path("/opt/engines/bin/python")) == "python"

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.algorithms.gae import estimate_values
 
 SIZES = {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROMPTS": 3}
 
@@ -60,27 +59,3 @@ def test_values_are_those_of_every_continuation(benchmark, policy: torch.Tensor)
             expected, _ = brute_force(benchmark, locks, policy, prompt, stage, time)
             assert float(values[prompt, stage, time]) == pytest.approx(expected, abs=1e-6)
     torch.testing.assert_close((policy.double()[:, :, None] * action_values).sum(-1), values)
-
-
-def test_samples_agree_with_the_exact_accuracy_and_visits(benchmark, policy: torch.Tensor) -> None:
-    locks = benchmark.Locks(1)
-    responses = benchmark.sample_many(locks, policy, 20_000, torch.Generator().manual_seed(0))
-    assert float((responses.outcomes > 0).double().mean()) == pytest.approx(locks.accuracy(policy), abs=0.015)
-    counts = torch.zeros(3, 3, 5, dtype=torch.float64)
-    places = (responses.state_prompt, responses.state_stage, responses.state_time)
-    counts.index_put_(places, torch.ones(len(responses.tokens), dtype=torch.float64), accumulate=True)
-    torch.testing.assert_close(counts / 20_000, locks.visits(policy), atol=0.015, rtol=0)
-    assert int(responses.lengths.sum()) == len(responses.tokens)
-
-
-def test_the_best_policy_is_always_right_and_exact_values_give_exact_advantages(benchmark, policy) -> None:
-    locks = benchmark.Locks(2)
-    best = torch.zeros(3, 3, 3)
-    best[:, benchmark.NUM_STAGES, benchmark.END] = 1.0
-    best[:, : benchmark.NUM_STAGES].scatter_(2, locks.keys[:, : benchmark.NUM_STAGES, None], 1.0)
-    assert locks.accuracy(best) == pytest.approx(1.0)
-    values, action_values = locks.solve(policy)
-    responses = benchmark.sample_many(locks, policy, 200, torch.Generator().manual_seed(3))
-    found = estimate_values(responses.inputs(responses.of(values)), 1.0, 0.0).advantages
-    true = responses.of(action_values).gather(1, responses.tokens[:, None])[:, 0] - responses.of(values)
-    torch.testing.assert_close(found, true)

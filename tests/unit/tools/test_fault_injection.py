@@ -11,7 +11,6 @@ import pytest
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.validator import validate
 from megatron_dapo.watch.failure import Failure, first_line
-from tools.fault_injection import report
 from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY
 from tools.fault_injection.cluster_run import CONFIGURATIONS, FIRST_FAILURE, QUICKSTART, layout_text
 from tools.fault_injection.outcome import is_cause_printed, lost_responses, place_of, unaccounted_responses
@@ -64,39 +63,3 @@ def test_the_printed_line_names_node_and_rank(failure: Failure) -> None:
     assert place_of(line) == (failure.node, failure.rank)
     causes = [cause for fault in FAULTS.values() for cause in fault.causes if is_cause_printed(cause, line)]
     assert set(causes) == {failure.cause} - {"hang"}
-
-
-def record(**values: object) -> dict:
-    """Return a fault's record."""
-    return {"commit": "c", "dirty": False, "kind": "fault", "phase": "train", "continued": True, **values}
-
-
-def test_the_sum_counts_each_kind_of_fault_by_its_own_rule() -> None:
-    records = [
-        *(
-            record(fault="sigkill", kind_of_fault="crash", named=True, detect_seconds=float(second))
-            for second in range(1, 21)
-        ),
-        record(fault="sigstop", kind_of_fault="silence", named=False, detect_seconds=None, continued=False),
-        record(fault="verifiers", kind_of_fault="survived", ok=False),
-        record(fault="slurmd", kind_of_fault="slurm", ok=True, slurm_seconds=31.0),
-        {
-            "kind": "run",
-            "unaccounted_responses": 2,
-            "orphans": ["a port"],
-            "wall_seconds": 100.0,
-            "useful_seconds": 25.0,
-        }
-        | {"num_faults": 23, "configuration": "embedded", "plan": []},
-        {"kind": "equality", "equal": False, "unaccounted_responses": 1, "difference": "x", "run": "r"},
-        {"kind": "soak", "seconds": 60, "false_alarms": 1},
-        {"kind": "false alarm", "line": "first failure"},
-    ]
-    found = report.summary(records)
-    assert (found["num_faults"], found["num_cells"], found["culprit_named_share"]) == (23, 4, round(20 / 21, 4))
-    assert (found["crash_detect_seconds_p95"], found["slurm_only_seconds_max"]) == (19.0, 31.0)
-    assert found["hang_detect_seconds_max"] == 1e9, "what is never noticed is no short time"
-    assert (found["unaccounted_responses"], found["orphans"], found["runs_equal_share"]) == (3, 1, 0.0)
-    assert (found["false_alarms"], found["soak_seconds"], found["ettr_job"]) == (2, 60, None)
-    assert found["ettr"] == 0.25
-    assert report.summary([])["runs_equal_share"] is None, "nothing measured is no success"

@@ -62,18 +62,6 @@ def evaluate(exercise: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_rows_follow_the_published_schema(rows: dict[str, list[dict]], name: str) -> None:
-    for row in rows[name]:
-        assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-        assert [set(turn) for turn in row["prompt"]] == [{"role", "content"}]
-        assert row["prompt"][0]["role"] == "user"
-        assert row["reward_model"]["style"] == "rule"
-        assert re.fullmatch(r"\d{1,2}", row["reward_model"]["ground_truth"])
-    indices = [row["extra_info"]["index"] for row in rows[name]]
-    assert len(set(indices)) == len(indices)
-
-
-@pytest.mark.parametrize("name", FILES)
 def test_answers_match_the_problem_texts(rows: dict[str, list[dict]], name: str) -> None:
     for row in rows[name]:
         assert str(evaluate(exercise_of(problem_of(row)))) == row["reward_model"]["ground_truth"]
@@ -86,16 +74,6 @@ def test_heldout_is_disjoint_from_training(rows: dict[str, list[dict]]) -> None:
     assert len(exercises["spread"]) == len(rows["spread"]) >= 500
     assert not exercises["heldout"] & exercises["train"]
     assert not exercises["spread"] & (exercises["heldout"] | exercises["train"])
-
-
-def test_chat_prompts_are_short_and_open_the_assistants_turn(
-    rows: dict[str, list[dict]], tokenizer: Qwen2Tokenizer
-) -> None:
-    for row in rows["heldout"]:
-        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        content = row["prompt"][0]["content"]
-        assert text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert len(tokenizer(text)["input_ids"]) <= 128
 
 
 def test_stop_and_pad_agree_everywhere(tokenizer: Qwen2Tokenizer, model: Qwen2ForCausalLM) -> None:

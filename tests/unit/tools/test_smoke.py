@@ -7,12 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.models.config_json import read_architecture
-from megatron_dapo.precision import LinearSizes, misfits
 from tools import make_smoke_model
 
 
@@ -21,15 +18,6 @@ def model(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("smoke") / "model"
     assert make_smoke_model.main([str(directory), "--size", "small"]) == 0
     return directory
-
-
-def test_the_model_is_one_the_actor_trains_and_fp8_multiplies(model) -> None:
-    a = read_architecture(model)
-    with HFCheckpoint(model) as directory:
-        directory.check(a)
-        assert {spec.dtype for spec in directory.specs.values()} == {torch.bfloat16}
-    sizes = LinearSizes(a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size)
-    assert misfits("fp8_blockwise", sizes, 1) == []
 
 
 def test_the_recipe_is_valid_for_the_model_on_one_gpu(repository, model) -> None:
