@@ -30,6 +30,7 @@ from typing import Any
 
 import hostile
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.pool.supervisor import descendants
 from megatron_dapo.rewards.sandbox import kernel
@@ -76,7 +77,10 @@ def measure(concurrency: int, answers: int, seconds: float, workers: int) -> dic
 def _answers_per_second(verifier: str, concurrency: int, answers: int, workers: int) -> float:
     texts = ["word " * 4000 + str(number % 2) for number in range(answers)]
     items = [(number, text, texts[0], False, FIELDS) for number, text in enumerate(texts)]
-    with VerifierPool(verifier, workers, 60.0, concurrency=concurrency, more_environment=["JUDGE_SECONDS"]) as pool:
+    with VerifierPool(
+        verifier,
+        RewardConfig(num_workers=workers, timeout_seconds=60.0, concurrency=concurrency, environment=("JUDGE_SECONDS",)),
+    ) as pool:
         pool.score_many(items[:1])  # every process has begun
         start = time.perf_counter()
         scores = pool.score_many(items)
@@ -93,8 +97,8 @@ def code_per_second(responses: int) -> float:
     tests = json.dumps({"inputs": [f"{n}\n" for n in range(10)], "outputs": [f"{2 * n}\n" for n in range(10)]})
     texts = [f"```python\nn = int(input())\nprint({2 - number % 2} * n)\n```" for number in range(responses)]
     items = [(number, text, tests, False, FIELDS) for number, text in enumerate(texts)]
-    presets = {"code": {"seconds_per_test": 10.0, "score": "share"}}
-    with VerifierPool("code", 1, 120.0, presets=presets) as pool:
+    own = {"seconds_per_test": 10.0, "score": "share"}
+    with VerifierPool("code", RewardConfig(timeout_seconds=120.0, code=own)) as pool:
         pool.score_many(items[:1])
         start = time.perf_counter()
         scores = pool.score_many(items)
@@ -185,7 +189,7 @@ def hostile_pool(directory: Path) -> Iterator[tuple[VerifierPool, World]]:
     world = World(directory)
     os.environ["HOSTILE_SECRET_KEY"] = world.secret
     with VerifierPool(
-        "code", 1, DEADLINE_S, presets={"code": hostile.LIMITS}, more_environment=["HOSTILE_SECRET_KEY"]
+        "code", RewardConfig(timeout_seconds=DEADLINE_S, code=hostile.LIMITS, environment=("HOSTILE_SECRET_KEY",))
     ) as pool:
         yield pool, world
 
@@ -214,7 +218,7 @@ def measure_hostile(every: int) -> dict[str, Any]:
                     found.append(score.outcome)
                     escapes.append(f"{title}: {', '.join(found)}: {score.detail}")
     for verifier in ("dapo", "lenient"):
-        with VerifierPool(verifier, 1, DEADLINE_S) as pool:
+        with VerifierPool(verifier, RewardConfig(timeout_seconds=DEADLINE_S)) as pool:
             for title, response in answers.items():
                 pool.score_many([("ready", "Answer: 1", "42", False)])
                 start = time.monotonic()

@@ -61,6 +61,14 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """How many rows to read from how many places of a file."""
+
+    places: int
+    rows: int  # from each place
+
+
+@dataclass(frozen=True)
 class RowFormat:
     """Where rows have what a run needs, and how prompts are made of it."""
 
@@ -94,14 +102,8 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
     file of two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
     """
     with blamed_on(path):
-        kind = _kind(path)
-        table = _SPREADERS[kind](path, row_format.columns, places, rows) if kind in _SPREADERS else None
-        is_empty = True
-        for location, values in table or _READERS[kind](path, row_format.columns):
-            is_empty = False
+        for location, values in read_table(path, row_format.columns, Sample(places, rows)):
             yield _checked_row(values, location, row_format)
-    if is_empty:
-        raise ValueError(f"{path} has no rows")
 
 
 def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None = None) -> Iterator[Row]:
@@ -112,11 +114,12 @@ def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None =
         yield Row(messages, made["answer"], task, {ENTRY: made[ENTRY]}, location)
 
 
-def read_table(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the location and values of every row of a file, in order. ValueError if it has no row or lacks a column."""
+def read_table(path: Path, columns: Columns, sample: Sample | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the location and values of every row of a file, in order, or of a sample. ValueError if there is no row or a
+    column is missing."""
     is_empty = True
     with blamed_on(path):
-        for location, values in _READERS[_kind(path)](path, columns):
+        for location, values in _READERS[_kind(path)](path, columns, sample):
             is_empty = False
             yield location, values
     if is_empty:
@@ -132,20 +135,21 @@ def column_names(path: Path) -> tuple[str, ...]:
             return tuple(pyarrow.parquet.read_schema(path).names)
         if _kind(path) == SAVED:
             return saved_dataset.column_names(path)
-        return next((tuple(values) for _, values in _READERS[_kind(path)](path, Columns(()))), ())
+        return next((tuple(values) for _, values in _READERS[_kind(path)](path, Columns(()), None)), ())
 
 
 def count_rows(path: Path) -> int:
-    """Return a file's number of rows without reading them."""
+    """Return a file's number of rows, if possible without parsing them."""
     with blamed_on(path):
-        if _kind(path) == ".parquet":
+        kind = _kind(path)
+        if kind == ".parquet":
             import pyarrow.parquet
 
             return int(pyarrow.parquet.read_metadata(path).num_rows)
-        if _kind(path) == SAVED:
+        if kind == SAVED:
             return saved_dataset.count_rows(path)
-        if _kind(path) not in _SPREADERS:
-            return sum(1 for _ in _READERS[_kind(path)](path, Columns(())))
+        if kind in (".json", ".csv"):
+            return sum(1 for _ in _READERS[kind](path, Columns(()), None))
         with path.open("rb") as file:
             return sum(bool(line.strip()) for line in file)
 
@@ -177,33 +181,58 @@ def file_sha256(path: Path) -> str:
 # ---- formats: (location, {column: value}) of every row
 
 
-def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
+            names, metadata = file.schema_arrow.names, file.metadata
             _check_columns(names, columns, str(path))
             present = columns.among(names)
-            index = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=present):
-                for values in batch.to_pylist():
-                    yield f"{path}, row {index}", values
-                    index += 1
+            sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            starts = list(accumulate(sizes, initial=0))
+            is_whole = sample is None or metadata.num_rows <= sample.places * sample.rows
+            for group in range(len(sizes)) if is_whole else _places(len(sizes), sample.places):
+                index = starts[group]
+                size = BATCH_ROWS if is_whole else sample.rows
+                for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=present):
+                    for values in batch.to_pylist():
+                        yield f"{path}, row {index}", values
+                        index += 1
+                    if not is_whole:
+                        break
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error
 
 
-def _read_json_lines(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            location = f"{path}, line {number}"
+def _read_json_lines(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for location, line in _lines(path) if sample is None else _sampled_lines(path, sample):
+        if line.strip():
             values = _parse_line(line, location)
             _check_columns(list(values), columns, location)
             yield location, values
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield f"{path}, line {number}", line
+
+
+def _sampled_lines(path: Path, sample: Sample) -> Iterator[tuple[str, bytes]]:
+    size = path.stat().st_size
+    if size <= _SMALL_FILE_BYTES:
+        yield from _lines(path)
+        return
+    with path.open("rb") as file:
+        for place in _places(size, sample.places):
+            # The last place is the end, where a truncated copy is damaged.
+            file.seek(min(place, size - _TAIL_BYTES))
+            if place:
+                file.readline()  # the rest of a line
+            for _ in range(sample.rows):
+                yield f"{path}, line at byte {file.tell()}", file.readline()
 
 
 def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
@@ -216,7 +245,7 @@ def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
     return values
 
 
-def _read_json(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json(path: Path, columns: Columns, _: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -230,7 +259,7 @@ def _read_json(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str,
         yield f"{path}, row {number}", values
 
 
-def _read_csv(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_csv(path: Path, columns: Columns, _: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(2**24)  # of a long problem
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -248,69 +277,20 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, 
             raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
 
 
-def _spread_parquet(path: Path, columns: Columns, places: int, rows: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    if count_rows(path) <= places * rows:
-        yield from _read_parquet(path, columns)
-        return
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _check_columns(names, columns, str(path))
-            present = columns.among(names)
-            starts = list(
-                accumulate((file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)), initial=0)
-            )
-            last = file.num_row_groups - 1
-            for group in sorted(set(_places(last + 1, places))):
-                batch = next(file.iter_batches(batch_size=rows, row_groups=[group], columns=present), None)
-                for index, values in enumerate(batch.to_pylist() if batch else (), start=starts[group]):
-                    yield f"{path}, row {index}", values
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error
-
-
-def _spread_json_lines(path: Path, columns: Columns, places: int, rows: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    size = path.stat().st_size
-    if size <= _SMALL_FILE_BYTES:
-        yield from _read_json_lines(path, columns)
-        return
-    with path.open("rb") as file:
-        for place in _places(size, places):
-            # The last place is the end, where a truncated copy is damaged.
-            file.seek(min(place, size - _TAIL_BYTES))
-            if place:
-                file.readline()  # the rest of a line
-            for _ in range(rows):
-                start, line = file.tell(), file.readline()
-                if line.strip():
-                    location = f"{path}, line at byte {start}"
-                    values = _parse_line(line, location)
-                    _check_columns(list(values), columns, location)
-                    yield location, values
-
-
 def _places(size: int, count: int) -> list[int]:
-    """Return `count` places in a file of that size, ascending: the beginning, the end, and random ones in between."""
+    """Return at most `count` places in `size`, ascending: the beginning, the end, and random ones in between."""
     draw = random.Random(size)  # the same file gives the same places
     between = draw.sample(range(1, size - 1), min(count - 2, size - 2)) if size > 2 else []
     return sorted({0, *between, size - 1})
 
 
-def _read_saved(path: Path, columns: Columns) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_saved(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     names = saved_dataset.column_names(path)
     _check_columns(names, columns, str(path))
-    yield from saved_dataset.read_rows(path, columns.among(names))
-
-
-def _spread_saved(path: Path, columns: Columns, places: int, rows: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    names, count = saved_dataset.column_names(path), saved_dataset.count_rows(path)
-    _check_columns(names, columns, str(path))
-    starts = _places(max(1, count), places) if count > places * rows else [0]
-    most = rows if count > places * rows else count
-    yield from saved_dataset.read_rows(path, columns.among(names), [range(start, start + most) for start in starts])
+    ranges, count = None, saved_dataset.count_rows(path) if sample else 0
+    if sample and count > sample.places * sample.rows:
+        ranges = [range(start, start + sample.rows) for start in _places(count, sample.places)]
+    yield from saved_dataset.read_rows(path, columns.among(names), ranges)
 
 
 SAVED = "saved data set"  # the kind of a directory
@@ -322,13 +302,6 @@ _READERS = {
     ".json": _read_json,
     ".csv": _read_csv,
 }
-_SPREADERS = {
-    SAVED: _spread_saved,
-    ".parquet": _spread_parquet,
-    ".jsonl": _spread_json_lines,
-    ".ndjson": _spread_json_lines,
-}
-
 
 # ---- checks
 

@@ -121,27 +121,18 @@ class Injection:
 
     Args:
         rewrites: prompt id -> template -> id of its rewrite.
-        at_visits: if True, a rewrite replaces the prompt at some visits; otherwise it replaces a filtered group.
-        rate: share of the visits, or of a batch's `batch_groups` groups, once the ramp is over.
-        ramp_prompts: visits over which the rate grows linearly from 0.
+        config: when a rewrite comes, and at which rate: of the visits, or of a batch's `batch_groups` groups.
         seed: seed of the choices.
         batch_groups: number of groups in a batch.
     """
 
     def __init__(
-        self,
-        rewrites: Mapping[str, Mapping[str, str]],
-        at_visits: bool,
-        rate: float,
-        ramp_prompts: int,
-        seed: int,
-        batch_groups: int,
+        self, rewrites: Mapping[str, Mapping[str, str]], config: InjectionConfig, seed: int, batch_groups: int
     ) -> None:
         self._rewrites = rewrites
         self._template_of = {name: template for own in rewrites.values() for template, name in own.items()}
-        self._at_visits = at_visits
-        self._rate = rate
-        self._ramp_prompts = ramp_prompts
+        self._at_visits = config.when == "visit"
+        self._config = config
         self._seed = seed
         self._batch_groups = batch_groups
         self._num_replaced = 0  # groups replaced by a rewrite
@@ -197,7 +188,8 @@ class Injection:
         self._outcomes = {name: [*two] for name, two in state["outcomes"].items()}
 
     def _rate_at(self, visit: int) -> float:
-        return self._rate * (min(1.0, visit / self._ramp_prompts) if self._ramp_prompts else 1.0)
+        ramp = self._config.ramp_prompts
+        return self._config.rate * (min(1.0, visit / ramp) if ramp else 1.0)
 
 
 def injection_of(
@@ -212,5 +204,4 @@ def injection_of(
     by_parent = rewrites(prompts, config.templates, template, max_prompt_tokens, seed)
     ids = {parent: {one.extra[TEMPLATE]: one.prompt_id for one in own} for parent, own in by_parent.items()}
     by_id = {one.prompt_id: one for own in by_parent.values() for one in own}
-    at_visits = config.when == "visit"
-    return Injection(ids, at_visits, config.rate, config.ramp_prompts, seed, batch_groups), by_id
+    return Injection(ids, config, seed, batch_groups), by_id

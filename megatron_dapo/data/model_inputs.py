@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from megatron_dapo.data.template import StopTokens, check_special_tokens, resolve_stop_token_ids
+from megatron_dapo.data.template import StopTokens, check_tokenizer_files, resolve_stop_token_ids
 from megatron_dapo.untrusted import blamed_on
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ModelInputs:
 
 def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
     """Read tokenizer and stop tokens of a Hugging Face directory."""
-    check_special_tokens(path)
+    check_tokenizer_files(path)
     with blamed_on(path, Exception):  # transformers and tokenizers raise what their parsers happen to
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)

@@ -119,17 +119,17 @@ _TOKEN_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
 _LONGEST_TOKEN = 512  # characters; tokenizers takes seconds to build the automaton of a much longer one
 
 
-def check_special_tokens(directory: Path) -> None:
-    """Raise ValueError if a tokenizer file is broken or has a special token of absurd length."""
-    for file in (directory / name for name in _TOKEN_FILES):
-        if file.is_file():
-            document = read_json(file)
-            with blamed_on(file):
-                longest = max(map(len, _special_tokens(document)), default=0)
-            if longest > _LONGEST_TOKEN:
-                raise ValueError(
-                    f"{file}: a special token has {longest:,} characters, at most {_LONGEST_TOKEN} are read"
-                )
+def check_tokenizer_files(directory: Path) -> None:
+    """Raise ValueError if there are no tokenizer files, or one is broken or has a special token of absurd length."""
+    files = [directory / name for name in _TOKEN_FILES if (directory / name).is_file()]
+    if not files and not (directory / "tokenizer.model").is_file():
+        raise ValueError(f"{directory}: no tokenizer files there")
+    for file in files:
+        document = read_json(file)
+        with blamed_on(file):
+            longest = max(map(len, _special_tokens(document)), default=0)
+        if longest > _LONGEST_TOKEN:
+            raise ValueError(f"{file}: a special token has {longest:,} characters, at most {_LONGEST_TOKEN} are read")
 
 
 def _special_tokens(document: Any) -> Iterator[str]:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_dapo.bridge.protocol.nccl_settings import agreed_settings, difference, take_defaults_of_sglang
-from megatron_dapo.checkpoints.disk_space import existing_parent
 from megatron_dapo.config.loader import read_toml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.machine import (
@@ -36,7 +34,6 @@ from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 from megatron_dapo.launch.environment import DRIVER_DEVICE
 from megatron_dapo.models.config_json import read_architecture
-from megatron_dapo.plan.memory import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
@@ -47,7 +44,6 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _EXTRA = re.compile(r"\bextra\s*==")  # metadata also lists the requirements of extras, with this marker
 # Transformer Engine's switches that enable a single back-end.
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SGLANG_CODE = """
 import importlib.metadata, json, os
 try:
@@ -268,25 +264,6 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
         return [AttentionResult(name, "all", failure=str(failure))]
 
 
-def model_problem(config: Config) -> tuple[str, str]:
-    """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
-    from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
-
-    path = config.model.path
-    try:
-        architecture = read_architecture(path)
-        if not any((path / name).is_file() for name in _TOKENIZERS):
-            return f"{path}: no tokenizer files there", ""
-        detail = f"{architecture.model_type}, {architecture.num_parameters:.4g} parameters"
-        if config.model.allow_random_init and not any(path.glob("*.safetensors")):
-            return "", f"{detail}, no weights (model.allow_random_init)"
-        with HFCheckpoint(path) as weights:
-            weights.check(architecture)
-            return "", f"{detail}, {len(weights.specs)} tensors"
-    except (ValueError, OSError) as error:
-        return str(error), ""
-
-
 def sglang_facts(config: Config) -> SglangFacts:
     """Ask the engines' interpreter for SGLang's version and NCCL's settings."""
     python = Path(config.sglang.python or sys.executable).absolute()
@@ -307,55 +284,3 @@ def sglang_facts(config: Config) -> SglangFacts:
         record=tuple(record or ()),
         nccl_difference=difference(own, nccl, "in the trainer", f"for {python}"),
     )
-
-
-def model_bytes(config: Config) -> int:
-    """Return the bytes of the served weights."""
-    return read_architecture(config.model.path).num_parameters * ITEM_SIZES[config.model.dtype]
-
-
-def key_problem(path: str) -> str:
-    """Return the problem of the key file, "" for none."""
-    from megatron_dapo.engines.sglang.keys import read_key
-
-    try:
-        read_key(Path(path))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def same_disk(first: Path, second: Path) -> bool:
-    return existing_parent(first).stat().st_dev == existing_parent(second).stat().st_dev
-
-
-def output_dir_problem(output_dir: Path) -> str:
-    """Return the reason why a run cannot write into `output_dir`, "" for none. Nothing is created."""
-    from megatron_dapo.launch.lifetime import require_unused
-
-    parent = existing_parent(output_dir)
-    if not parent.is_dir():
-        return f"{parent} is a file, not a directory"
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return f"{parent} cannot be written by user {os.geteuid()}"
-    try:
-        require_unused(output_dir)
-    except (RuntimeError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def ports_problem(host: str, count: int) -> str:
-    """Return the reason why `count` ports cannot be reserved on `host` at once, "" for none. They are released."""
-    from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
-    from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
-
-    host = listen_address(host, LOOPBACK).bind
-    # All at once: a port that is released before the next is reserved would be found twice.
-    with ExitStack() as stack:
-        try:
-            for _ in range(count):
-                stack.callback(reserve_port(host).release)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-    return ""

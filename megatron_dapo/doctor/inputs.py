@@ -3,26 +3,33 @@ engine."""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from megatron_dapo.checkpoints.disk_space import existing_parent
 from megatron_dapo.config import Config
 from megatron_dapo.config.rules import UnusableInput, Violation
 from megatron_dapo.data.files import Row
 from megatron_dapo.data.sources import Source, eval_sources, train_sources
+from megatron_dapo.data.template import check_tokenizer_files
 from megatron_dapo.doctor import gather, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries
+from megatron_dapo.doctor.machine import Finding, TorchFacts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.files.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, decode_header
 from megatron_dapo.launch.environment import rendezvous_problem
-from megatron_dapo.untrusted import one_line, read_json
+from megatron_dapo.launch.lifetime import require_unused
+from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
 if TYPE_CHECKING:
     from megatron_dapo.data.model_inputs import ModelInputs
@@ -31,8 +38,7 @@ if TYPE_CHECKING:
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
 _MAX_ROWS = 2048  # of all files: their answers are checked by the verifier
 _CONNECT_S = 2.0  # to a server that runs already
-_MAX_HEADER = 100_000_000  # bytes, of a weights file: the limit of the format
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_COPY = "copy the directory again, or set model.path to another one"
 
 
 def input_problems(config: Config, is_here: bool = True) -> list[Violation]:
@@ -42,9 +48,9 @@ def input_problems(config: Config, is_here: bool = True) -> list[Violation]:
     SGLang is imported by the engines' interpreter. Inputs that are not there at all are left to `config.inputs.missing_inputs`.
     is_here: the run is to start on this machine, so addresses of servers have to be its own. Takes seconds, most of them imports.
     """
-    with ThreadPoolExecutor(1) as beside:
-        engine = beside.submit(lambda: list(_engine_problems(config, tries_import=True)))
-        problems = [*_rendezvous_problems(), *_machine_problems(config, is_here), *_model_problems(config)]
+    with ThreadPoolExecutor(1) as executor:
+        engine = executor.submit(lambda: list(_engine_problems(config, tries_import=True)))
+        problems = [*_rendezvous_problems(), *machine_problems(config, is_here), *model_problems(config)]
         has_tokenizer = config.model.path.is_dir() and not any(problem.path == "model.path" for problem in problems)
         rows = _rows_of(config, problems)
         if has_tokenizer:
@@ -57,9 +63,9 @@ def quick_problems(config: Config) -> list[Violation]:
 
     Chat template, tensors' shapes and the reward are left to the processes, which load them anyway.
     """
-    with ThreadPoolExecutor(1) as beside:
-        engine = beside.submit(lambda: list(_engine_problems(config, tries_import=False)))
-        problems = [*_machine_problems(config, True), *_model_file_problems(config)]
+    with ThreadPoolExecutor(1) as executor:
+        engine = executor.submit(lambda: list(_engine_problems(config, tries_import=False)))
+        problems = [*machine_problems(config, True), *_file_problems(config)]
         _rows_of(config, problems)
         return problems + engine.result()
 
@@ -67,29 +73,64 @@ def quick_problems(config: Config) -> list[Violation]:
 # ---- this machine, engines
 
 
-def _machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
-    if problem := gather.output_dir_problem(config.run.output_dir):
-        fix = "set run.output_dir to a directory of your own, or wait for the run that uses it"
-        yield UnusableInput("run.output_dir", problem, fix)
-    own = config.checkpoint.output_dir
-    if own and (problem := gather.output_dir_problem(Path(own))):
-        yield UnusableInput("checkpoint.output_dir", problem, "set it to a directory of your own")
+def machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
+    """Yield what is wrong with the directories that a run writes and, if it starts here, with its servers' addresses and key."""
+    own_directory = "set it to a directory of your own, or wait for the run that uses it"
+    for field, directory in (
+        ("run.output_dir", config.run.output_dir),
+        ("checkpoint.output_dir", config.checkpoint.output_dir),
+    ):
+        if directory and (problem := _directory_problem(Path(directory))):
+            yield UnusableInput(field, problem, own_directory)
     if not is_here or config.rollout.engine != "sglang":
         return
     for url in config.sglang.urls:
         if problem := _unreachable(url):
             fix = "start that server first, or leave sglang.urls out to have servers started"
             yield UnusableInput("sglang.urls", problem, fix)
-    if config.sglang.api_key_file and (problem := gather.key_problem(config.sglang.api_key_file)):
-        yield UnusableInput("sglang.api_key_file", problem, "")
-    if not config.sglang.urls and (problem := gather.ports_problem(config.sglang.host, config.sglang.servers_per_node)):
-        yield UnusableInput("sglang.host", problem, 'set sglang.host = "auto"')
+    try:
+        if config.sglang.api_key_file:
+            read_key(Path(config.sglang.api_key_file))
+    except ValueError as error:
+        yield UnusableInput("sglang.api_key_file", str(error), "")
+    # Each server needs a port for requests and one for its ranks' rendezvous.
+    if not config.sglang.urls and (problem := _ports_problem(config.sglang.host, 2 * config.sglang.servers_per_node)):
+        yield UnusableInput("sglang.host", problem, 'set sglang.host = "auto", or end the processes that use the ports')
+
+
+def _directory_problem(output_dir: Path) -> str:
+    """Return the reason why a run cannot write into `output_dir`, "" for none. Nothing is created."""
+    parent = existing_parent(output_dir)
+    if not parent.is_dir():
+        return f"{parent} is a file, not a directory"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written by user {os.geteuid()}"
+    try:
+        require_unused(output_dir)
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _ports_problem(host: str, count: int) -> str:
+    """Return the reason why `count` ports cannot be reserved on `host` at once, "" for none. They are released."""
+    from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
+    from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
+
+    # All at once: a port that is released before the next is reserved would be found twice.
+    with ExitStack() as stack:
+        try:
+            for _ in range(count):
+                stack.callback(reserve_port(listen_address(host, LOOPBACK).bind).release)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return ""
 
 
 def _rendezvous_problems() -> Iterator[Violation]:
     """Yield the problem of the port that a launcher's variables name; without a launcher `train` finds a port itself."""
     if problem := rendezvous_problem():
-        yield UnusableInput("MASTER_PORT", problem, "unset it where `megatron-dapo train` starts the processes itself")
+        yield UnusableInput("MASTER_PORT", problem, "unset it if `megatron-dapo train` starts the processes itself")
 
 
 def _unreachable(url: str) -> str:
@@ -101,18 +142,22 @@ def _unreachable(url: str) -> str:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         with socket.create_connection((parts.hostname, port), timeout=_CONNECT_S):
             return ""
-    except (OSError, ValueError) as error:  # ValueError: a port that is none
+    except (OSError, ValueError) as error:  # ValueError: an invalid port
         return f"{url}: no server listens there ({one_line(error)})"
+
+
+def engine_findings(config: Config, trainer: TorchFacts | None, tries_import: bool = True) -> list[Finding]:
+    """Check the environment of the servers that a run would start. `trainer` None: versions are not compared with its torch."""
+    facts = gather.sglang_facts(config)
+    if tries_import and facts.version is not None:
+        facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
+    return [*recipe.sglang_findings(facts), *recipe.engine_library_findings(facts.libraries, config.sglang, trainer)]
 
 
 def _engine_problems(config: Config, tries_import: bool) -> Iterator[Violation]:
     if config.rollout.engine != "sglang" or config.sglang.urls:
         return
-    facts = gather.sglang_facts(config)
-    if tries_import and facts.version is not None:
-        facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    findings = recipe.sglang_findings(facts)
-    for finding in [*findings, *recipe.engine_library_findings(facts.libraries, config.sglang, None)]:
+    for finding in engine_findings(config, None, tries_import):
         if finding.verdict == "conflict":
             yield UnusableInput("sglang.python", finding.detail, finding.fix)
 
@@ -120,93 +165,69 @@ def _engine_problems(config: Config, tries_import: bool) -> Iterator[Violation]:
 # ---- models
 
 
-_COPY = "copy the directory again, or set model.path to another one"
+def model_problems(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with the models' directories. Headers of weights are read, tensors are not."""
+    from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+
+    problems = list(_file_problems(config))
+    yield from problems
+    if _has_weights(config) and not any(problem.path == "model.path" for problem in problems):
+        try:
+            with HFCheckpoint(config.model.path) as weights:
+                weights.check(read_architecture(config.model.path))
+        except (ValueError, OSError) as error:
+            yield UnusableInput("model.path", str(error), _COPY)
 
 
-def _model_problems(config: Config) -> Iterator[Violation]:
-    if config.model.path.is_dir() and (problem := gather.model_problem(config)[0]):
-        yield UnusableInput("model.path", problem, _COPY)
+def _file_problems(config: Config) -> Iterator[Violation]:
+    """Yield the first problem of each model's files: truncated or missing weights, a tokenizer's file that is broken."""
+    models = {"model.path": config.model.path}
     if config.has_critic and config.critic.path:
-        yield from (
-            UnusableInput("critic.path", problem, _COPY) for problem in _broken_weights(Path(config.critic.path))
-        )
+        models["critic.path"] = Path(config.critic.path)
+    for field, path in models.items():
+        try:
+            if path == config.model.path and path.is_dir():
+                check_tokenizer_files(path)
+            if path.is_dir() and (path != config.model.path or _has_weights(config)):
+                _check_weights(path)
+        except (ValueError, OSError) as error:
+            yield UnusableInput(field, str(error), _COPY)
 
 
-def _model_file_problems(config: Config) -> Iterator[Violation]:
-    """Yield what is wrong with the models' files: truncated or missing weights, tokenizer files that are not JSON."""
+def _has_weights(config: Config) -> bool:
     path = config.model.path
-    if path.is_dir():
-        files = () if config.model.allow_random_init and not any(path.glob("*.safetensors")) else _broken_weights(path)
-        for problem in (*files, *_broken_tokenizer(path), *_unknown_family(path)):
-            yield UnusableInput("model.path", problem, _COPY)
-    if config.has_critic and config.critic.path:
-        yield from (
-            UnusableInput("critic.path", problem, _COPY) for problem in _broken_weights(Path(config.critic.path))
-        )
+    return path.is_dir() and not (config.model.allow_random_init and not any(path.glob("*.safetensors")))
 
 
-def _unknown_family(directory: Path) -> Iterator[str]:
-    from megatron_dapo.models.families import FAMILIES
-
-    document = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-    model_type = document.get("model_type") if isinstance(document, dict) else None
-    if isinstance(document, dict) and document and model_type not in FAMILIES:
-        yield f"{directory}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
-
-
-def _broken_weights(directory: Path) -> Iterator[str]:
-    """Yield a line if the safetensors files of a directory are missing or truncated; no tensor is read."""
-    if not directory.is_dir():
-        return
+def _check_weights(directory: Path) -> None:
+    """Raise ValueError if the safetensors files of a directory are missing or truncated; no tensor is read."""
     files = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
+        with blamed_on(index):
             named = sorted(set(read_json(index)["weight_map"].values()))
-        except (ValueError, TypeError, LookupError, AttributeError):
-            yield f"{index} is no index of weights files"
-            return
         if missing := [name for name in named if not (directory / str(name)).is_file()]:
-            yield f"{directory}: {len(missing)} of {len(named)} weights files are missing, e.g. {missing[0]}"
+            raise ValueError(
+                f"{directory}: {len(missing)} of {len(named)} weights files are missing, e.g. {missing[0]}"
+            )
     elif not files:
-        has_pickles = any(directory.glob("*.bin"))
-        yield f"{directory}: no *.safetensors there" + (
-            "; .bin files are pickles, which are not read: save the model with safe_serialization"
-            if has_pickles
-            else ""
-        )
-    yield from filter(None, map(_broken_file, files))
+        pickles = "; .bin files are pickles, which are not read: save the model with safe_serialization"
+        raise ValueError(f"{directory}: no *.safetensors there" + (pickles if any(directory.glob("*.bin")) else ""))
+    for path in files:
+        _check_weights_file(path)
 
 
-def _broken_file(path: Path) -> str:
+def _check_weights_file(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            return f"{path}: no safetensors file, or cut off in its header ({size:,} bytes)"
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return f"{path}: its header is damaged"
-    expected = 8 + length + max((end for end in ends if isinstance(end, int)), default=0)
-    return (
-        ""
-        if size == expected
-        else f"{path}: {size:,} bytes, its header asks for {expected:,}: cut off, or not copied whole"
-    )
-
-
-def _broken_tokenizer(directory: Path) -> Iterator[str]:
-    found = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    if not found and not (directory / "tokenizer.model").is_file():
-        yield f"{directory}: no tokenizer files there"
-    for path in found:
-        try:
-            read_json(path)
-        except ValueError as error:
-            yield str(error)
+        start = file.read(LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if len(start) < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+            raise ValueError(f"{path}: no safetensors file, or cut off in its header ({size:,} bytes)")
+        with blamed_on(path):
+            expected = decode_header(file.read(length))[1]
+    if size != expected:
+        raise ValueError(f"{path}: {size:,} bytes, its header asks for {expected:,}: cut off, or not copied whole")
 
 
 # ---- data
@@ -296,8 +317,8 @@ def _reward_problems(config: Config, inputs: ModelInputs, prompts: dict[str, lis
     """Start one verifier process and let it see gold answers and made-up responses."""
     from megatron_dapo.rewards.build import open_verifier_pool, self_test
 
-    reward = config.reward.model_copy(update={"num_workers": 1})
     trained = next((found for field, found in prompts.items() if field != "data.eval_paths"), [])
+    reward = config.reward
     for verifier in filter(None, (reward.verifier, reward.shadow_verifier)):
         field = "reward.verifier" if verifier == reward.verifier else "reward.shadow_verifier"
         try:

@@ -10,25 +10,14 @@ from megatron_dapo.checkpoints.disk_space import CheckpointSpace, size
 from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.doctor.engine_probe import EngineLibraries
-from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, conflict_or_ok, ok, warning
+from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, ok, warning
 from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
 # by about 1.
 ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
 MEBIBYTE = 1 << 20
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Space of a file system, in bytes."""
-
-    name: str
-    path: Path
-    free: int
-    needed: int  # by the run
-    formula: str  # of `needed`, with its numbers
-    fix: str
+_NO_FIX = "set it to another value"  # of a problem whose text names none
 
 
 @dataclass(frozen=True)
@@ -53,10 +42,12 @@ class AttentionResult:
     failure: str = ""  # why it does not run
 
 
-def violation_findings(violations: Iterable[Violation]) -> list[Finding]:
-    """Report each broken rule of the configuration as a conflict."""
-    found = [conflict(f"recipe {one.path}", one.detail, one.suggestion) for one in violations]
-    return found or [ok("recipe", "every rule holds")]
+def violation_findings(
+    violations: Iterable[Violation], name: str = "recipe", detail: str = "every rule holds"
+) -> list[Finding]:
+    """Report each violation as a conflict. Without one, `detail` says what was checked."""
+    found = [conflict(f"{name} {one.path}", one.detail, one.suggestion or _NO_FIX) for one in violations]
+    return found or [ok(name, detail)]
 
 
 def processes_finding(needed: int, num_devices: int) -> Finding:
@@ -144,42 +135,40 @@ def _shared_versions(libraries: EngineLibraries, trainer: TorchFacts, in_one_gro
         yield warning("engine torch", torch, "install the same torch in both environments, as the CUDA locks do")
 
 
-def checkpoint_storage(space: CheckpointSpace) -> Storage:
-    """Return the space of a run's checkpoints."""
+def checkpoint_storage(space: CheckpointSpace) -> Finding:
+    """Check the space of a run's checkpoints."""
     fix = "free space, set checkpoint.output_dir to a larger disk, or lower checkpoint.keep"
-    return Storage("checkpoint disk", space.directory, space.free, space.needed, space.formula, fix)
+    return _storage("checkpoint disk", space.directory, space.free, space.needed, space.formula, fix)
 
 
-def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, beside: int) -> Storage:
-    """Compute the space for exports in addition to `beside` bytes of checkpoints on the same disk."""
+def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, of_checkpoints: int) -> Finding:
+    """Check the space for exports in addition to `of_checkpoints` bytes of checkpoints on the same disk."""
     # Two exports: the new one is written completely before it replaces the old one.
-    needed = 2 * num_parameters * weight_bytes + beside
-    formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes" + (
-        f" + {size(beside)} of checkpoints" if beside else ""
-    )
+    needed = 2 * num_parameters * weight_bytes + of_checkpoints
+    formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes"
+    formula += f" + {size(of_checkpoints)} of checkpoints" if of_checkpoints else ""
     fix = "free space, or set run.output_dir to a larger disk, or checkpoint.export_huggingface = false"
-    return Storage("run disk", path, free, needed, formula, fix)
+    return _storage("run disk", path, free, needed, formula, fix)
 
 
 def shared_memory_storage(
     path: Path, free: int, num_engine_ranks: int, bucket_mb: int, model_bytes: int | None
-) -> Storage:
-    """Compute the space of shared memory through which servers on a CPU receive their weights. `model_bytes` None: the
+) -> Finding:
+    """Check the space of shared memory through which servers on a CPU receive their weights. `model_bytes` None: the
     model cannot be read."""
     # A bucket never holds more than the model.
     bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.weight_sync_bucket_mb)"
     if model_bytes is not None and model_bytes < bucket:
         bucket, words = model_bytes, f"{size(model_bytes)} (the whole model)"
-    needed = num_engine_ranks * 2 * bucket
     formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {words}"
     fix = f"lower sglang.weight_sync_bucket_mb, or give {path} more (docker run --shm-size)"
-    return Storage("shared memory", path, free, needed, formula, fix)
+    return _storage("shared memory", path, free, num_engine_ranks * 2 * bucket, formula, fix)
 
 
-def storage_finding(storage: Storage) -> Finding:
-    """Check that a file system has the space."""
-    detail = f"{storage.path}: {size(storage.free)} free, needed {size(storage.needed)} = {storage.formula}"
-    return conflict_or_ok(storage.name, detail if storage.free < storage.needed else "", storage.fix, detail)
+def _storage(name: str, path: Path, free: int, needed: int, formula: str, fix: str) -> Finding:
+    """Compare the bytes of a file system. `formula`: of `needed`, with its numbers."""
+    detail = f"{path}: {size(free)} free, needed {size(needed)} = {formula}"
+    return conflict(name, detail, fix) if free < needed else ok(name, detail)
 
 
 def attention_findings(results: Sequence[AttentionResult], dtype: str, shape: str) -> list[Finding]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checkpoints.disk_space import checkpoint_space, free_bytes
+from megatron_dapo.checkpoints.disk_space import checkpoint_space, existing_parent, free_bytes
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.process_limits import process_limits
-from megatron_dapo.doctor import gather, machine, recipe
-from megatron_dapo.doctor.engine_import import engine_libraries
+from megatron_dapo.doctor import gather, inputs, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
-from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
+from megatron_dapo.doctor.machine import Finding, conflict, first_conflict
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.check import validate_and_check
 from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
@@ -119,64 +119,43 @@ def _implementations(config: Config | None, report: DoctorReport) -> Iterator[Fi
 def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
     yield recipe.processes_finding(config.num_processes, len(torch.devices))
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
-    problem, detail = gather.model_problem(config)
-    output_dir, path = config.run.output_dir, config.model.path
-    yield conflict_or_ok("model directory", problem, f"set model.path, or copy the directory again ({path})", detail)
-    yield conflict_or_ok(
-        "output directory",
-        gather.output_dir_problem(output_dir),
-        "set run.output_dir to a directory of your own, or wait for the run that uses it",
-        f"{output_dir} can be written",
-    )
-    if config.rollout.engine == "sglang":
-        num_bytes = None if problem else gather.model_bytes(config)
-        yield from _servers(config, torch, num_bytes)
-    if problem:
+    problems = [*inputs.machine_problems(config, is_here=True), *inputs.model_problems(config)]
+    yield from recipe.violation_findings(problems, "input", "directories, weights and addresses can be used")
+    has_model = config.model.path.is_dir() and not any(problem.path == "model.path" for problem in problems)
+    architecture = read_architecture(config.model.path) if has_model else None
+    if config.rollout.engine == "sglang" and not config.sglang.urls:
+        yield from inputs.engine_findings(config, torch)
+        yield from _shared_memory(config, torch, architecture)
+    if architecture is None:
         return
     if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
-        yield from _storage(config)  # bytes of a layout that exists
+        yield from _storage(config, architecture)  # bytes of a layout that exists
     yield from _attention(config, report)
 
 
-def _servers(config: Config, torch: machine.TorchFacts, model_bytes: int | None) -> Iterator[Finding]:
+def _shared_memory(
+    config: Config, torch: machine.TorchFacts, architecture: ModelArchitecture | None
+) -> Iterator[Finding]:
     sglang = config.sglang
-    if sglang.urls:
-        fix = "set sglang.api_key_file to the servers' key, readable by its owner alone"
-        yield conflict_or_ok("engine key", gather.key_problem(sglang.api_key_file), fix, sglang.api_key_file)
-        return
-    facts = gather.sglang_facts(config)
-    if facts.version is not None:
-        facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    yield from recipe.sglang_findings(facts)
-    yield from recipe.engine_library_findings(facts.libraries, sglang, torch)
-    # Each server needs a port for requests and one for its ranks' rendezvous.
-    wanted = 2 * sglang.servers_per_node
-    fix = "set sglang.host to an address of this node, or end the processes that use the ports"
-    yield conflict_or_ok("ports", gather.ports_problem(sglang.host, wanted), fix, f"{wanted} free on {sglang.host}")
     if sglang.weight_sync_transport == "shared_memory" and not torch.devices:
         # Imported here: a report about a broken torch must not import it.
         from megatron_dapo.bridge.transports.shared_memory import default_directory
 
         directory, ranks = default_directory(), sglang.servers_per_node * sglang.tp_size
+        num_bytes = architecture and architecture.num_parameters * ITEM_SIZES[config.model.dtype]
         free = free_bytes(directory)
-        yield recipe.storage_finding(
-            recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)
-        )
+        yield recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, num_bytes)
 
 
-def _storage(config: Config) -> Iterator[Finding]:
-    try:
-        architecture = read_architecture(config.model.path)
-    except ValueError:
-        return  # the recipe's findings say so
+def _storage(config: Config, architecture: ModelArchitecture) -> Iterator[Finding]:
     space, run = checkpoint_space(config, architecture), config.run.output_dir
-    yield recipe.storage_finding(recipe.checkpoint_storage(space))
+    yield recipe.checkpoint_storage(space)
     if config.checkpoint.export_huggingface:
-        beside = space.needed if gather.same_disk(space.directory, run) else 0
+        devices = [existing_parent(path).stat().st_dev for path in (space.directory, run)]
+        of_checkpoints = space.needed if devices[0] == devices[1] else 0
         heads = (False, True) if config.has_critic else (False,)
         total = sum(num_parameters(architecture, has_value_head) for has_value_head in heads)
-        export = recipe.export_storage(run, free_bytes(run), total, ITEM_SIZES[config.model.dtype], beside)
-        yield recipe.storage_finding(export)
+        yield recipe.export_storage(run, free_bytes(run), total, ITEM_SIZES[config.model.dtype], of_checkpoints)
 
 
 def _attention(config: Config, report: DoctorReport) -> Iterator[Finding]:

@@ -1,50 +1,60 @@
-"""Runs in two processes: the learner of a configuration is fed batches whose loss is NaN on one rank only."""
+"""Runs in two processes: the loss of the policy or of the critic is NaN on one rank for a step, then for several."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from learners import build, samples
+from learners import build, judged_samples, samples
 
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.trainer import critic_learner
 from megatron_dapo.trainer.updater import TooManySkips
-from megatron_dapo.types import TrainSample
-
-
-def spoilt_on(rank: int, clean: list[TrainSample]) -> list[TrainSample]:
-    if dist.get_rank() != rank:
-        return clean
-    return [replace(sample, advantages=sample.advantages * float("nan")) for sample in clean]
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the findings of each rank, in rank order."""
-    overrides = [*arguments["overrides"], "parallel.num_processes=2", "training.max_consecutive_skips=3"]
-    built = build(arguments["recipe"], overrides)
-    actor, learner = built.actor, built.learner
-    clean = samples(2, 40)  # one mini-batch of two groups
+    """Return the findings of each rank, in rank order. arguments: "recipe", "overrides", and "spoilt", "policy" or "critic"."""
+    built = build(arguments["recipe"], arguments["overrides"])
+    learner, spoilt = built.learner, arguments["spoilt"]
+    models, counters = {"policy": built.actor}, {"policy": learner.counters}
+    batch = samples(2, 40)
+    if hasattr(learner, "critic"):
+        models["critic"], counters["critic"] = learner.critic.critic, learner.critic.counters
+        batch = judged_samples(2, 40)
+    sound = critic_learner.value_loss
 
-    def state() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in actor.state_shards().items()}
+    def not_finite(*inputs: Any) -> Any:
+        token_loss, metrics = sound(*inputs)
+        return token_loss * float("nan"), metrics
 
-    seen: dict[str, Any] = {"changed": []}
-    for step, spoilt_rank in enumerate((None, 1, 0, None)):
-        before = state()
-        learner.learn(clean if spoilt_rank is None else spoilt_on(spoilt_rank, clean), step)
-        after = state()
-        # Before the first step there are no moments.
-        seen["changed"].append(sum(not torch.equal(tensor, after[name]) for name, tensor in before.items()))
-    seen["after_recovery"] = vars(learner.counters).copy()
-    before = state()
+    def learn(step: int, spoilt_rank: int | None) -> dict[str, int]:
+        """Return how many tensors of each model the step changed."""
+        before = {model: state(models[model]) for model in models}
+        is_spoilt = dist.get_rank() == spoilt_rank
+        given = batch
+        if is_spoilt and spoilt == "policy":
+            given = [replace(sample, advantages=sample.advantages * float("nan")) for sample in batch]
+        # The process stands by for other tests, so the sound loss comes back.
+        with patch.object(critic_learner, "value_loss", not_finite if is_spoilt and spoilt == "critic" else sound):
+            learner.learn(given, step)
+        return {
+            model: sum(not torch.equal(tensor, state(models[model])[key]) for key, tensor in before[model].items())
+            for model in models
+        }
+
+    seen: dict[str, Any] = {"changed": [learn(step, rank) for step, rank in enumerate((None, 1, 0, None))]}
+    seen["counters"] = {model: vars(counter).copy() for model, counter in counters.items()}
     try:
         for step in range(4, 10):
-            learner.learn(spoilt_on(1, clean), step)
-        seen["error"] = ""
+            assert learn(step, 1)[spoilt] == 0
     except TooManySkips as error:
         seen["error"] = str(error)
-    seen["at_the_end"] = vars(learner.counters).copy()
-    seen["changed_at_the_end"] = sum(not torch.equal(tensor, state()[name]) for name, tensor in before.items())
+    seen["counters_at_the_end"] = vars(counters[spoilt]).copy()
     return Coordination(dist.group.WORLD).gather(seen)
+
+
+def state(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_shards().items()}

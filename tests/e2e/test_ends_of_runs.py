@@ -81,17 +81,6 @@ def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "huggingface").exists(), "an untouched model is no result"
 
 
-@pytest.mark.long  # unit tests of the collector have the error, test_bad_input.py what the command says of one
-def test_a_shortage_is_an_error_if_so_configured(recipe: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    outcome = exhausted("error", recipe, directory)
-    assert outcome.code == 1, "it would repeat"
-    assert outcome.last.startswith("first failure: attempt 1, rank 0 (") and "CollectionExhausted: " in outcome.last
-    assert "of 6 groups: prompts are exhausted" in outcome.last
-    assert not (directory / "summary.json").exists() and not (directory / "huggingface").exists()
-    require_groups_kept(directory)
-
-
 def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path: Path) -> None:
     outcome = train(recipe, tmp_path / "pp2", "pp2", *NO_EVALUATION, "run.total_steps=1", "optimizer.schedule=constant")
     assert outcome.code == 0, outcome.text

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import NO_EVALUATION, lines_of, train
+from whole_runs import NO_EVALUATION, lines_of, train, trained_responses
 
 from tools.prove_resume import write_recipe
 
@@ -50,15 +50,6 @@ def run(recipe: Path, directory: Path, layout: str, num_steps: int) -> list[dict
     return lines_of(directory / "metrics.jsonl")
 
 
-def trained(directory: Path) -> list[tuple[Any, ...]]:
-    names = ("train_step", "sample_id", "prompt_id", "response_ids")
-    return [tuple(record[name] for name in names) for record in lines_of(directory / "samples.jsonl")]
-
-
-def rewards(directory: Path) -> list[float]:
-    return [record["reward"] for record in lines_of(directory / "samples.jsonl")]
-
-
 def stream_state(directory: Path, step: int) -> dict[str, Any]:
     """Position, waiting rewrites and outcomes of templates in a checkpoint."""
     return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())["stream"]
@@ -85,8 +76,11 @@ def test_two_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path
     recipe, expected = alone
     assert len(run(recipe, tmp_path / "run", layout, 2)) == 2
     steps = run(recipe, tmp_path / "run", layout, 3)
-    assert trained(tmp_path / "run") == trained(expected)
-    assert rewards(tmp_path / "run") == pytest.approx(rewards(expected), abs=1e-5)
+    assert trained_responses(tmp_path / "run") == trained_responses(expected)
+    ours, theirs = (
+        [line["reward"] for line in lines_of(run / "samples.jsonl")] for run in (tmp_path / "run", expected)
+    )
+    assert ours == pytest.approx(theirs, abs=1e-5)
     assert stream_state(tmp_path / "run", 3) == stream_state(expected, 3)
     for step, right in zip(steps, lines_of(expected / "metrics.jsonl"), strict=True):
         for name in COMPARED:

@@ -21,11 +21,6 @@ from tools.resume_proof.kill_points import RunProcess, after_seconds, kill_at
 
 
 @pytest.mark.long
-def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:
-    kill_and_resume(finished, tmp_path / "killed")
-
-
-@pytest.mark.long
 def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
@@ -123,17 +118,6 @@ def test_without_the_time_for_a_checkpoint_the_last_one_stands(finished: Finishe
     assert run.wait() == 0, run.exit_reason()
     drop_unevaluated(directory)
     assert next(run_differences(finished.directory, directory), "") == ""
-
-
-@pytest.mark.long  # test_finished_run.py starts one again that has to write its end
-def test_a_finished_run_started_again_ends_at_once(finished: Finished, tmp_path: Path) -> None:
-    directory = tmp_path / "again"
-    rare = "checkpoint.interval=2"
-    assert finished.run(directory, rare).wait() == 0
-    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
-    run = finished.run(directory, rare)
-    assert run.wait() == 0 and "finished: nothing to do" in run.log.read_text()
-    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.long

@@ -86,7 +86,7 @@ BENCHMARKS: dict[str, Check] = {
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
 }
-# benchmarks/gpu/sync.py runs in a case of slot.py, tools/virtual_cluster.py in tests/cluster.
+# benchmarks/gpu/sync.py runs in a case of slot.py, tools/virtual_cluster.py in tests/cluster, tools/fuzz_files.py in tests/unit/tools.
 # Tool or converter -> arguments of its smallest run (`$NEW`: a path that does not exist yet), the directory of optional packages
 # that it needs, and what it prints or writes.
 TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {
@@ -97,7 +97,6 @@ TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {
     "-m tools.make_smoke_model": ("$NEW --size tiny", "", lambda output, new: "Qwen2" in (new / "config.json").read_text()),
     "-m tools.make_smollm2": ("$NEW --source package", ".venv-smollm2", lambda output, new: "not the original weights" in output),
     "tools/kill_saves.py": ("--kills 8 --json", "", lambda output, new: json.loads(output)["wrong"] == 0),
-    "tools/fuzz_files.py": ("--inputs 40 --seed 1 --json", "", lambda output, new: not json.loads(output)["findings"]),
     "tools/prove_resume.py": (
         "--layout pp2 --to-layout dp2 --points 1 --json", "", lambda output, new: json.loads(output)["equal"] == 1,
     ),
@@ -196,7 +195,9 @@ def test_every_program_is_run_here_and_shows_its_options(repository: Path) -> No
         assert program.removeprefix("benchmarks/") in known or module in known, f"{program}: no test here runs it"
     # One takes no options, and one imports packages that only make_text_tasks.py needs.
     without = {"tools/resume_proof/moved_state.py", "tools/make_text_tasks.py"}
-    run_program(repository, ["-c", HELP, *sorted(set(programs("benchmarks", "tools", "checkpoint_converters")) - without)])
+    run_program(
+        repository, ["-c", HELP, *sorted(set(programs("benchmarks", "tools", "checkpoint_converters")) - without)]
+    )
     gpu = (repository / "benchmarks/gpu/program.py").read_text(encoding="utf-8")
     for program in programs("benchmarks"):
         text = (repository / program).read_text(encoding="utf-8") + gpu * ("/gpu/" in program)

@@ -17,18 +17,6 @@ pytestmark = pytest.mark.slow
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 HOOKS = ROOT / "examples" / "hooks"
 
-# Executes the cells of a notebook as IPython does: in one namespace of __main__, their lines in the line cache alone.
-CELLS = """
-import json, linecache, sys
-for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
-    if cell["cell_type"] == "code":
-        text, name = "".join(cell["source"]), f"<ipython-input-{number}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        exec(compile(text, name, "exec"), globals())
-print(json.dumps({"metrics": result.metrics, "stopped": result.summary.stopped, "model": str(result.model),
-                  "texts": [[one.text, one.finish_reason, len(one.token_ids), len(one.logprobs)] for one in responses]}))
-"""
-
 HOOKED = """
 from megatron_dapo import Callback, Recipe, TrainingError, train
 
@@ -85,21 +73,6 @@ def test_the_script_trains_on_rows_and_a_reward_of_its_own(tmp_path: Path) -> No
     assert len(samples) == 2 * 8 * 4
     # The same script again finds the run finished, and reads the same result.
     assert run(script, str(MODEL), "run", cwd=tmp_path).splitlines()[-1] == printed
-
-
-@pytest.mark.long  # the script above trains in the same way
-def test_a_notebook_trains_evaluates_and_generates(tmp_path: Path) -> None:
-    notebook = ROOT / "examples" / "python" / "own_run.ipynb"
-    variables = {"MODEL": str(MODEL), "OUTPUT_DIR": str(tmp_path / "run")}
-    printed = run(CELLS, str(notebook), cwd=tmp_path, **variables).splitlines()
-    outcome = json.loads(printed[-1])
-    assert outcome["stopped"] == "finished" and len(outcome["metrics"]) == 2
-    assert sum(line.startswith("step ") for line in printed) == 2, "the callback of the notebook prints on rank 0"
-    assert len(outcome["texts"]) == 2
-    for _, reason, num_tokens, num_logprobs in outcome["texts"]:
-        assert reason in ("stop", "length") and 1 <= num_tokens == num_logprobs <= 32
-    written = sorted(path.name for path in (tmp_path / "run" / "inputs").iterdir())
-    assert {"recipe.toml", "train.jsonl", "eval.jsonl", "reward_verifier_0.py"} <= set(written)
 
 
 IN_A_KERNEL = """

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from interruptions import finish, kill_and_resume
 from launcher import run_distributed, target_in
-from transformers import AutoModelForTokenClassification
-from whole_runs import NO_EVALUATION, lines_of, pretrain, train
+from whole_runs import NO_EVALUATION, train
 
 from tools.prove_resume import write_recipe
 
@@ -53,47 +52,6 @@ def test_a_loss_that_is_not_finite_stops_the_critics_step_alone(ranks: list[dict
 
 def test_a_rank_that_builds_a_model_cannot_join_as_nonmember(ranks: list[dict]) -> None:
     assert all("has to build the model" in one["groups_not_mine"] for one in ranks)
-
-
-@pytest.fixture(scope="module")
-def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a value pretraining of three steps."""
-    directory = tmp_path_factory.mktemp("pretrained") / "run"
-    outcome = pretrain(vapo, directory, OWN)
-    assert outcome.code == 0, outcome.text
-    assert "TP2 PP1 CP1 DP1 on 2 processes, the critic TP1 PP1 CP1 DP1 on 1 more" in outcome.text
-    return directory
-
-
-@pytest.mark.long  # test_value_path.py has the same in shared processes
-def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
-    rows = lines_of(pretrained / "metrics.jsonl")
-    assert all(row["critic/trained_tokens"] > 0 and row["actor/trained_tokens"] == 0 for row in rows) and len(rows) == 3
-    model = AutoModelForTokenClassification.from_pretrained(pretrained / "critic")
-    assert float(model.score.weight.detach().abs().sum()) > 0
-    one_step = ("run.total_steps=1", "optimizer.warmup_steps=0", *NO_EVALUATION)
-    outcome = train(vapo, tmp_path / "run", "tp2", OWN, f'critic.path="{pretrained / "critic"}"', *one_step)
-    assert outcome.code == 0, outcome.text
-    row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
-    state = json.loads((pretrained / "critic" / "training_state" / "critic.json").read_text())
-    assert state["layout"]["world_size"] == 1, "the critic's own processes are its world"
-    before = rows[-1]["critic/optimizer_steps"]
-    assert before > 0 and row["critic/optimizer_steps"] > 0 and row["actor/grad_norm"] > 0
-    assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
-
-
-@pytest.mark.long  # test_value_layouts.py compares single steps
-def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> None:
-    """Two whole train steps: what is computed at the same time is what was computed in turn."""
-    rows = {}
-    for name, own in (("shared", ()), ("own", (OWN,))):
-        steps = ("run.total_steps=2", "optimizer.warmup_steps=0", "algorithm.kl_reward_coefficient=0.05")
-        outcome = train(vapo, tmp_path / name, "tp1", *own, *steps, *NO_EVALUATION)
-        assert outcome.code == 0, outcome.text
-        rows[name] = lines_of(tmp_path / name / "metrics.jsonl")
-    for shared, own in zip(rows["shared"], rows["own"], strict=True):
-        for key in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "critic/explained_variance"):
-            assert own[key] == shared[key], f"{key}: both models are whole in one process either way"
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import NO_EVALUATION, lines_of, train
+from whole_runs import NO_EVALUATION, lines_of, train, trained_responses
 
 from tools.prove_resume import write_recipe
 
@@ -41,22 +41,17 @@ def run(recipe: Path, directory: Path, layout: str, num_steps: int) -> list[dict
     return lines_of(directory / "metrics.jsonl")
 
 
-def trained(directory: Path) -> list[tuple[Any, ...]]:
-    names = ("train_step", "sample_id", "prompt_id", "response_ids")
-    return [tuple(record[name] for name in names) for record in lines_of(directory / "samples.jsonl")]
-
-
 @pytest.mark.long
 def test_a_resumed_run_of_two_ranks_makes_the_steps_of_one_process(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe")
     expected = run(recipe, tmp_path / "alone", "tp1", 4)
-    records = trained(tmp_path / "alone")
+    records = trained_responses(tmp_path / "alone")
     sizes = {step: set(Counter(prompt for at, _, prompt, _ in records if at == step).values()) for step in range(1, 5)}
     assert all(sizes[step] == {4} for step in (1, 2)), "no prompt has a history in the first epoch"
     assert any(len(sizes[step]) > 1 for step in (3, 4)), f"groups of the sizes {sizes}"
     assert len(run(recipe, tmp_path / "two", "dp2", 3)) == 3
     steps = run(recipe, tmp_path / "two", "dp2", 4)
-    assert trained(tmp_path / "two") == records
+    assert trained_responses(tmp_path / "two") == records
     for step, right in zip(steps, expected, strict=True):
         for name in COMPARED:
             # Adam divides by the size of gradients that are rounding alone, so weights drift a little.

@@ -88,6 +88,12 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def trained_responses(directory: Path) -> list[tuple[Any, ...]]:
+    """Return (train_step, sample_id, prompt_id, response_ids) of each trained response, in order."""
+    names = ("train_step", "sample_id", "prompt_id", "response_ids")
+    return [tuple(record[name] for name in names) for record in lines_of(directory / "samples.jsonl")]
+
+
 def checkpoint_names(directory: Path) -> list[str]:
     """Return the names in a run's checkpoint directory."""
     checkpoints = directory / "checkpoints"

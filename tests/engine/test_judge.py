@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.engines.sglang import server as server_module
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
@@ -58,7 +59,7 @@ def open_pool(server: SglangServer, monkeypatch: pytest.MonkeyPatch, key: str = 
         "request_seconds": 60.0,
         **own,
     }
-    return VerifierPool("judge", 1, 120.0, presets={"judge": settings}, more_environment=["SERVER_KEY"])
+    return VerifierPool("judge", RewardConfig(timeout_seconds=120.0, judge=settings, environment=("SERVER_KEY",)))
 
 
 def test_a_wrong_key_is_an_error_at_once(server: SglangServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,6 @@ def test_what_a_server_said_outlives_it(server: SglangServer, monkeypatch: pytes
     os.killpg(os.getpgid(server.pid), signal.SIGKILL)
     with open_pool(server, monkeypatch, **GRADE, cache_dir=str(tmp_path), retries=1) as pool:
         again = pool.score_many(items(9))
-        statistics = pool.statistics()
     assert all(again[key] == score for key, score in scores.items())
     assert again[8].outcome == "error" and "attempt 2 of 2" in again[8].detail["error"]
-    assert statistics.num_started == 1
+    assert pool.counts["started"] == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.rewards.pool.pool import VerifierPool
@@ -68,9 +69,9 @@ def test_scores_of_a_server_are_those_of_the_model(
     items = [(number, text, "", False, FIELDS) for number, text in enumerate(responses)]
     scores = []
     for settings in (own, remote):
-        presets = {"reward_model": settings}
         with VerifierPool(
-            "reward_model", 1, 120.0, presets=presets, batch_size=3, more_environment=["SERVER_KEY"]
+            "reward_model",
+            RewardConfig(timeout_seconds=120.0, reward_model=settings, batch_size=3, environment=("SERVER_KEY",)),
         ) as pool:
             scores.append(pool.score_many(items))
     for number in range(len(responses)):
@@ -83,6 +84,8 @@ def test_scores_of_a_server_are_those_of_the_model(
 def test_a_wrong_key_is_an_error(server: SglangServer, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "wrong")
     own = {"path": str(classifier), "label": "LABEL_2", "url": server.url, "key_variable": "SERVER_KEY"}
-    with VerifierPool("reward_model", 1, 60.0, presets={"reward_model": own}, more_environment=["SERVER_KEY"]) as pool:
+    with VerifierPool(
+        "reward_model", RewardConfig(timeout_seconds=60.0, reward_model=own, environment=("SERVER_KEY",))
+    ) as pool:
         score = pool.score_many([(0, "4", "", False, FIELDS)])[0]
     assert score.outcome == "error" and "status 401" in score.detail["error"]

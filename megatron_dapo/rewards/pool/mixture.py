@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.rewards.pool.pool import PoolStatistics, ScoreRequest, VerifierPool
+from megatron_dapo.rewards.pool.pool import ScoreRequest, VerifierPool
 from megatron_dapo.types import Repetition, Score
 
 FAILED_OUTCOMES = ("timeout", "error")
@@ -110,15 +109,6 @@ class MixturePool:
         for one in self.components:
             problems |= {answer: f"{one.name}: {why}" for answer, why in one.pool.validate_answers(answers).items()}
         return problems
-
-    def statistics(self) -> PoolStatistics:
-        """Return the counts of all components so far."""
-        each = [one.pool.statistics() for one in self.components]
-        outcomes: Counter[str] = Counter()
-        for one in each:
-            outcomes.update(one.outcomes)
-        counts = [sum(getattr(one, name) for one in each) for name in ("num_killed", "num_crashed", "num_started")]
-        return PoolStatistics(dict(outcomes), *counts)
 
     def close(self) -> None:
         """Close every component's pool."""

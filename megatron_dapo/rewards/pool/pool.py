@@ -18,21 +18,23 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import logging
 import os
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rewards.pool.verifier_process import Job, Task, worker_environment
-from megatron_dapo.rewards.verifiers.verifier import PRESETS
+from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.types import Completion, Outcome, Prompt, Repetition, Score
+
+logger = logging.getLogger(__name__)
 
 
 class ScoreRequest(NamedTuple):
@@ -45,8 +47,7 @@ class ScoreRequest(NamedTuple):
     sample: Mapping[str, Any] | None = None  # the other fields of a RewardSample, if the scorer has `takes_sample`
 
 
-# math-verify with sympy needs about 100 MB of address space; importing torch in a user's function needs some 8 GB.
-DEFAULT_MEMORY_LIMIT_MB = 1024
+MODEL_ENVIRONMENT = ["CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"]  # passed to reward_model
 
 
 class Scorer(Protocol):
@@ -73,80 +74,42 @@ def score_request(key: str, prompt: Prompt, completion: Completion, text: str, s
     return request._replace(sample=fields)
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Counts since the pool was opened. `num_killed` counts missed deadlines, `num_crashed` unexpected exits."""
-
-    outcomes: Mapping[str, int]
-    num_killed: int
-    num_crashed: int
-    num_started: int
-
-
 class VerifierPool:
-    """Scores responses in `num_workers` processes, each answer within `timeout_s` seconds.
+    """Scores responses in reward.num_workers processes, each answer within reward.timeout_seconds.
 
     Args:
-        verifier: "dapo", "lenient" or "package.module:function" (see `rewards.verifiers.verifier`).
-        timeout_s: seconds one answer may take before its process is killed.
-        memory_limit_mb: address space of one process; raise it for a user's function that imports torch.
-        file_limit_mb: size of a file that a process may write.
-        max_processes: limit on a worker and all processes it has started; beyond it they are killed, an `error`.
-        reward_correct, reward_incorrect: rewards of verifiers that do not set their own. A response that is
-            truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
-        more_environment: names of variables that the processes get in addition to the allow-list.
-        concurrency: answers at a time in each process of a user's `async def`.
-        batch_size: maximum number of answers in one call of a function of `samples`.
-        token_ids: send the tokens of responses to functions of samples.
-        presets: settings of presets by their names, as plain values.
+        verifier: its name, see `rewards.verifiers.verifier`; not necessarily that of `reward`, whose shadow or mixture may name it.
+        reward: limits of the processes, settings of presets, and rewards of verifiers that do not set their own. A response that is
+            truncated, times out or fails gets reward.incorrect, whatever the verifier.
 
     Raises ValueError if the verifier cannot be loaded. Close it, or use it as a context manager.
     """
 
-    def __init__(
-        self,
-        verifier: str,
-        num_workers: int = 2,
-        timeout_s: float = 10.0,
-        memory_limit_mb: int = DEFAULT_MEMORY_LIMIT_MB,
-        file_limit_mb: int = 256,
-        max_processes: int = 64,
-        reward_correct: float = 1.0,
-        reward_incorrect: float = -1.0,
-        more_environment: Sequence[str] = (),
-        concurrency: int = 64,
-        batch_size: int = 16,
-        token_ids: bool = False,
-        presets: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        counts = num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency, batch_size
-        if timeout_s <= 0 or min(counts) < 1:
-            raise ValueError(
-                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb, max_processes, concurrency and "
-                f"batch_size >= 1; got {timeout_s}, {', '.join(map(str, counts))}"
-            )
+    def __init__(self, verifier: str, reward: RewardConfig) -> None:
         # The process runs this package's code on a model of any size; its libraries map far more memory than they use.
         loads_model = verifier == "reward_model"
+        # Each process gets the settings and the key of its preset only.
+        preset = getattr(reward, verifier).model_dump(mode="json") if verifier in SET_PRESETS else {}
+        variables = [*reward.environment, *filter(None, [preset.get("key_variable")])]
+        variables += MODEL_ENVIRONMENT if loads_model else []
         self.verifier = verifier
-        self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
+        self._reward_correct, self._reward_incorrect = reward.correct, reward.incorrect
         self._tail = PRESETS.get(verifier)
         self._task_ids = itertools.count()
-        self._lock = threading.Lock()  # guards _outcomes, which callers share
-        self._outcomes: Counter[str] = Counter()
         self._dispatcher = Dispatcher(
             settings={
                 "verifier": verifier,
-                "timeout_s": timeout_s,
-                "memory_limit_mb": 0 if loads_model else memory_limit_mb,
-                "file_limit_mb": file_limit_mb,
-                "max_processes": max_processes,
-                "concurrency": concurrency,
-                "batch_size": batch_size,
+                "timeout_s": reward.timeout_seconds,
+                "memory_limit_mb": 0 if loads_model else reward.memory_limit_mb,
+                "file_limit_mb": reward.file_limit_mb,
+                "max_processes": reward.max_processes,
+                "concurrency": reward.concurrency,
+                "batch_size": reward.batch_size,
                 "startup_s": MODEL_STARTUP_SECONDS if loads_model else STARTUP_SECONDS,
-                "presets": {name: dict(values) for name, values in (presets or {}).items()},
+                "preset": preset,
             },
-            environment=worker_environment(os.environ, more_environment),
-            num_workers=num_workers,
+            environment=worker_environment(os.environ, variables),
+            num_workers=reward.num_workers,
         )
         try:
             started = self._dispatcher.started.result()
@@ -155,7 +118,8 @@ class VerifierPool:
             raise
         self.version = str(started["ready"])
         self.takes_sample = bool(started.get("takes_sample"))  # a user's function of one parameter
-        self.takes_token_ids = self.takes_sample and token_ids
+        self.takes_token_ids = self.takes_sample and reward.token_ids
+        logger.info("verifier %s", self.version)
 
     # ---- scoring
 
@@ -179,11 +143,7 @@ class VerifierPool:
             for key, response, answer, _, *sample in items
             if key not in known
         ]
-        scores = self._enqueue(
-            tasks, lambda key, reply: self._score_of_reply(reply, key in cut_off), {**order, **known}
-        )
-        scores.add_done_callback(self._count)
-        return scores
+        return self._enqueue(tasks, lambda key, reply: self._score_of_reply(reply, key in cut_off), {**order, **known})
 
     def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:
         """Measure the repetition of responses, including truncated ones, in the workers. Blocks."""
@@ -201,12 +161,10 @@ class VerifierPool:
         problems = self._enqueue(tasks, lambda _, reply: _problem_of_reply(reply), {}).result()
         return {str(answer): problem for answer, problem in problems.items() if problem is not None}
 
-    def statistics(self) -> PoolStatistics:
-        """Return the counts so far."""
-        with self._lock:
-            outcomes = dict(self._outcomes)
-        counts = self._dispatcher.counts
-        return PoolStatistics(outcomes, counts["killed"], counts["crashed"], counts["started"])
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Processes since the pool was opened: started, killed (a missed deadline), crashed (an unexpected exit)."""
+        return self._dispatcher.counts
 
     # ---- life
 
@@ -243,16 +201,13 @@ class VerifierPool:
             job.future.set_result(results)
         return job.future
 
-    def _count(self, scores: Future[dict[Hashable, Score]]) -> None:
-        if scores.exception() is None:
-            with self._lock:
-                self._outcomes.update(score.outcome for score in scores.result().values())
-
     def _score_of_reply(self, reply: Mapping[str, Any], is_truncated: bool) -> Score:
         is_correct = reply["outcome"] == "correct" and not is_truncated
         default = self._reward_correct if is_correct else self._reward_incorrect
         reward = default if reply["reward"] is None else float(reply["reward"])
-        outcome: Outcome = "truncated" if is_truncated and reply["outcome"] in ("correct", "wrong") else reply["outcome"]
+        outcome: Outcome = (
+            "truncated" if is_truncated and reply["outcome"] in ("correct", "wrong") else reply["outcome"]
+        )
         return Score(float(is_correct), reward, outcome, reply["extracted"], reply["detail"])
 
 

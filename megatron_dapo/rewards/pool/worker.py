@@ -1,6 +1,6 @@
 """The verifier process: reads tasks as JSON lines and writes one JSON line per answer. Only `VerifierPool` starts it.
 
-    parent -> worker   {"verifier": ..., "presets": ..., "timeout_s": ..., limits}             once
+    parent -> worker   {"verifier": ..., "preset": ...,  "timeout_s": ..., limits}             once
     worker -> parent   {"ready": version, "takes_sample": bool, "is_async": bool, "is_batched": bool}
                        or {"failed": message}                                                  once
     parent -> worker   {"id": n, "operation": "score" | "validate" | "repetition", "response": ...,

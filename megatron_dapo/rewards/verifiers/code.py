@@ -44,27 +44,22 @@ class ProgramTest:
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
     """Return the verifier. ValueError if the kernel allows no isolation and reward.code.allow_weak_sandbox is off."""
-    cpu_s, most_mb = own.get("seconds_per_test", 5.0), pool.get("memory_limit_mb") or 1024
-    limits = SandboxLimits(
-        cpu_s=cpu_s,
-        memory_mb=own.get("memory_limit_mb", min(1024, most_mb)),
-        max_processes=own.get("max_processes", 16),
-    )
+    limits = SandboxLimits(own["seconds_per_test"], own["memory_limit_mb"], own["max_processes"])
     sandbox = Sandbox(limits)
     isolation, missing = sandbox.isolation, sandbox.missing
-    if isolation == "none" and not own.get("allow_weak_sandbox", False):
+    if isolation == "none" and not own["allow_weak_sandbox"]:
         raise ValueError(
             f"verifier 'code': this kernel or site allows no {', no '.join(missing)}, so programs of the model could read and write "
             "what your account can; allow user namespaces, or set reward.code.allow_weak_sandbox = true"
         )
-    column, is_share = own.get("tests", ""), own.get("score", "all") == "share"
-    budget_s = max(0.5, pool.get("timeout_s", 10.0) - _MARGIN_S)
+    column, is_share = own["tests"], own["score"] == "share"
+    budget_s = max(0.5, pool["timeout_s"] - _MARGIN_S)
 
     def score(sample: RewardSample) -> VerifierResult:
         program = program_of(sample.response)
         if program is None:
             return VerifierResult("unparsable", reward=0.0 if is_share else None)
-        tests = parse_tests(row_tests(sample, column))[: own.get("max_tests", 0) or None]
+        tests = parse_tests(row_tests(sample, column))[: own["max_tests"] or None]
         outcomes = sandbox.run(program, [test.run for test in tests], budget_s)
         failures = [_failure(test, outcome) for test, outcome in zip(tests, outcomes)]
         failures += ["the tests before took all the time"] * (len(tests) - len(outcomes))

@@ -14,7 +14,7 @@ REVISION = "1"
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
     """Return the verifier. ValueError if [reward.format] describes no form."""
-    markers, pattern = own.get("markers", ()), own.get("pattern", "")
+    markers, pattern = own["markers"], own["pattern"]
     if not markers and not pattern:
         raise ValueError("verifier 'format': set reward.format.markers or reward.format.pattern")
 

@@ -43,16 +43,16 @@ MAX_EXTRACTED_CHARACTERS = 512
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
     """Return the verifier. ValueError without a URL, or with a pattern that has no group."""
-    if not own.get("url"):
+    if not own["url"]:
         raise ValueError(
             "verifier 'judge': set reward.judge.url to an OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1"
         )
-    template, pattern = own.get("template") or DEFAULT_TEMPLATE, re.compile(own.get("score_pattern") or DEFAULT_PATTERN)
+    template, pattern = own["template"] or DEFAULT_TEMPLATE, re.compile(own["score_pattern"] or DEFAULT_PATTERN)
     if pattern.groups < 1:
         raise ValueError(f"verifier 'judge': reward.judge.score_pattern {pattern.pattern!r} has no group for the score")
-    service = Service(own, pool.get("timeout_s", 10.0), "/chat/completions")
-    cache = Path(own["cache_dir"]) if own.get("cache_dir") else None
-    max_score, threshold = own.get("max_score", 10.0), own.get("threshold", 0.5)
+    service = Service(own, pool["timeout_s"], "/chat/completions")
+    cache = Path(own["cache_dir"]) if own["cache_dir"] else None
+    max_score, threshold = own["max_score"], own["threshold"]
 
     async def ask(sample: RewardSample) -> VerifierResult:
         body = request_of(sample, own, template)
@@ -61,7 +61,7 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
         is_new = verdict is None
         if verdict is None:
             verdict = verdict_of(await service.post(body))
-        found = score_of(verdict, pattern, own.get("score_key", ""))
+        found = score_of(verdict, pattern, own["score_key"])
         if found is None:
             raise ServiceError(f"the judge's reply has no score: {verdict[-200:]!r}")
         if path and is_new:
@@ -74,8 +74,8 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
         found = await service.within_deadline(ask(sample))
         return found[0] if isinstance(found, list) else found
 
-    facts = [own.get("model", ""), template, pattern.pattern, own.get("score_key", ""), max_score, threshold]
-    facts += [own["extra_body"]] if own.get("extra_body") else []
+    facts = [own["model"], template, pattern.pattern, own["score_key"], max_score, threshold]
+    facts += [own["extra_body"]] if own["extra_body"] else []
     version = f"judge-{REVISION}:{own.get('model', '')}@{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
     return Verifier("judge", version, lambda sample: None, lambda answer: None, True, score_later)
 
@@ -90,13 +90,13 @@ def request_of(sample: RewardSample, own: Mapping[str, Any], template: str) -> d
         "data_source": sample.data_source,
     }
     content = _PLACEHOLDER.sub(lambda match: values[match[1]], template)
-    system = [{"role": "system", "content": own["system_prompt"]}] if own.get("system_prompt") else []
+    system = [{"role": "system", "content": own["system_prompt"]}] if own["system_prompt"] else []
     return {
-        "model": own.get("model") or "default",
+        "model": own["model"] or "default",
         "messages": [*system, {"role": "user", "content": content}],
-        "temperature": own.get("temperature", 0.0),
-        "max_tokens": own.get("max_tokens", 512),
-        **own.get("extra_body", {}),
+        "temperature": own["temperature"],
+        "max_tokens": own["max_tokens"],
+        **own["extra_body"],
     }
 
 

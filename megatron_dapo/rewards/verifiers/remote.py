@@ -20,9 +20,9 @@ REVISION = "1"
 
 def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
     """Return the verifier. ValueError without a URL."""
-    if not own.get("url"):
+    if not own["url"]:
         raise ValueError("verifier 'remote': set reward.remote.url to the service that scores responses")
-    service = Service(own, pool.get("timeout_s", 10.0))
+    service = Service(own, pool["timeout_s"])
 
     async def ask(samples: Sequence[RewardSample]) -> Any:
         reply = await service.post({"samples": [message_of(sample) for sample in samples]})

@@ -24,16 +24,16 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
 
     ValueError for a directory without a usable classifier.
     """
-    path = own.get("path", "")
+    path = own["path"]
     if not path:
         raise ValueError("verifier 'reward_model': set reward.reward_model.path to a Hugging Face sequence classifier")
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-        model = None if own.get("url") else _model(path, own)
+        model = None if own["url"] else _model(path, own)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"verifier 'reward_model': {path}: {error}") from error
-    column, max_tokens = label_index(config, own.get("label", "")), own.get("max_tokens", 8192)
-    threshold = own.get("threshold", 0.0)
+    column, max_tokens = label_index(config, own["label"]), own["max_tokens"]
+    threshold = own["threshold"]
 
     def results(logits: torch.Tensor) -> list[VerifierResult]:
         values = logits[:, 0] if column is None else torch.softmax(logits, -1)[:, column]
@@ -47,7 +47,7 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
 
     score_later = None
     if model is None:
-        service = Service(own, pool.get("timeout_s", 10.0), "/classify")
+        service = Service(own, pool["timeout_s"], "/classify")
 
         async def ask(samples: Sequence[RewardSample]) -> list[VerifierResult]:
             encoded = tokens(samples)
@@ -62,12 +62,12 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
 
 def _model(path: str, own: Mapping[str, Any]) -> Any:
     model, found = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=getattr(torch, own.get("dtype", "bfloat16")), output_loading_info=True
+        path, dtype=getattr(torch, own["dtype"]), output_loading_info=True
     )
     if found["missing_keys"]:  # a language model without a head: its scores would be random
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise ValueError(f"no sequence classifier: its weights have no {missing}")
-    return model.to(own.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return model.to(own["device"] or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 def _logits(model: Any, tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -35,11 +35,11 @@ class Service:
 
     def __init__(self, own: Mapping[str, Any], timeout_s: float, path: str = "") -> None:
         self._url = own["url"].rstrip("/") + path
-        self._retries, self._request_s = own.get("retries", 3), own.get("request_seconds", 10.0)
+        self._retries, self._request_s = own["retries"], own["request_seconds"]
         self._deadline_s = max(0.1, timeout_s - _MARGIN_S)
-        failure = own.get("failure", "error")
+        failure = own["failure"]
         self._failure = None if failure == "error" else float(failure)
-        variable = own.get("key_variable", "")
+        variable = own["key_variable"]
         if variable and not os.environ.get(variable):
             raise ValueError(f"the environment variable {variable} (key_variable) is not set")
         self._headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}

@@ -55,7 +55,7 @@ SET_PRESETS = ("code", "format", "judge", "remote", "reward_model")
 
 
 def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
-    """Return the verifier called `name`; `settings` are those of a pool, with those of its presets.
+    """Return the verifier called `name`; `settings`, which presets with settings need, are those of a pool.
 
     Raises ValueError for an unknown name or a function that cannot be imported.
     """
@@ -64,8 +64,8 @@ def load_verifier(name: str, settings: Mapping[str, Any] | None = None) -> Verif
     if name in SET_PRESETS:
         # Imported here, so that a worker of one preset starts without another's libraries.
         module = importlib.import_module(f"megatron_dapo.rewards.verifiers.{name}")
-        settings = settings or {}
-        return module.load(settings.get("presets", {}).get(name, {}), settings)
+        assert settings is not None
+        return module.load(settings["preset"], settings)
     if ":" in name:
         return _load_user_function(name)
     raise ValueError(

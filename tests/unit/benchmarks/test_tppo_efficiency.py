@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-
 FLAT = [(1, 1.0), (4, 1.0)]
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-
 SIZES = {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROMPTS": 3}
 
 

@@ -78,7 +78,8 @@ def test_equal_seeds_give_equal_rewrites_whatever_the_other_prompts_are() -> Non
 
 def test_the_share_of_rewrites_follows_rate_and_ramp() -> None:
     ids = {"a": {"x": "a~x", "y": "a~y"}}
-    injection = Injection(ids, at_visits=True, rate=0.25, ramp_prompts=1000, seed=1, batch_groups=8)
+    config = InjectionConfig(when="visit", rate=0.25, ramp_prompts=1000)
+    injection = Injection(ids, config, seed=1, batch_groups=8)
     chosen = [injection.at_visit("a", visit) for visit in range(5000)]
     shares = [
         sum(name != "a" for name in chosen[start:end]) / (end - start)

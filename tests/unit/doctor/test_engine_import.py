@@ -42,7 +42,9 @@ def test_an_answer_is_remembered_for_its_installation(python: Path) -> None:
     assert len(calls(python)) == 2
     cache_file().write_text("damaged")
     assert engine_libraries(python, record) == LIBRARIES and len(calls(python)) == 3
-    cache_file().write_text(json.dumps({key: {"fields": "of another version"} for key in json.loads(cache_file().read_text())}))
+    cache_file().write_text(
+        json.dumps({key: {"fields": "of another version"} for key in json.loads(cache_file().read_text())})
+    )
     assert engine_libraries(python, record) == LIBRARIES and len(calls(python)) == 4
 
 

@@ -15,7 +15,6 @@ from megatron_dapo.doctor import gather
 from megatron_dapo.doctor.gather import ProbeFailure, ask, run
 from megatron_dapo.doctor.machine import ApexFacts, TransformerEngineFacts
 from megatron_dapo.doctor.recipe import sglang_findings
-from megatron_dapo.launch.lifetime import DirectoryLock
 
 MODEL = gather.ROOT / "examples" / "quickstart" / "base_model"
 
@@ -119,49 +118,6 @@ def test_an_interpreter_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.error == "" and facts.version == gather.installed_versions().get("sglang")
 
 
-def test_model_directory(tmp_path: Path) -> None:
-    problem, detail = gather.model_problem(config())
-    assert problem == "" and "qwen2" in detail
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        if (MODEL / name).is_file():
-            (tmp_path / name).write_bytes((MODEL / name).read_bytes())
-    problem, _ = gather.model_problem(config(model={"path": str(tmp_path)}))
-    assert "safetensors" in problem
-    problem, detail = gather.model_problem(config(model={"path": str(tmp_path), "allow_random_init": True}))
-    assert problem == "" and "no weights" in detail
-    assert "config.json" in gather.model_problem(config(model={"path": str(tmp_path / "no")}))[0]
-
-
 def test_attention_shape_is_that_of_a_tensor_rank() -> None:
     head_dim, heads, groups = gather.attention_shape(config())
     assert gather.attention_shape(config(parallel={"tp_size": 2})) == (head_dim, heads // 2, groups // 2)
-
-
-def test_directories(tmp_path: Path) -> None:
-    deep = tmp_path / "not" / "yet"
-    assert gather.same_disk(deep, tmp_path)
-    assert gather.output_dir_problem(deep) == "" and not deep.exists()
-    (tmp_path / "file").write_bytes(b"1234")
-    assert "is a file" in gather.output_dir_problem(tmp_path / "file" / "run")
-
-
-def test_a_directory_another_run_works_in(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    assert "is in use" in gather.output_dir_problem(tmp_path)
-    lock.release()
-    assert gather.output_dir_problem(tmp_path) == ""
-
-
-def test_ports() -> None:
-    assert gather.ports_problem("127.0.0.1", 3) == ""
-    assert "no address of this node" in gather.ports_problem("192.0.2.1", 1)
-
-
-def test_key(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    assert "plain file" in gather.key_problem(str(key))
-    key.write_text("secret", encoding="ascii")
-    key.chmod(0o644)
-    assert "chmod 600" in gather.key_problem(str(key))
-    key.chmod(0o600)
-    assert gather.key_problem(str(key)) == ""

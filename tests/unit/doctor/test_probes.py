@@ -92,5 +92,8 @@ def test_the_table_is_of_the_requested_head() -> None:
     rows = {row["op"]: row["name"] for row in probes.implementation_table(None, "float32", {}, "reference")}
     assert rows["log-prob head"] == "own reference" and rows["precision"] == "fp32"
     # The decoder that stands in for a model that is missing suits every recipe of precision.
-    rows = {row["op"]: row["name"] for row in probes.implementation_table(None, "bfloat16", {"recipe": "fp8_blockwise"}, "te_fp8")}
+    rows = {
+        row["op"]: row["name"]
+        for row in probes.implementation_table(None, "bfloat16", {"recipe": "fp8_blockwise"}, "te_fp8")
+    }
     assert "fp8" in rows["precision"] and "fp8" in rows["log-prob head"].lower(), rows

@@ -12,8 +12,8 @@ from megatron_dapo.config import Violation
 from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.doctor import recipe
 from megatron_dapo.doctor.engine_probe import GPU_MODULES, EngineLibraries
-from megatron_dapo.doctor.machine import Device, TorchFacts, conflict, conflict_or_ok, ok
-from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts, Storage
+from megatron_dapo.doctor.machine import Device, TorchFacts
+from megatron_dapo.doctor.recipe import AttentionResult, SglangFacts
 
 PYTHON = Path("/engines/bin/python")
 DIRECTORY = Path("/runs/x")
@@ -38,7 +38,11 @@ def test_processes(needed: int, devices: int, verdict: str) -> None:
         (SglangFacts(PYTHON, error="no such file"), ["conflict"], "no such file"),
         (SglangFacts(PYTHON), ["conflict"], "not installed"),
         (SglangFacts(PYTHON, version="0.5.16"), ["conflict"], "older"),
-        (SglangFacts(PYTHON, version="0.6.0"), ["warning"], "0.6.0 for /engines/bin/python; tested are 0.5.17 to 0.5.23: servers are probed"),
+        (
+            SglangFacts(PYTHON, version="0.6.0"),
+            ["warning"],
+            "0.6.0 for /engines/bin/python; tested are 0.5.17 to 0.5.23: servers are probed",
+        ),
         (SglangFacts(PYTHON, version="0.5.17"), ["ok"], "0.5.17"),
         (SglangFacts(PYTHON, version="0.5.23.post1"), ["ok"], "0.5.23.post1"),
     ],
@@ -53,7 +57,9 @@ LIBRARIES = EngineLibraries(torch=GPU.version, cuda=GPU.cuda, nccl=GPU.nccl, has
 HOPPER = SglangConfig(placement="colocated", attention_backend="fa3", sampling_backend="flashinfer")
 
 
-def verdicts_of(libraries: EngineLibraries, settings: SglangConfig = HOPPER, trainer: TorchFacts | None = GPU) -> dict[str, str]:
+def verdicts_of(
+    libraries: EngineLibraries, settings: SglangConfig = HOPPER, trainer: TorchFacts | None = GPU
+) -> dict[str, str]:
     return {f.name: f.verdict for f in recipe.engine_library_findings(libraries, settings, trainer)}
 
 
@@ -81,37 +87,24 @@ def test_engines_with_other_versions_than_the_trainer() -> None:
 
 
 def test_the_disk_of_checkpoints() -> None:
-    storage = recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 48_000, "3 x 16 kB"))
-    assert storage.needed == 48_000 and recipe.storage_finding(storage).verdict == "ok"
-    short = recipe.storage_finding(recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 47_999, "3 x 16 kB")))
-    assert short.verdict == "conflict" and "needed 48 kB = 3 x 16 kB" in short.detail
+    assert recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 48_000, "3 x 16 kB")).verdict == "ok"
+    short = recipe.checkpoint_storage(CheckpointSpace(DIRECTORY, 48_000, 47_999, "3 x 16 kB"))
+    assert short.verdict == "conflict" and f"{recipe.size(47_999)} free, needed 48 kB = 3 x 16 kB" in short.detail
 
 
 def test_exports_and_checkpoints_on_one_disk_add_up() -> None:
-    assert recipe.export_storage(DIRECTORY, 0, 1000, 2, 0).needed == 4000
-    both = recipe.export_storage(DIRECTORY, 0, 1000, 2, 48_000)
-    assert both.needed == 52_000 and "48 kB of checkpoints" in both.formula
+    assert "needed 4 kB = 2 exports" in recipe.export_storage(DIRECTORY, 0, 1000, 2, 0).detail
+    both = recipe.export_storage(DIRECTORY, 0, 1000, 2, 48_000).detail
+    assert "needed 52 kB" in both and "48 kB of checkpoints" in both
 
 
 def test_shared_memory_is_two_buckets_a_rank() -> None:
-    storage = recipe.shared_memory_storage(Path("/dev/shm"), 64 << 20, 4, 256, 5 << 30)
-    assert storage.needed == 4 * 2 * 256 << 20
-    assert recipe.shared_memory_storage(Path("/dev/shm"), 0, 4, 256, None).needed == storage.needed
-    assert recipe.shared_memory_storage(Path("/dev/shm"), 0, 4, 256, 1000).needed == 4 * 2 * 1000
-    finding = recipe.storage_finding(storage)
-    assert finding.verdict == "conflict" and "4 engine ranks here x 2 buckets x 256 MiB" in finding.detail
-
-
-@pytest.mark.parametrize("free, verdict", [(999, "conflict"), (1000, "ok")])
-def test_storage_says_both_numbers(free: int, verdict: str) -> None:
-    finding = recipe.storage_finding(Storage("disk", DIRECTORY, free, 1000, "10 x 100", "free some"))
-    assert finding.verdict == verdict and recipe.size(free) in finding.detail and "1 kB = 10 x 100" in finding.detail
-
-
-def test_a_problem_is_a_conflict_and_none_is_ok() -> None:
-    assert conflict_or_ok("engine key", "", "change it", "the key") == ok("engine key", "the key")
-    finding = conflict_or_ok("engine key", "mode 0644 lets others at it", "change it", "the key")
-    assert finding == conflict("engine key", "mode 0644 lets others at it", "change it")
+    needed = recipe.size(4 * 2 * 256 << 20)
+    for model_bytes in (5 << 30, None):
+        finding = recipe.shared_memory_storage(Path("/dev/shm"), 64 << 20, 4, 256, model_bytes)
+        assert finding.verdict == "conflict"
+        assert f"needed {needed} = 4 engine ranks here x 2 buckets x 256 MiB" in finding.detail
+    assert "needed 8 kB" in recipe.shared_memory_storage(Path("/dev/shm"), 0, 4, 256, 1000).detail
 
 
 def attention(results: list[AttentionResult], dtype: str = "bfloat16") -> dict[str, str]:

@@ -145,7 +145,8 @@ def test_every_back_end_of_transformer_engine_is_tried_alone(monkeypatch: pytest
 def test_the_quickstart_on_this_machine(tmp_path: Path) -> None:
     answer = json.loads(doctor(*in_directory(tmp_path), "--json").stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in answer["findings"]}
-    assert verdicts["recipe"] == verdicts["model directory"] == verdicts["attention default"] == "ok"
-    assert verdicts["checkpoint disk"] == verdicts["output directory"] == "ok"
+    assert (
+        verdicts["recipe"] == verdicts["input"] == verdicts["attention default"] == verdicts["checkpoint disk"] == "ok"
+    )
     ops = [row["op"] for row in answer["implementations"]]
     assert ops[0] == "layers" and {"attention", "optimizer", "log-prob head", "rms norm", "rollout engine"} <= set(ops)

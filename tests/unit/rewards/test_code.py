@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.verifiers.code import parse_tests, program_of, same_output
 
@@ -118,7 +119,7 @@ def test_responses_run_against_their_tests() -> None:
         "exit code": ("```python\nprint(2 * int(input()))\nraise SystemExit(1)\n```", STDIN),
     }
     items = [(name, response, tests, False, FIELDS) for name, (response, tests) in responses.items()]
-    with VerifierPool("code", num_workers=1, timeout_s=60.0, presets={"code": {"seconds_per_test": 20.0}}) as pool:
+    with VerifierPool("code", RewardConfig(timeout_seconds=60.0, code={"seconds_per_test": 20.0})) as pool:
         assert "seccomp" in pool.version
         scores = pool.score_many(items)
         assert pool.validate_answers([STDIN, "42"]).keys() == {"42"}
@@ -137,7 +138,7 @@ def test_responses_run_against_their_tests() -> None:
 
 def test_the_share_of_tests_from_a_column() -> None:
     own = {"tests": "checks.public", "score": "share", "seconds_per_test": 20.0}
-    with VerifierPool("code", num_workers=1, timeout_s=60.0, presets={"code": own}) as pool:
+    with VerifierPool("code", RewardConfig(timeout_seconds=60.0, code=own)) as pool:
         half = "```python\ndef double(x):\n    return 4\n```"
         scores = pool.score_many([("half", half, "", False, FIELDS), ("none", "?", "", False, FIELDS)])
         without = pool.score_many([("a", half, "", False, {**FIELDS, "extra_info": {}})])["a"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.disagreement import ShadowedPool
 from megatron_dapo.rewards.pool.pool import VerifierPool
 
@@ -23,10 +24,9 @@ def records():
 
 @pytest.fixture
 def pool(records):
-    shadowed = ShadowedPool(
-        VerifierPool("dapo", 1), VerifierPool("lenient", 1, timeout_s=20.0), records.append, max_waiting=8
-    )
-    with shadowed:
+    reward = RewardConfig(timeout_seconds=20.0)
+    pools = VerifierPool("dapo", reward), VerifierPool("lenient", reward)
+    with ShadowedPool(*pools, records.append, max_waiting=8) as shadowed:
         yield shadowed
 
 

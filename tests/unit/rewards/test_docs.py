@@ -26,7 +26,7 @@ FIELDS = {
 
 def score(code: str, tmp_path: Path, response: str, answer: str = "", **options: object):
     (tmp_path / "documented.py").write_text(code)
-    with VerifierPool(f"{tmp_path / 'documented.py'}:reward", num_workers=1, **options) as pool:
+    with VerifierPool(f"{tmp_path / 'documented.py'}:reward", RewardConfig(**options)) as pool:
         return pool.score_many([("a", response, answer, False, FIELDS)])["a"]
 
 
@@ -82,7 +82,7 @@ def test_the_judge_asks_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JUDGE_KEY", "secret")
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1/chat/completions")
     try:
-        options = {"more_environment": ["JUDGE_KEY", "JUDGE_URL"]}
+        options = {"environment": ("JUDGE_KEY", "JUDGE_URL")}
         assert score(PYTHON[3], tmp_path, "four", **options).accuracy == 1.0
         assert score(PYTHON[3], tmp_path, "five", **options).accuracy == 0.0
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import config_from_dict, validate
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.rewards.pool.mixture import MixtureComponent, MixturePool
 from megatron_dapo.rewards.pool.pool import VerifierPool
@@ -51,7 +52,7 @@ def test_rewards_add_up_by_weight_and_one_component_decides(tmp_path: Path) -> N
         assert pool.takes_sample and "dapo-1" in pool.version and "2 x " in pool.version
         scores = pool.score_many(items("Answer: 42", "Answer: 41", "crash. Answer: 42", "hang. Answer: 42"))
         assert pool.validate_answers(["", "42"]).keys() == {""}
-        assert pool.statistics().num_killed == 1
+        assert pool.components[1].pool.counts["killed"] == 1
     assert scores[0].detail["parts"] == {"dapo": 1.0, "style/short": 1.0, "style/polite": 0.5, "format": 0.5}
     assert [(score.accuracy, score.reward) for score in scores.values()] == [
         (1.0, 3.0),
@@ -91,7 +92,7 @@ def test_a_component_that_does_not_start_ends_the_others(tmp_path: Path) -> None
 
 
 def test_names_of_components_differ() -> None:
-    with VerifierPool("dapo", num_workers=1) as pool:
+    with VerifierPool("dapo", RewardConfig()) as pool:
         with pytest.raises(ValueError, match="different names"):
             MixturePool([MixtureComponent("a", pool), MixtureComponent("a", pool)], "a")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from megatron_dapo.config.reward_schema import RewardConfig, RewardModelConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.result import RewardSample
 from megatron_dapo.rewards.verifiers import reward_model
@@ -44,8 +45,8 @@ def expected(directory: Path, response: str) -> torch.Tensor:
 
 
 def pool_of(directory: Path, **own: object) -> VerifierPool:
-    presets = {"reward_model": {"path": str(directory), "dtype": "float32", **own}}
-    return VerifierPool("reward_model", 1, 60.0, presets=presets, batch_size=4)
+    own = {"path": str(directory), "dtype": "float32", **own}
+    return VerifierPool("reward_model", RewardConfig(timeout_seconds=60.0, reward_model=own, batch_size=4))
 
 
 def test_scores_are_those_of_transformers_whatever_the_batch(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_scores_are_those_of_transformers_whatever_the_batch(tmp_path: Path) -> 
 
 
 def load(directory: Path, **own: object) -> Verifier:
-    return reward_model.load({"path": str(directory), "dtype": "float32", **own}, {})
+    return reward_model.load(RewardModelConfig(path=str(directory), dtype="float32", **own).model_dump(), {})
 
 
 def test_a_label_is_a_probability(tmp_path: Path) -> None:

@@ -39,9 +39,7 @@ def prompts(template, num=200):
     ],
 )
 def test_matching_formats_pass(template, score, formats):
-    report = check_contract(prompts(template), FakePool(score), "v", max_prompts=64)
-    assert report.formats == formats
-    assert 32 <= report.num_prompts <= 64
+    assert check_contract(prompts(template), FakePool(score), "v") == formats
 
 
 def test_boxed_prompts_with_the_dapo_verifier_are_refused():
@@ -84,10 +82,8 @@ def test_prompts_without_an_instruction_need_an_explicit_format():
     texts = [(f"What is {i}?", str(i)) for i in range(5)]
     with pytest.raises(ValueError, match="answer_format"):
         check_contract(texts, FakePool(dapo.score), "dapo")
-    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="answer_line").formats == ("answer_line",)
-    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="my answer: {answer}").formats == (
-        "custom",
-    )
+    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="answer_line") == ("answer_line",)
+    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="my answer: {answer}") == ("custom",)
     for bad in ("boxxed", "{reply}", "{answer"):
         with pytest.raises(ValueError, match="answer_format"):
             check_contract(texts, FakePool(dapo.score), "dapo", answer_format=bad)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.config.reward_schema import JudgeRewardConfig, RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.result import RewardSample
 from megatron_dapo.rewards.verifiers.judge import DEFAULT_PATTERN, request_of, score_of
@@ -116,8 +117,8 @@ def items(*responses: str) -> list:
 def judge(
     server: Misbehaving, timeout_s: float = 30.0, environment: tuple[str, ...] = (), **own: object
 ) -> VerifierPool:
-    presets = {"judge": {"url": f"{server.url}/v1", **own}}
-    return VerifierPool("judge", 1, timeout_s, presets=presets, more_environment=environment)
+    own = {"url": f"{server.url}/v1", **own}
+    return VerifierPool("judge", RewardConfig(timeout_seconds=timeout_s, judge=own, environment=environment))
 
 
 def test_a_verdict_is_asked_for_and_read(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +168,13 @@ def test_failures_are_tried_again_where_that_may_help(
 def test_a_slow_server_times_out_and_costs_no_process(server: Misbehaving) -> None:
     with judge(server, timeout_s=2.0, request_seconds=1.0, retries=9) as pool:
         scores = pool.score_many(items("do:slow", "do:ok"))
-        statistics = pool.statistics()
     assert [scores[0].outcome, scores[1].outcome] == ["timeout", "correct"] and scores[0].reward == -1.0
-    assert "in 1.5 s" in scores[0].detail["error"] and statistics.num_killed == 0
+    assert "in 1.5 s" in scores[0].detail["error"] and pool.counts["killed"] == 0
 
 
 def test_no_server_is_an_error_not_a_hang() -> None:
-    presets = {"judge": {"url": "http://127.0.0.1:9/v1", "retries": 1}}
-    with VerifierPool("judge", 1, 30.0, presets=presets) as pool:
+    own = {"url": "http://127.0.0.1:9/v1", "retries": 1}
+    with VerifierPool("judge", RewardConfig(timeout_seconds=30.0, judge=own)) as pool:
         score = pool.score_many(items("x"))[0]
     assert score.outcome == "error" and "ConnectError" in score.detail["error"]
 
@@ -229,18 +229,21 @@ def test_scores_of_verdicts(verdict: str, key: str, score: float | None) -> None
 
 def test_a_request_without_a_prompt() -> None:
     sample = RewardSample((), "r", "", "", {}, "stop", 0)
-    assert request_of(sample, {}, "{prompt}-{response}")["messages"] == [{"role": "user", "content": "-r"}]
+    assert request_of(sample, JudgeRewardConfig().model_dump(), "{prompt}-{response}")["messages"] == [
+        {"role": "user", "content": "-r"}
+    ]
 
 
 def test_fields_of_the_endpoint_are_added_to_a_request() -> None:
     sample = RewardSample((), "r", "", "", {}, "stop", 0)
-    own = {"extra_body": {"regex": "YES|NO", "max_tokens": 3}}
-    assert request_of(sample, own, "{response}") == {**request_of(sample, {}, "{response}"), **own["extra_body"]}
+    fields = {"regex": "YES|NO", "max_tokens": 3}
+    plain, own = (JudgeRewardConfig(extra_body=body).model_dump() for body in ({}, fields))
+    assert request_of(sample, own, "{response}") == {**request_of(sample, plain, "{response}"), **fields}
 
 
 def test_a_service_scores_batches(server: Misbehaving) -> None:
-    presets = {"remote": {"url": f"{server.url}/score"}}
-    with VerifierPool("remote", 1, 30.0, presets=presets, batch_size=4, token_ids=True) as pool:
+    own = {"url": f"{server.url}/score"}
+    with VerifierPool("remote", RewardConfig(timeout_seconds=30.0, remote=own, batch_size=4, token_ids=True)) as pool:
         assert pool.takes_token_ids
         scores = pool.score_many(items(*["x" * number for number in range(8)]))
         assert [scores[number].reward for number in range(8)] == list(map(float, range(8)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
 from megatron_dapo.types import Completion, Prompt
 
@@ -97,7 +98,7 @@ def items(*responses: str, answer: str = "right", is_truncated: bool = False) ->
 
 
 def test_a_function_of_a_sample_gets_the_row(own: str) -> None:
-    with VerifierPool(f"{own}:everything", num_workers=1) as pool:
+    with VerifierPool(f"{own}:everything", RewardConfig()) as pool:
         assert pool.takes_sample and pool.validate_answers([""]) == {}
         score = pool.score_many(items("four", answer="4"))[0]
     assert score.accuracy == 1.0 and score.detail["index"] == 3
@@ -105,35 +106,35 @@ def test_a_function_of_a_sample_gets_the_row(own: str) -> None:
 
 
 def test_a_number_is_the_reward(own: str) -> None:
-    with VerifierPool(f"{own}:length", num_workers=1) as pool:
+    with VerifierPool(f"{own}:length", RewardConfig()) as pool:
         scores = pool.score_many(items("12345", "1234567"))
     assert [scores[0].reward, scores[1].reward] == [0.0, -0.2] and scores[0].accuracy == 0.0
 
 
 def test_parts_add_up_to_the_reward(own: str) -> None:
-    with VerifierPool(f"{own}:in_parts", num_workers=1) as pool:
+    with VerifierPool(f"{own}:in_parts", RewardConfig()) as pool:
         scores = pool.score_many(items("right", "wrong"))
     assert [(one.accuracy, one.reward, one.extracted) for one in scores.values()] == [
         (1.0, 0.75, "7"),
         (0.0, 0.75, "7"),
     ]
     assert scores[0].detail["parts"] == {"style": 0.25, "right": 0.5}
-    with VerifierPool(f"{own}:uneven", num_workers=1) as pool:
+    with VerifierPool(f"{own}:uneven", RewardConfig()) as pool:
         score = pool.score_many(items("x"))[0]
     assert score.outcome == "error" and "the parts of a reward add up to 0.25, its score is 1" in score.detail["error"]
 
 
 def test_fields_of_a_result_may_be_a_dict(own: str) -> None:
-    with VerifierPool(f"{own}:fields", num_workers=1) as pool:
+    with VerifierPool(f"{own}:fields", RewardConfig()) as pool:
         score = pool.score_many(items("x"))[0]
     assert (score.accuracy, score.reward) == (0.0, 2.0)
 
 
 def test_a_response_that_was_cut_off_is_rewarded_but_never_right(own: str) -> None:
-    with VerifierPool(f"{own}:in_parts", num_workers=1) as pool:
+    with VerifierPool(f"{own}:in_parts", RewardConfig()) as pool:
         score = pool.score_many(items("right", is_truncated=True))[0]
     assert (score.accuracy, score.reward, score.outcome) == (0.0, 0.75, "truncated")
-    with VerifierPool(f"{own}:pair", num_workers=1) as pool:
+    with VerifierPool(f"{own}:pair", RewardConfig()) as pool:
         assert not pool.takes_sample
         score = pool.score_many(items("right", is_truncated=True))[0]
     assert (score.accuracy, score.reward, score.outcome) == (0.0, -1.0, "truncated")
@@ -143,43 +144,42 @@ def test_other_signatures_and_files_are_refused(own: str) -> None:
     with pytest.raises(
         ValueError, match=r"it takes a, b, c; write it as \(sample\), \(samples\) or as \(response, answer\)"
     ):
-        VerifierPool(f"{own}:three", num_workers=1)
+        VerifierPool(f"{own}:three", RewardConfig())
     with pytest.raises(ValueError, match="has no function 'four'"):
-        VerifierPool(f"{own}:four", num_workers=1)
+        VerifierPool(f"{own}:four", RewardConfig())
     with pytest.raises(ValueError, match="cannot import module"):
-        VerifierPool(f"{own[:-3]}_not.py:length", num_workers=1)
+        VerifierPool(f"{own[:-3]}_not.py:length", RewardConfig())
 
 
 def test_an_asynchronous_function_answers_many_at_a_time(own: str) -> None:
-    with VerifierPool(f"{own}:judge", num_workers=1, concurrency=64) as pool:
+    with VerifierPool(f"{own}:judge", RewardConfig(concurrency=64)) as pool:
         start = time.monotonic()
         scores = pool.score_many(items(*["right", "wrong"] * 64))
         seconds = time.monotonic() - start
     assert [scores[number].accuracy for number in range(128)] == [1.0, 0.0] * 64
     # Two rounds of half a second; one after the other would take 64.
     assert seconds < 15, f"{seconds:.1f} s"
-    with VerifierPool(f"{own}:judge_pair", num_workers=1) as pool:
+    with VerifierPool(f"{own}:judge_pair", RewardConfig()) as pool:
         assert pool.score_many(items("right"))[0].accuracy == 1.0
 
 
 def test_a_late_answer_costs_no_process_and_an_error_is_its_own(own: str) -> None:
-    with VerifierPool(f"{own}:judge", num_workers=1, timeout_s=2.0) as pool:
+    with VerifierPool(f"{own}:judge", RewardConfig(timeout_seconds=2.0)) as pool:
         scores = pool.score_many(items("right", "late", "bad", "wrong"))
-        statistics = pool.statistics()
     assert [scores[number].outcome for number in range(4)] == ["correct", "timeout", "error", "wrong"]
     assert "KeyError: 'verdict'" in scores[2].detail["error"] and "no score in 2 s" in scores[1].detail["error"]
-    assert (statistics.num_killed, statistics.num_started) == (0, 1)
+    assert (pool.counts["killed"], pool.counts["started"]) == (0, 1)
 
 
 def test_an_asynchronous_function_that_blocks_is_killed(own: str) -> None:
-    with VerifierPool(f"{own}:judge", num_workers=1, timeout_s=1.0) as pool:
+    with VerifierPool(f"{own}:judge", RewardConfig(timeout_seconds=1.0)) as pool:
         assert pool.score_many(items("block"))[0].outcome == "timeout"
         assert pool.score_many(items("right"))[0].outcome == "correct"
-        assert pool.statistics().num_killed == 1
+        assert pool.counts["killed"] == 1
 
 
 def test_a_function_of_samples_gets_batches(own: str) -> None:
-    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8) as pool:
+    with VerifierPool(f"{own}:batch", RewardConfig(batch_size=8)) as pool:
         assert pool.takes_sample and pool.validate_answers([""]) == {}
         scores = pool.score_many(items(*["right", "wrong"] * 20))
     sizes = [scores[number].reward for number in range(40)]
@@ -188,11 +188,11 @@ def test_a_function_of_samples_gets_batches(own: str) -> None:
 
 
 def test_a_bad_result_is_the_error_of_its_own_sample(own: str) -> None:
-    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=4) as pool:
+    with VerifierPool(f"{own}:batch", RewardConfig(batch_size=4)) as pool:
         scores = pool.score_many(items("right", "none", "wrong"))
     assert [scores[number].outcome for number in range(3)] == ["correct", "error", "wrong"]
     assert "not NoneType" in scores[1].detail["error"]
-    with VerifierPool(f"{own}:too_few", num_workers=1, batch_size=4) as pool:
+    with VerifierPool(f"{own}:too_few", RewardConfig(batch_size=4)) as pool:
         scores = pool.score_many(items("right", "wrong"))
     assert {score.outcome for score in scores.values()} <= {"error", "correct"}
     assert any("returns a list of 2 results; got 1" in score.detail.get("error", "") for score in scores.values())
@@ -200,34 +200,34 @@ def test_a_bad_result_is_the_error_of_its_own_sample(own: str) -> None:
 
 @pytest.mark.parametrize(("culprit", "outcome"), [("hang", "timeout"), ("exit", "error"), ("memory", "error")])
 def test_a_sample_that_takes_its_batch_down_costs_itself_alone(own: str, culprit: str, outcome: str) -> None:
-    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8, timeout_s=2.0) as pool:
+    with VerifierPool(f"{own}:batch", RewardConfig(batch_size=8, timeout_seconds=2.0)) as pool:
         scores = pool.score_many(items("right", "wrong", culprit, "right", "right"))
     assert [scores[number].outcome for number in range(5)] == ["correct", "wrong", outcome, "correct", "correct"]
 
 
 def test_an_exception_is_the_error_of_the_batch(own: str) -> None:
-    with VerifierPool(f"{own}:batch", num_workers=1, batch_size=8) as pool:
+    with VerifierPool(f"{own}:batch", RewardConfig(batch_size=8)) as pool:
         scores = pool.score_many(items("right", "raise"))
     assert "KeyError: 'all of them'" in scores[1].detail["error"]
 
 
 def test_asynchronous_batches_run_at_a_time_and_are_late_together(own: str) -> None:
-    with VerifierPool(f"{own}:batch_later", num_workers=1, batch_size=4, concurrency=64, timeout_s=2.0) as pool:
+    with VerifierPool(f"{own}:batch_later", RewardConfig(batch_size=4, concurrency=64, timeout_seconds=2.0)) as pool:
         start = time.monotonic()
         scores = pool.score_many(items(*["x"] * 64))
         seconds = time.monotonic() - start
         late = pool.score_many(items("late", "x"))
     assert max(score.reward for score in scores.values()) == 4.0
     assert seconds < 16 * 0.3, f"{seconds:.1f} s"  # one batch after the other
-    assert late[0].outcome == "timeout" and pool.statistics().num_killed == 0
+    assert late[0].outcome == "timeout" and pool.counts["killed"] == 0
 
 
 def test_token_ids_are_sent_on_request(own: str) -> None:
     completion = Completion("r", np.array([5, 7, 2]), np.zeros(3), "stop", ())
     prompt = Prompt("p", ({"role": "user", "content": "2 + 2?"},), (1,), "4")
-    with VerifierPool(f"{own}:tokens", num_workers=1, token_ids=True) as pool:
+    with VerifierPool(f"{own}:tokens", RewardConfig(token_ids=True)) as pool:
         score = pool.score_many([score_request("g/0", prompt, completion, "four", pool)])["g/0"]
     assert score.detail["tokens"] == [5, 7, 2]
-    with VerifierPool(f"{own}:tokens", num_workers=1) as pool:
+    with VerifierPool(f"{own}:tokens", RewardConfig()) as pool:
         score = pool.score_many([score_request("g/0", prompt, completion, "four", pool)])["g/0"]
     assert score.outcome == "error" and "set reward.token_ids = true" in score.detail["error"]

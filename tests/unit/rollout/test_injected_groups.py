@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rollout_world import RIGHT, World
 
-from megatron_dapo.config.rollout_schema import BudgetConfig
+from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig
 from megatron_dapo.data.injection import TEMPLATE, Injection
 from megatron_dapo.types import Prompt
 
@@ -29,7 +29,7 @@ def with_rewrites(
         for i, own in rewrites.items()
         for template, name in ids[f"p{i}"].items()
     ]  # fmt: skip
-    make = lambda: Injection(ids, False, rate, 0, 5, changes["prompts_per_step"])  # noqa: E731
+    make = lambda: Injection(ids, InjectionConfig(rate=rate), 5, changes["prompts_per_step"])  # noqa: E731
     return make_world(rates, injection=make, rewrites=prompts, **changes)
 
 

@@ -36,6 +36,12 @@ def test_two_hundred_hostile_files() -> None:
     assert len(report["by_target"]) >= 12
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_ten_thousand_hostile_files() -> None:
+    check(run_fuzzer(10_000, seed=0, timeout_s=1100), 10_000)
+
+
 # ---- readers with planted bugs
 
 
