@@ -23,13 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import options  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.plan_scale import DENSE  # noqa: E402
-from megatron_dapo.models.config_json import parse_architecture  # noqa: E402
 from megatron_dapo.checkpoints.formats.saved_model import rank_file, state_index  # noqa: E402
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout  # noqa: E402
 from megatron_dapo.checkpoints.layouts.state import StateLayout  # noqa: E402
+from megatron_dapo.models.config_json import parse_architecture  # noqa: E402
 from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
 from megatron_dapo.reshard.assignment import balance  # noqa: E402
 
@@ -74,9 +75,7 @@ def _in_own_process(world_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help=f"{TINY_SIZES[0]} ranks: checks the program")
+    parser = options.parser(__doc__, f"{TINY_SIZES[0]} ranks")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -88,14 +87,7 @@ def main() -> None:
         "max_gb": max(case["gb"] for case in cases),
         "cases": cases,
     }
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
-    for case in cases:
-        print(
-            f"{case['ranks']} ranks: {case['first_plan_seconds']:.1f} s, then {case['cached_plan_ms']:.3f} ms, "
-            f"{case['gb']:.2f} GB; {case['boxes']} boxes, balance {case['balance']:.4f}"
-        )
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ Medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -39,6 +38,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import options
 from peers.packages import installed_packages, with_packages
 from peers.ranks import run_ranks
 
@@ -109,9 +109,7 @@ def result_of(saved: dict[str, Any], resharded: dict[str, float]) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="a few megabytes, one run")
+    parser = options.parser(__doc__, "a few megabytes, one run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
         "--output", type=Path, help="where checkpoints and logs are written; default: a temporary directory"
@@ -131,11 +129,7 @@ def main() -> None:
         saved = run_phase({**shared, **SAVED, "phase": "save"}, directory)
         resharded = run_phase({**shared, **RESHARDED, "phase": "reshard"}, directory)
     result = result_of(saved, resharded)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:18} {value:.3f}" if isinstance(value, float) else f"{name:18} {value}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

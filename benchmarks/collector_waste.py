@@ -17,12 +17,12 @@ groups that were started beyond a batch, at staleness bounds 0 to 2: they finish
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import options
 
 from megatron_dapo.algorithms.dynamic_sampling import wasted_fraction
 from megatron_dapo.config.rollout_schema import RolloutConfig
@@ -109,9 +109,7 @@ class CoinEngine:
 
 class CoinVerifier:
     def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
-        return {
-            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items
-        }
+        return {key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items}
 
 
 def measure(
@@ -168,11 +166,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Groups generated per trained group against the bound of dynamic sampling."
+    parser = options.parser(
+        "Groups generated per trained group against the bound of dynamic sampling.", "4 steps of 8 groups of 4"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="4 steps of 8 groups of 4: checks the program")
     parser.add_argument("--steps", type=int, default=60, help="train steps a mixture")
     parser.add_argument("--groups", type=int, default=64, help="groups a train step")
     parser.add_argument("--group-size", type=int, default=16, help="responses a group")
@@ -206,22 +202,7 @@ def main() -> None:
             for partial in PARTIALS
         ],
     }
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in [*rows, result["oversampled"]]:
-        print(
-            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  "
-            f"generated/trained {row['generated_per_trained']:6.3f}  bound {row['bound']:6.3f}  "
-            f"ratio {row['waste_ratio']:.4f}"
-        )
-    for row in result["partial"]:
-        print(
-            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  bound of staleness {row['max_staleness']}  "
-            f"partial {row['partial']:8}  ratio {row['waste_ratio']:.4f}  in tokens {row['token_waste_ratio']:.4f}  "
-            f"discarded {row['discarded_token_share']:.1%}  continued {row['continued_responses']}"
-        )
-    print(f"waste_ratio {result['waste_ratio']:.4f}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

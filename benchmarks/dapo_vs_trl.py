@@ -29,9 +29,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import options
 from peers.packages import installed_packages, peer_packages, with_packages
 from peers.trl_process import Settings, peer_specification, run_logged, run_trl
-from tiny import TINY_STEP
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
@@ -202,14 +202,11 @@ def bounds(ours: Settings, theirs: Settings) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="DAPO by TRL's GRPOTrainer and by this project on two cores.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: speed alone")
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help=f"{TINY_STEPS} steps on a few short responses, TRL only if it is installed: checks the program",
+    parser = options.parser(
+        "DAPO by TRL's GRPOTrainer and by this project on two cores.",
+        f"{TINY_STEPS} steps on a few short responses, TRL only if it is installed",
     )
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: speed alone")
     parser.add_argument("--steps", type=int, default=20, help="train steps at most")
     parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
     parser.add_argument("--evaluation-interval", type=int, default=2, help="train steps between evaluations")
@@ -230,7 +227,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     # Both sides inherit the same cores, so the kernel cannot give one of them more.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     if arguments.tiny:
-        arguments.overrides = [*TINY_STEP, *arguments.overrides]
+        arguments.overrides = [*options.TINY_STEP, *arguments.overrides]
     config = load_config(arguments.recipe, arguments.overrides).config
     packages = arguments.trl_packages or (installed_packages if arguments.tiny else peer_packages)("trl")
     steps, interval = arguments.steps, arguments.evaluation_interval
@@ -281,14 +278,7 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(arguments, arguments.output or Path(temporary))
-    if arguments.json or isinstance(result["trl"], str):
-        print(json.dumps(result))
-        return
-    for name in ("samples_per_s_ratio", "time_to_accuracy_ratio"):
-        print(f"{name:24}{'not reached' if result[name] is None else format(result[name], '.2f')}")
-    for name in ("samples_per_s", "useful_samples_per_s", "generated_samples_per_s"):
-        print(f"{name:24}ours {result[name]['ours']:.1f}, TRL {result[name]['trl']:.1f}")
-    print(result["what_bounds_it"])
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ interval is bootstrapped over problems.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import options
 
 from megatron_dapo.algorithms.selection import KEPT, Candidates, choose_at_random
 from megatron_dapo.config import load_config
@@ -118,9 +119,7 @@ def head_of(path: Path, num_lines: int, target: Path) -> str:
 
 def main() -> None:
     """Read the arguments, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="one seed, a few prompts: only that it runs")
+    parser = options.parser(__doc__, "one seed, a few prompts")
     parser.add_argument("--recipe", type=Path, default=QUICKSTART)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=256, help="first rows of the recipe's training data")
@@ -139,16 +138,7 @@ def main() -> None:
             *("sft.optimizer.learning_rate=3e-4", *(tiny if chosen.tiny else ()), *chosen.overrides),
         ]
         result = compare(chosen.recipe, seeds, Path(scratch), overrides)
-    if chosen.json:
-        print(json.dumps(result))
-        return
-    for row in result["seeds"]:
-        for name in SELECTIONS:
-            print(f"seed {row['seed']} {name:8} {row[name]['examples']} examples, accuracy {row[name]['accuracy']:.4f}")
-    difference = result["difference"]
-    print(
-        f"difference {difference['value']:+.4f} [{difference['low']:+.4f}, {difference['high']:+.4f}]: {result['verdict']}"
-    )
+    options.show(result, chosen)
 
 
 if __name__ == "__main__":

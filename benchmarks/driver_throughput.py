@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import options
 import orjson
 import psutil
 import pybase64
@@ -168,7 +169,9 @@ class Pace:
 
 
 def make_answers(num_tokens: int, is_routed: bool) -> list[bytes]:
-    return [make_answer(num_tokens, seed, is_routed) for seed in range(NUM_ROUTED_ANSWERS if is_routed else NUM_ANSWERS)]
+    return [
+        make_answer(num_tokens, seed, is_routed) for seed in range(NUM_ROUTED_ANSWERS if is_routed else NUM_ANSWERS)
+    ]
 
 
 def serve(num_servers: int, num_tokens: int, seconds: float, is_routed: bool) -> None:
@@ -390,9 +393,7 @@ def measure_routing(num_answers: int, num_tokens: int, num_rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="the smallest size, to check that the program works")
+    parser = options.parser(__doc__, "the smallest size")
     parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=20000)
@@ -401,27 +402,35 @@ def main() -> None:
     parser.add_argument("--fleet-rate", type=float, default=200_000, help="tokens a second of all servers together")
     parser.add_argument("--routing", action="store_true", help="measure only the answers with routing")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        serve(*json.loads(options.serve))
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(*json.loads(arguments.serve))
         return
     raise_open_files_limit()  # as every worker does
-    if options.tiny:
-        options.groups, options.group_size, options.tokens, options.servers, options.data_parallel = 4, 4, 500, 3, 2
-    result: dict[str, float] = {}
-    if not options.routing:
-        result |= {"servers": options.servers, "tokens_per_response": options.tokens}
-        result |= {"data_parallel": options.data_parallel}
-        result |= measure_batch(
-            options.servers, options.groups, options.group_size, options.tokens, options.data_parallel
+    if arguments.tiny:
+        arguments.groups, arguments.group_size, arguments.tokens, arguments.servers, arguments.data_parallel = (
+            4,
+            4,
+            500,
+            3,
+            2,
         )
-        few = max(1, options.groups // 8)
-        result |= measure_without_gc(options.servers, few, options.group_size, options.tokens, options.data_parallel)
-        seconds = 0.5 if options.tiny else 10.0
-        result |= measure_interpreter(options.servers, options.tokens, options.fleet_rate, seconds)
-    result |= measure_routing(*((4, 50, 1) if options.tiny else (16, 5500, 9)))
+    result: dict[str, float] = {}
+    if not arguments.routing:
+        result |= {"servers": arguments.servers, "tokens_per_response": arguments.tokens}
+        result |= {"data_parallel": arguments.data_parallel}
+        result |= measure_batch(
+            arguments.servers, arguments.groups, arguments.group_size, arguments.tokens, arguments.data_parallel
+        )
+        few = max(1, arguments.groups // 8)
+        result |= measure_without_gc(
+            arguments.servers, few, arguments.group_size, arguments.tokens, arguments.data_parallel
+        )
+        seconds = 0.5 if arguments.tiny else 10.0
+        result |= measure_interpreter(arguments.servers, arguments.tokens, arguments.fleet_rate, seconds)
+    result |= measure_routing(*((4, 50, 1) if arguments.tiny else (16, 5500, 9)))
     result |= {"load": os.getloadavg()[0]}
-    print(json.dumps(result) if options.json else "\n".join(f"{name:24} {value:.6g}" for name, value in result.items()))
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ any metric.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-
+import options
 from node_faults.baselines import detect_by_mahalanobis, detect_concatenated
+from node_faults.prioritization import largest_scores, prioritize
+from node_faults.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
+
 from megatron_dapo.nodes.denoiser import WINDOW, Denoiser, reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
-from node_faults.prioritization import largest_scores, prioritize
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
-from node_faults.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
 
 GOLDEN = {"continuity 120 s": (1.00, 0.97), "continuity 240 s": (1.00, 0.75), "without continuity": (0.07, None)}
 FOUR, TWO, NONE = (DetectorSettings(continuity_s=seconds) for seconds in (240, 120, 1))
@@ -148,9 +147,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Precision and recall of the detector of faulty nodes, simulated.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="few nodes and tasks: checks the program")
+    parser = options.parser("Precision and recall of the detector of faulty nodes, simulated.", "few nodes and tasks")
     parser.add_argument("--nodes", type=int, default=1500, help="nodes of a task")
     parser.add_argument("--tasks", type=int, default=9, help="tasks with a fault")
     parser.add_argument("--healthy", type=int, default=2, help="tasks without one")
@@ -176,8 +173,6 @@ def main() -> None:
             if better in rows and worse in rows
         }
         results.append(found)
-        if not arguments.json:
-            show(found)
     result = {
         "simulated": True,
         "num_nodes": arguments.nodes,
@@ -187,23 +182,7 @@ def main() -> None:
         "golden": {name: {"precision": golden[0], "recall": golden[1]} for name, golden in GOLDEN.items()},
         "results": results,
     }
-    print(json.dumps(result) if arguments.json else f"{result['seconds']:.2f} CPU seconds a decision")
-
-
-def show(found: Mapping[str, Any]) -> None:
-    """Print the table of one number of jitters."""
-    print(f"simulated, {found['num_jitters']} jitters a task, recall at most {found['recall_bound']}")
-    for name, row in found["rows"].items():
-        golden = GOLDEN.get(name)
-        print(
-            f"{name:34} precision {row['precision']:.2f}  recall {row['recall']:.2f}  F1 {row['f1']:.2f}  "
-            f"{row['seconds']:.2f} CPU s, at most {row['slowest_seconds']:.2f}"
-            + (f"  golden {golden[0]}, {golden[1]}" if golden else ""),
-            flush=True,
-        )
-    print(f"order of metrics by a decision tree: {', '.join(found['order_of_metrics'])}")
-    for name, holds in found["orderings"].items():
-        print(f"{name}: {'holds' if holds else 'does not hold'}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

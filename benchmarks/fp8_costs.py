@@ -16,7 +16,6 @@ passes through (docs/precision.md).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import resource
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import options
 import torch
 import torch.distributed as dist
 
@@ -213,12 +213,10 @@ def gradients(layers: list[int]) -> list[dict[str, float]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options.parser(__doc__, "one small layer, once")
     parser.add_argument("--only", choices=("filling", "gradients"), help="one of the two")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--tiny", action="store_true", help="one small layer, once: checks the program")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
@@ -230,25 +228,7 @@ def main() -> None:
         result["filling"] = filling(1, TINY_SERVED) if arguments.tiny else filling(arguments.repeats)
     if arguments.only != "filling":
         result["gradients"] = gradients([1] if arguments.tiny else arguments.layers)
-    print(json.dumps(result) if arguments.json else describe(result))
-
-
-def describe(result: dict[str, Any]) -> str:
-    lines = []
-    for name, row in result.get("filling", {}).items():
-        if name == "parameters":
-            lines.append(f"{row / 1e6:.0f} M parameters, CPU seconds of one thread")
-            continue
-        lines.append(
-            f"  from {name}: bfloat16 {row['bf16_s']:.2f} s ({row['bf16_gb']:.2f} GB), FP8 {row['fp8_s']:.2f} s "
-            f"({row['fp8_gb']:.2f} GB), {row['scales_s']:.2f} s of them for the scales; memory +{row['extra_mb']:.0f} MB"
-        )
-    for row in result.get("gradients", []):
-        lines.append(
-            f"{row['layers']:>3} layers: gradients off by {row['relative_error']:.3f} in FP8 "
-            f"(expected {row['expected']:.3f}), {row['bf16']:.3f} in bfloat16"
-        )
-    return "\n".join(lines)
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

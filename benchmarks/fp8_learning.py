@@ -23,9 +23,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import options
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TINY_STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -115,13 +115,11 @@ def train(recipe: str, model: Path, directory: Path, steps: int, overrides: list
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options.parser(__doc__, "one step on a few short responses")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--recipes", nargs="+", default=["fp32", "fp8_blockwise"])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--output-dir", type=Path, help="keep the runs there")
-    parser.add_argument("--tiny", action="store_true", help="one step on a few short responses: checks the program")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     return parser.parse_args()
 
@@ -129,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.tiny:
-        arguments.steps, arguments.overrides = 1, [*TINY_STEP, *arguments.overrides]
+        arguments.steps, arguments.overrides = 1, [*options.TINY_STEP, *arguments.overrides]
     with tempfile.TemporaryDirectory(prefix="fp8-learning-") as name:
         directory = arguments.output_dir or Path(name)
         widen(QUICKSTART / "base_model", directory / "model")
@@ -140,20 +138,11 @@ def main() -> None:
     result = {"steps": arguments.steps, "machine": machine(), "runs": runs}
     if arguments.save:
         RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result) if arguments.json else table(runs))
+    options.show(result, arguments)
 
 
 def machine() -> dict[str, str]:
     return {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-
-
-def table(runs: dict[str, dict[str, list[float]]]) -> str:
-    """Return one line per step and recipe."""
-    lines = [f"{'step':>4} {'recipe':<14} " + " ".join(f"{name:>12}" for name in FIGURES)]
-    for step in range(min(len(figures["accuracy"]) for figures in runs.values())):
-        for recipe, figures in runs.items():
-            lines.append(f"{step + 1:>4} {recipe:<14} " + " ".join(f"{figures[name][step]:>12.4g}" for name in FIGURES))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,13 @@ trainers on padded batches do: on its last 1,024 columns, and scaled to all. Bot
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import options
 import torch
 
 from megatron_dapo.algorithms.egae import extended_estimates
@@ -204,9 +203,7 @@ def summary(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="64 responses, once: checks the program")
+    parser = options.parser(__doc__, "64 responses, once")
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -214,16 +211,7 @@ def main() -> None:
         arguments.responses, arguments.repeats = 64, 1
     torch.set_num_threads(1)
     result = measure(arguments.responses, arguments.repeats)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
-    print(f"{result['num_responses']} responses, {result['num_tokens']:,} tokens")
-    for name, ratio in result["vs_pass_of"].items():
-        print(f"{name:10s} {result['seconds'][name]:6.2f} s  {ratio:5.2f} passes")
-    print(
-        f"vs_pass {result['vs_pass']:.2f}  vs_loop {result['vs_loop']:.0f}  "
-        f"vs_column_loop {result['vs_column_loop']:.0f}"
-    )
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

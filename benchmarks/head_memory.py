@@ -18,7 +18,6 @@ those that begin with `kept_` are kept / chunked (time) and kept / logits (memor
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -171,9 +171,7 @@ TINY_SHAPE = {"tokens": 512, "width": 32, "vocab": 16384}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="a small shape, once: checks the program")
+    parser = options.parser(__doc__, "a small shape, once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=list(SIDES), help="run this side once in this process and print its row")
     for name, size in SHAPE.items():
@@ -195,9 +193,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
         "rows": rows,
     }
-    print(
-        json.dumps(result) if arguments.json else json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=2)
-    )
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ some for each response that runs, as in decoding on GPUs.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import options
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.config.loader import load_config
@@ -143,9 +143,7 @@ class LastTokenVerifier:
     """Reads the last token."""
 
     def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
-        return {
-            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items
-        }
+        return {key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items}
 
 
 def measure(
@@ -225,9 +223,9 @@ def settings_of(recipe: RolloutConfig) -> dict[str, RolloutConfig]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Lengths of what is trained against lengths of what is sampled.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="small batches and few steps: checks the program")
+    parser = options.parser(
+        "Lengths of what is trained against lengths of what is sampled.", "small batches and few steps"
+    )
     parser.add_argument("--steps", type=int, default=12, help="train steps of each row")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="recipe with the sampling settings")
     arguments = parser.parse_args()
@@ -245,13 +243,7 @@ def main() -> None:
             rows.append(
                 {"lengths": name, "settings": settings, "oversample": rollout.oversample, **row, "speed": speed}
             )
-            if not arguments.json:
-                print(
-                    f"{name:17} {settings:37} bias {row['length_bias']:+.4f}  tail {row['tail']:+.4f}  "
-                    f"discarded {row['discarded_share']:.4f}  staleness {row['mean_staleness']:.2f}  "
-                    f"generated/trained {row['generated_per_trained']:.2f}  speed {speed:.2f}",
-                    flush=True,
-                )
+            print(rows[-1], file=sys.stderr, flush=True)
     result = {
         "length_bias": max(abs(row["length_bias"]) for row in rows),
         "discarded_share": max(row["discarded_share"] for row in rows),
@@ -260,7 +252,7 @@ def main() -> None:
         "num_steps": num_steps,
         "rows": rows,
     }
-    print(json.dumps(result) if arguments.json else f"length_bias {result['length_bias']:.4f}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ equally long, so that our attention pads none, and routers choose experts in tur
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -32,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import options
 from peers.packages import with_packages
 from peers.ranks import run_ranks
 
@@ -213,9 +213,7 @@ def run(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="two runs: checks the program")
+    parser = options.parser(__doc__, "two runs")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=2)
     arguments = parser.parse_args()
@@ -224,13 +222,7 @@ def main() -> None:
         kept = [case for case in cases if case["mode"] == "none"]  # in small models others keep too little to count
         cases = [next(case for case in kept if case["processes"] == processes) for processes in (1, 2)]
     result = run(cases)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in result.pop("rows"):
-        errors = ", ".join(f"{name} {error:+.1%}" for name, error in row["errors"].items())
-        print(f"{row['family']:9} {row['layout']} stage {row['stage']} {row['dtype']} {row['mode']}: {errors}")
-    print(json.dumps(result, indent=2))
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ that file was measured on one H100 or assumed before any row was looked at.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import options
 
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.models.config_json import read_architecture
@@ -223,18 +224,10 @@ def run(rows: Sequence[Published] = ROWS) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="one row: checks the program")
+    parser = options.parser(__doc__, "one row")
     arguments = parser.parse_args()
     result = run(ROWS[:1] if arguments.tiny else ROWS)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in result.pop("rows"):
-        notes = [f"sets {row['calibrates']}"] * bool(row["calibrates"]) + [row["why"]] * bool(row["why"])
-        print(f"{row['row']}: {row['planned']} / {row['published']} s = {row['ratio']}  {'; '.join(notes)}")
-    print(json.dumps(result, indent=2))
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

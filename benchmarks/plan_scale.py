@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 import torch.distributed as dist
 
@@ -206,11 +207,7 @@ def _in_own_process(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--tiny", action="store_true", help=f"{TINY_CASE} and the check {TINY_CHECK}: checks the program"
-    )
+    parser = options.parser(__doc__, f"{TINY_CASE} and the check {TINY_CHECK}")
     parser.add_argument("--only", choices=CASES, action="append", help="cases to run; default: all")
     parser.add_argument("--skip-check", action="store_true", help="leave out the run of four processes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -229,17 +226,7 @@ def main() -> None:
     if not arguments.skip_check:
         result["checks"] = {name: check(case) for name, case in checks.items()}
         result["bytes_difference"] = max(c["largest_difference"] for c in result["checks"].values())
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, case in cases.items():
-        print(
-            f"{name}: {case['seconds']:.1f} s (one rank {case['seconds_one_rank']:.1f} s), {case['gb']:.2f} GB; a rank "
-            f"sends {case['sent_mean'] / 1e9:.2f} GB (at most {case['sent_max'] / 1e9:.2f}), receives at most "
-            f"{case['received_max'] / 1e9:.2f}; {case['bytes_ratio']:.4f} of its shard"
-        )
-    for name, found in result.get("checks", {}).items():
-        print(f"check {name}: {found['bytes_moved']} bytes moved, {found['largest_difference']} off the plan")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ populations.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import sys
 
+import options
 from length_bias import POPULATIONS, measure
 
 from megatron_dapo.config.rollout_schema import PromptFilterConfig, RolloutConfig
@@ -41,9 +41,7 @@ def wilson_interval(num_right: float, num_tried: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens that the filter of prompts saves, and its quality.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="few prompts and steps: checks the program")
+    parser = options.parser("Tokens that the filter of prompts saves, and its quality.", "few prompts and steps")
     parser.add_argument("--steps", type=int, default=60, help="train steps of each row")
     parser.add_argument("--groups", type=int, default=64, help="groups a train step")
     parser.add_argument("--prompts", type=int, default=1000, help="prompts of the data set")
@@ -62,14 +60,7 @@ def main() -> None:
             interval = wilson_interval(row["flagged_tried"] - row["flagged_useful"], row["flagged_tried"])
             saved = 1 - row["tokens_per_group"] / base
             rows.append({"population": name, "filter": kind, **row, "precision_interval": interval, "saved": saved})
-            if not arguments.json:
-                print(
-                    f"{name:24} {kind:7} tokens/group {row['tokens_per_group']:9.0f}  saved {rows[-1]['saved']:6.3f}  "
-                    f"calibration error {row['calibration_error']:.3f}  precision {row['filter_precision']:.3f} [{interval[0]:.2f}, "
-                    f"{interval[1]:.2f}] ({row['flagged_useful']:.0f} of {row['flagged_tried']:.0f} wrong)  "
-                    f"recall {row['filter_recall']:.3f}  length bias {row['length_bias']:+.4f}",
-                    flush=True,
-                )
+            print(rows[-1], file=sys.stderr, flush=True)
     model = [row for row in rows if row["filter"] == "model"]
     worst = min(model, key=lambda row: (row["filter_precision"], row["precision_interval"]))
     result = {
@@ -82,7 +73,7 @@ def main() -> None:
         "num_prompts": arguments.prompts,
         "rows": rows,
     }
-    print(json.dumps(result) if arguments.json else f"saved {result['saved']:.3f}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

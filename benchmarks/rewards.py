@@ -13,7 +13,6 @@ disk, or left a process behind. Started by root, all of it runs as root (whose p
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import secrets
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile
+import options
 
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
@@ -79,7 +79,9 @@ def _answers_per_second(verifier: str, concurrency: int, answers: int, workers: 
     items = [(number, text, texts[0], False, FIELDS) for number, text in enumerate(texts)]
     with VerifierPool(
         verifier,
-        RewardConfig(num_workers=workers, timeout_seconds=60.0, concurrency=concurrency, environment=("JUDGE_SECONDS",)),
+        RewardConfig(
+            num_workers=workers, timeout_seconds=60.0, concurrency=concurrency, environment=("JUDGE_SECONDS",)
+        ),
     ) as pool:
         pool.score_many(items[:1])  # every process has begun
         start = time.perf_counter()
@@ -281,13 +283,11 @@ def _open_directories(paths: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, "some seconds: every ninth hostile program and answer")
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--answers", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=1.0, help="that each verdict takes")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--tiny", action="store_true", help="some seconds: every ninth hostile program and answer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--hostile-only", type=int, default=0, metavar="EVERY", help="every n-th hostile one, as this user"
     )
@@ -312,11 +312,7 @@ def main() -> None:
         "hostile_answers": hostile_runs[0]["answers"],
         "hostile": hostile_runs,
     }
-    if arguments.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        print(f"{name:30} {value:.4g}" if isinstance(value, (int, float)) else f"{name:30} {json.dumps(value)}")
+    options.show(found, arguments)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
-from tiny import TINY_STEP
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.dataset import load_prompts
@@ -63,7 +63,7 @@ class Traffic:
 
 def read_traffic(arguments: argparse.Namespace) -> Traffic:
     """Read the recipe's first prompts as requests of every round, with one round in front that does not count."""
-    config = load_config(arguments.recipe, TINY_STEP if arguments.tiny else ()).config
+    config = load_config(arguments.recipe, options.TINY_STEP if arguments.tiny else ()).config
     rollout = config.rollout
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     prompts = load_prompts(config.data.train_paths, inputs.tokenizer, config.data.max_prompt_tokens).prompts
@@ -248,9 +248,7 @@ def summary(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="16 responses, one round: checks the program")
+    parser = options.parser(__doc__, "16 responses, one round")
     parser.add_argument("--recipe", type=Path, default=ROOT / "examples/quickstart/quickstart.toml")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang/bin/python")
@@ -264,12 +262,7 @@ def main() -> None:
         serve_embedded(read_traffic(arguments))
         return
     result = measure(arguments)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name in ("sglang", "embedded"):
-        print(f"{name:10s} {result[f'{name}_tokens_per_second']:10.0f} tokens/s")
-    print(f"ratio      {result['sglang_vs_embedded']:10.2f}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

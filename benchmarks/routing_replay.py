@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
-from tiny import TINY_STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -108,14 +108,12 @@ def run(model: Path, directory: Path, layout: str, replays: bool, overrides: Seq
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options.parser(__doc__, "one step of a smaller model")
     parser.add_argument("--seeds", type=int, default=3, help="of the weights and the run")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layout", default="dp2", help="of the trainer")
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
-    parser.add_argument("--tiny", action="store_true", help="one step of a smaller model: checks the program")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
@@ -124,7 +122,7 @@ def main() -> None:
     arguments = parse_arguments()
     sizes, seeds, steps = (TINY_SIZES, 1, 1) if arguments.tiny else (SIZES, arguments.seeds, arguments.steps)
     overrides = [f"sglang.python={arguments.engine_python}", f"run.total_steps={steps}"]
-    overrides += [*(TINY_STEP if arguments.tiny else ()), *arguments.overrides]
+    overrides += [*(options.TINY_STEP if arguments.tiny else ()), *arguments.overrides]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="routing-replay-") as scratch:
         for seed in range(seeds):
@@ -135,8 +133,7 @@ def main() -> None:
                 for name in ("own", "replayed")
             }
             rows.append({"seed": seed, **sides})
-            if not arguments.json:
-                print(f"seed {seed}: " + ", ".join(f"{name} {figures}" for name, figures in sides.items()), flush=True)
+            print(rows[-1], file=sys.stderr, flush=True)
     means = {
         side: {name: sum(row[side][name] for row in rows) / len(rows) for name in FIGURES}
         for side in ("own", "replayed")
@@ -149,7 +146,7 @@ def main() -> None:
         "steps": steps,
         "seeds": rows,
     }
-    print(json.dumps(result if arguments.json else {name: result[name] for name in list(result)[:5]}))
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

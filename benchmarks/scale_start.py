@@ -33,6 +33,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import options
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = "examples/layouts/colocated_16nodes.toml"
 LAYOUTS = {
@@ -237,11 +239,7 @@ def _ip(*arguments: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--tiny", action="store_true", help="rank 0 of 128 and the check of 2 nodes: checks the program"
-    )
+    parser = options.parser(__doc__, "rank 0 of 128 and the check of 2 nodes")
     parser.add_argument("--real", action="store_true", help="only the check of 2 and 4 nodes")
     parser.add_argument(
         "--namespaces", action="store_true", help="a network namespace for each node of the check (root)"
@@ -269,19 +267,7 @@ def main() -> None:
     checks = {f"nodes_{n}": check(n, layers, arguments.namespaces) for n in ((2,) if arguments.tiny else (2, 4))}
     result.update(checks)
     result["bytes_difference"] = max(one["bytes_difference"] for one in checks.values())
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, worst in result.items():
-        if not name.startswith(tuple(LAYOUTS)):
-            continue
-        print(
-            f"{name}: {worst['connections']} connections to other nodes ({worst['connections_coordination']} over "
-            f"gloo), {worst['gb']:.3f} GB, {worst['update_mb']:.2f} MB and {worst['messages']} messages an update, "
-            f"{worst['seconds']:.1f} s, {worst['cpu_seconds']:.1f} s of CPU"
-        )
-    for name, one in checks.items():
-        print(f"{name}: {one['payload_bytes']} bytes, {one['bytes_difference']} off the simulation")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,16 @@ import json
 import tempfile
 from pathlib import Path
 
-from tiny import TINY_STEP
-from tppo.clusters import cluster_table, print_clusters
+import options
+from tppo.clusters import cluster_table
 from tppo.engine_runs import ENGINES, measure_curve, measure_rollout
 from tppo.long_tail import write_task
-from tppo.simulation import headline, print_tables, simulation
+from tppo.simulation import headline, simulation
 from tppo.training_runs import ROOT, compare_runs, train
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 TINY_TRAINING = (
-    *TINY_STEP,
+    *options.TINY_STEP,
     "run.total_steps=2",
     "optimizer.warmup_steps=0",
     "value_pretraining.min_steps=2",
@@ -66,9 +66,7 @@ TINY_TRAINING = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes of what is asked: checks the program")
+    parser = options.parser(__doc__, "the smallest sizes of what is asked")
     parser.add_argument("--curve", default="embedded", help="engine curve of the headline")
     parser.add_argument("--prefill-cost", type=float, default=0.1)
     parser.add_argument("--responses-an-engine", type=int, default=16, help="of the headline; all are in the tables")
@@ -129,11 +127,7 @@ def main() -> None:
         return
     setting = (arguments.curve, arguments.prefill_cost, arguments.responses_an_engine)
     result = {"benchmark": "tppo_efficiency", **simulation(*setting), "clusters": cluster_table(headline(*setting))}
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
-    print_tables(result)
-    print_clusters(result["clusters"])
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ tokens; `step_ratio_padded` is ours / transformers padded.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import tempfile
@@ -20,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
@@ -156,9 +155,7 @@ def measure(name: str, num_sequences: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="one round on 4 sequences of one shape: checks the program")
+    parser = options.parser(__doc__, "one round on 4 sequences of one shape")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=32)
     arguments = parser.parse_args()
@@ -179,13 +176,7 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
     }
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for row in rows:
-        print(
-            f"{row['shape']}: {row['step_ratio']:.2f} x transformers packed, {row['step_ratio_padded']:.2f} x transformers padded"
-        )
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 from peers.packages import installed_packages, with_packages
 from peers.trl_process import peer_specification, run_logged, run_trl
-from tiny import TINY_STEP
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
@@ -40,7 +40,7 @@ from megatron_dapo.trainer.recorder import RunPaths
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples" / "quickstart" / "quickstart.toml"
 TINY = (
-    *TINY_STEP,
+    *options.TINY_STEP,
     "run.total_steps=2",
     "evaluation.num_samples=1",
     "parallel.tp_size=1",
@@ -150,15 +150,13 @@ def write_run(config: Config, directory: Path, report: Mapping[str, Any], accura
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A recipe of ours, trained by TRL.")
+    parser = options.parser("A recipe of ours, trained by TRL.", "two steps of a few responses")
     parser.add_argument("recipe", type=Path, nargs="?", default=RECIPE)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--output-dir", type=Path, help="default: a temporary one")
     parser.add_argument(
         "--trl-packages", type=Path, help="directory with TRL; default: .venv-trl, else this environment"
     )
-    parser.add_argument("--json", action="store_true", help="print summary.json")
-    parser.add_argument("--tiny", action="store_true", help="two steps of a few responses")
     return parser.parse_args()
 
 
@@ -180,8 +178,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     write_run(config, directory, report, accuracy, time.monotonic() - begun)
     text = RunPaths(directory).summary.read_text(encoding="utf-8")
     found = json.loads(text)
-    line = f"avg@k {accuracy:.3f} after {found['train_steps']} train steps in {found['train_seconds']:.0f} s"
-    print(json.dumps(found) if arguments.json else line)
+    options.show(found, arguments)
 
 
 def main() -> int:

@@ -26,16 +26,15 @@ model does that has learned only the ends of responses.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import options
 import torch
 from locks.ablation import TINY_RECIPE, check_parts
 from locks.megatron_values import learn_values_with_megatron
-from locks.values import LAMBDAS, check_values
+from locks.values import check_values
 
 VALUE_STEPS, TINY_STEPS = 500, 5  # optimizer steps of the first two parts
 
@@ -61,65 +60,8 @@ def measure(parts: Sequence[str], num_seeds: int, num_steps: int, *, tiny: bool 
     return {**result, "cpu_seconds": time.process_time() - start, "torch": torch.__version__}
 
 
-def tables(result: Mapping[str, Any]) -> str:
-    """Markdown."""
-    sections = {"values": value_tables, "megatron": megatron_table, "ablation": ablation_table}
-    return "\n\n".join(write(result[name]) for name, write in sections.items() if name in result)
-
-
-def value_tables(values: Mapping[str, Any]) -> str:
-    runs = {f"{loss}, seed {seed}": run for loss in ("squared", "clipped") for seed, run in values[loss].items()}
-    lines = ["| values | mean error, by step | largest | EV | EV of the exact values | advantage error, lambda 0 |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, run in runs.items():
-        errors = run["errors_by_step"]
-        by_step = ", ".join(f"{step}: {error['mean_error']:.3f}" for step, error in errors.items())
-        largest = list(errors.values())[-1]["largest_error"]
-        explained, exact = run["explained_variance"]["all"], run["explained_variance_of_exact_values"]["all"]
-        at_zero = run["advantages"]["lambda_0"]
-        lines.append(
-            f"| {name} | {by_step} | {largest:.2f} | {explained:.3f} | {exact:.3f} | "
-            f"{at_zero['mean_error']:.4f} of {at_zero['spread']:.3f} |"
-        )
-    lines += [
-        "",
-        "| lambda (squared, seed 0) | bias, learned values | bias, exact values | in standard errors, exact |",
-    ]
-    lines.append("|---|---|---|---|")
-    for name in LAMBDAS:
-        learned, exact = values["squared"]["0"]["advantages"][f"lambda_{name}"].values()
-        lines.append(f"| {name} | {learned['bias']:.4f} | {exact['bias']:.4f} | {exact['in_standard_errors']:.1f} |")
-    return "\n".join(lines)
-
-
-def megatron_table(megatron: Mapping[str, Any]) -> str:
-    lines = ["| MegatronCritic | mean error | largest error | EV | EV of the exact values |", "|---|---|---|---|---|"]
-    for name in ("before", "after"):
-        figures = (
-            f"{megatron[name][key]:.3f}"
-            for key in ("mean_error", "largest_error", "explained_variance", "explained_variance_of_exact_values")
-        )
-        lines.append(f"| {name} {megatron['steps']} steps | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
-def ablation_table(ablation: Mapping[str, Any]) -> str:
-    lines = ["| parts | learning | final | change of learning, by seed | value error at the start | paper | shown |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for name, row in ablation.items():
-        changes = ", ".join(f"{change:+.3f}" for change in row["changes"]) if name != "VAPO" else ""
-        shown = "" if name == "VAPO" else "yes" if row["shown"] else "no"
-        lines.append(
-            f"| {name} | {row['learning']:.3f} | {row['final']:.3f} | {changes} | "
-            f"{row['value_error_at_the_start']:.3f} | {row['paper']} | {shown} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="one seed, a few steps: checks the program")
+    parser = options.parser(__doc__, "one seed, a few steps")
     parser.add_argument("--part", choices=["values", "megatron", "ablation"], action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run of the ablation")
@@ -129,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parts = arguments.part or ["values", "megatron", "ablation"]
     result = measure(parts, arguments.seeds, arguments.steps, tiny=arguments.tiny)
-    print(json.dumps(result, indent=1) if arguments.json else tables(result))
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

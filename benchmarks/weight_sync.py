@@ -39,6 +39,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 from peers.packages import peer_packages, with_packages
 
@@ -217,10 +218,8 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options.parser(__doc__, "the same with narrow layers")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, {QUICK_RUNS} runs")
-    parser.add_argument("--tiny", action="store_true", help="the same with narrow layers: checks the program")
     parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
     parser.add_argument("--transports", default="p2p,shared_memory", help="the first one gives the keys at the top")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -239,12 +238,7 @@ def main() -> None:
         directory = arguments.output or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         result = measure(arguments, directory)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, figures in result["transports"].items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
-    print(f"mbridge {result['mbridge_seconds']:.2f} s, {result['engine']}")
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

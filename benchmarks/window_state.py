@@ -11,7 +11,6 @@ as one JSON file. Files go to a temporary directory; whatever the machine caches
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import options
 import torch
 
 from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter
@@ -151,9 +151,7 @@ def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tiny", action="store_true", help="4 responses of 64 tokens: checks the program")
+    parser = options.parser(__doc__, "4 responses of 64 tokens")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=12288, help="of a response so far")
@@ -161,15 +159,7 @@ def main() -> None:
     if arguments.tiny:
         arguments.groups, arguments.group_size, arguments.tokens = 2, 2, 64
     result = {"benchmark": "window_state", **measure(arguments.groups, arguments.group_size, arguments.tokens)}
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    print(f"{result['responses']:,} unfinished responses of {result['tokens']:,} tokens")
-    for name in ("tensors", "json"):
-        row = result[name]
-        print(
-            f"{name:8} {row['gigabytes']:.3f} GB, written in {row['write_seconds']:.1f} s, read in {row['read_seconds']:.1f} s"
-        )
+    options.show(result, arguments)
 
 
 if __name__ == "__main__":

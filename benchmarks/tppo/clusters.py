@@ -71,24 +71,3 @@ def cluster_table(base: Setting) -> Sequence[dict[str, Any]]:
     """Every kind, number and cut."""
     clusters = (Cluster(gpu, num, cut) for gpu in GPUS for num in NUM_GPUS for cut in GPUS_AN_ENGINE)
     return [cluster_row(cluster, base) for cluster in clusters]
-
-
-def print_clusters(rows: Sequence[dict[str, Any]]) -> None:
-    """Markdown."""
-    print(
-        "\n| GPUs | an engine | responses an engine | rollout, a step | published ticks | whole step | contexts, room |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        published = f"{row['published_speedup']:.2f}" if "published_speedup" in row else ""
-        room = f"{row['peak_context_tokens']:,} of {row['context_room_tokens']:,}"
-        cells = (
-            f"{row['gpus']} {row['gpu']}",
-            row["gpus_an_engine"],
-            row["responses_an_engine"],
-            f"{row['speedup']:.2f}",
-            published,
-            f"{row['speedup_step']:.2f}",
-            room if row["is_room_enough"] else f"{room}: too few",
-        )
-        print(f"| {' | '.join(str(cell) for cell in cells)} |")

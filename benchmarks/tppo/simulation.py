@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,19 +296,3 @@ def simulation(curve_name: str, prefill_cost: float, per_engine: int) -> dict[st
             title: {name: simulate(each) for name, each in cases.items()} for title, cases in variants(base).items()
         },
     }
-
-
-def print_tables(result: Mapping[str, Any]) -> None:
-    """Markdown."""
-    columns = ("speedup", "speedup_tokens", "speedup_step", "speedup_step_tokens")
-    print(
-        f"curve {result['curve']}, {result['engines']} engines of {result['responses_an_engine']} responses: ", end=""
-    )
-    print(", ".join(f"{name} {result[name]:.2f}" for name in columns))
-    for title, cases in result["sensitivity"].items():
-        print(f"\n| {title} | rollout, a step | rollout, a token | step | step, a token | idle, full | idle, windows |")
-        print("|---|---|---|---|---|---|---|")
-        for name, row in cases.items():
-            figures = [f"{row[column]:.2f}" for column in columns]
-            idle = [f"{row[f'idle_share_{mode}']:.0%}" for mode in ("full", "windows")]
-            print(f"| {name} | {' | '.join(figures + idle)} |")

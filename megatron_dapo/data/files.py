@@ -61,7 +61,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RowSample:
     """How many rows to read from how many places of a file."""
 
     places: int
@@ -102,7 +102,7 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
     file of two million rows takes no longer than a small one. Raises ValueError like `read_rows`.
     """
     with blamed_on(path):
-        for location, values in read_table(path, row_format.columns, Sample(places, rows)):
+        for location, values in read_table(path, row_format.columns, RowSample(places, rows)):
             yield _checked_row(values, location, row_format)
 
 
@@ -114,7 +114,9 @@ def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None =
         yield Row(messages, made["answer"], task, {ENTRY: made[ENTRY]}, location)
 
 
-def read_table(path: Path, columns: Columns, sample: Sample | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_table(
+    path: Path, columns: Columns, sample: RowSample | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the location and values of every row of a file, in order, or of a sample. ValueError if there is no row or a
     column is missing."""
     is_empty = True
@@ -181,7 +183,7 @@ def file_sha256(path: Path) -> str:
 # ---- formats: (location, {column: value}) of every row
 
 
-def _read_parquet(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(path: Path, columns: Columns, sample: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -206,7 +208,7 @@ def _read_parquet(path: Path, columns: Columns, sample: Sample | None) -> Iterat
         raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error
 
 
-def _read_json_lines(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json_lines(path: Path, columns: Columns, sample: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for location, line in _lines(path) if sample is None else _sampled_lines(path, sample):
         if line.strip():
             values = _parse_line(line, location)
@@ -220,7 +222,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}, line {number}", line
 
 
-def _sampled_lines(path: Path, sample: Sample) -> Iterator[tuple[str, bytes]]:
+def _sampled_lines(path: Path, sample: RowSample) -> Iterator[tuple[str, bytes]]:
     size = path.stat().st_size
     if size <= _SMALL_FILE_BYTES:
         yield from _lines(path)
@@ -245,7 +247,7 @@ def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
     return values
 
 
-def _read_json(path: Path, columns: Columns, _: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -259,7 +261,7 @@ def _read_json(path: Path, columns: Columns, _: Sample | None) -> Iterator[tuple
         yield f"{path}, row {number}", values
 
 
-def _read_csv(path: Path, columns: Columns, _: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_csv(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(2**24)  # of a long problem
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -284,7 +286,7 @@ def _places(size: int, count: int) -> list[int]:
     return sorted({0, *between, size - 1})
 
 
-def _read_saved(path: Path, columns: Columns, sample: Sample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_saved(path: Path, columns: Columns, sample: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     names = saved_dataset.column_names(path)
     _check_columns(names, columns, str(path))
     ranges, count = None, saved_dataset.count_rows(path) if sample else 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.diversity import drawn_at_random
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config.rollout_schema import RejectionSamplingConfig
 from megatron_dapo.selection import embed as module
@@ -72,28 +71,6 @@ def test_a_random_selection_takes_as_many() -> None:
     assert all(each.fates.count(KEPT) == 4 and each.fates[6] == "wrong" for each in one)
     figures = statistics(one, seed=9)
     assert abs(figures["distance_difference"]["value"]) < 0.2 and figures["fates"]["not_drawn"] == 24
-
-
-def test_the_benchmark_of_diversity_draws_the_random_selection_of_the_command() -> None:
-    different = [(prompt, [row[0], *row[3:]]) for prompt, row in responses()]
-    section = RejectionSamplingConfig(embedding="ngrams", max_per_prompt=2)
-    diverse = choose_all(different, section, 99, by_ngrams, seed=5)
-    random = choose_all(different, section.model_copy(update={"selection": "random"}), 99, by_ngrams, seed=5)
-    drawn = drawn_at_random(list(examples_of(diverse)), list(responses_of(diverse)), seed=5)
-    expected = [
-        {name: row[name] for name in ("prompt", "response", "prompt_id", "sample")} for row in examples_of(random)
-    ]
-    assert drawn == expected and drawn != [{name: row[name] for name in drawn[0]} for row in examples_of(diverse)]
-
-
-def test_the_benchmark_of_diversity_draws_copies_once() -> None:
-    """Fine-tuning counts equal rows once: a selection with copies would be the smaller one."""
-    diverse = choose_all(responses(), RejectionSamplingConfig(embedding="ngrams"), 99, by_ngrams, seed=5)
-    examples = list(examples_of(diverse))
-    drawn = drawn_at_random(examples, list(responses_of(diverse)), seed=5)
-    distinct = {(row["prompt_id"], row["response"]) for row in drawn}
-    assert len(distinct) == len(drawn) == len(examples) == 48
-    assert {row["sample"] for row in drawn} == {0, 3, 4, 5}, "the first of equal ones, by its number in the prompt"
 
 
 def test_hidden_states_are_those_of_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,24 @@
+"""What the benchmarks share: the options that each of them has, the result as JSON, and the overrides of a tiny train step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# Responses keep their length: shorter ones would all be cut and wrong, and no group would teach anything.
+TINY_STEP = ("rollout.prompts_per_step=4", "training.mini_batch_prompts=4", "rollout.group_size=4")
+
+
+def parser(description: str | None, tiny: str) -> argparse.ArgumentParser:
+    """Return a parser with --json and --tiny, whose help is `tiny`."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--json", action="store_true", help="print the JSON object on one line")
+    found.add_argument("--tiny", action="store_true", help=f"{tiny}: checks the program")
+    return found
+
+
+def show(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the result of a benchmark."""
+    print(json.dumps(result, indent=None if arguments.json else 1))
