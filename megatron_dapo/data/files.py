@@ -194,15 +194,16 @@ def _read_parquet(path: Path, columns: Columns, sample: RowSample | None) -> Ite
             present = columns.among(names)
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             starts = list(accumulate(sizes, initial=0))
-            is_whole = sample is None or metadata.num_rows <= sample.places * sample.rows
-            for group in range(len(sizes)) if is_whole else _places(len(sizes), sample.places):
+            if sample and metadata.num_rows <= sample.places * sample.rows:
+                sample = None
+            for group in _places(len(sizes), sample.places) if sample else range(len(sizes)):
                 index = starts[group]
-                size = BATCH_ROWS if is_whole else sample.rows
+                size = sample.rows if sample else BATCH_ROWS
                 for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=present):
                     for values in batch.to_pylist():
                         yield f"{path}, row {index}", values
                         index += 1
-                    if not is_whole:
+                    if sample:
                         break
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error

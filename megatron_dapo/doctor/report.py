@@ -142,7 +142,7 @@ def _shared_memory(
         from megatron_dapo.bridge.transports.shared_memory import default_directory
 
         directory, ranks = default_directory(), sglang.servers_per_node * sglang.tp_size
-        num_bytes = architecture and architecture.num_parameters * ITEM_SIZES[config.model.dtype]
+        num_bytes = None if architecture is None else architecture.num_parameters * ITEM_SIZES[config.model.dtype]
         free = free_bytes(directory)
         yield recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, num_bytes)
 

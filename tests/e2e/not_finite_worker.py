@@ -21,7 +21,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     learner, spoilt = built.learner, arguments["spoilt"]
     models, counters = {"policy": built.actor}, {"policy": learner.counters}
     batch = samples(2, 40)
-    if hasattr(learner, "critic"):
+    if learner.critic is not None:
         models["critic"], counters["critic"] = learner.critic.critic, learner.critic.counters
         batch = judged_samples(2, 40)
     sound = critic_learner.value_loss
