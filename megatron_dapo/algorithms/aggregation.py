@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dapo.algorithms.segments import group_positions, segment_sum
-from megatron_dapo.algorithms.tables import lookup
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ def sample_token_weights(
     `max_length` is Dr. GRPO's constant (the maximum response length, not the longest one of the batch). Samples
     without a trained token get 0, so a mini-batch without trained tokens has weights 0, not NaN.
     """
-    divisor_of = lookup(AGGREGATIONS, "loss aggregation", mode)
     if max_length < 1:
         raise ValueError(f"max_length {max_length} must be at least 1: the longest response that may be generated")
     counts = trained_tokens.to(torch.float64)
-    divisor = divisor_of(WeightInputs(counts, _tokens_of_groups(group_index, denominators), denominators, max_length))
+    inputs = WeightInputs(counts, _tokens_of_groups(group_index, denominators), denominators, max_length)
+    divisor = AGGREGATIONS[mode](inputs)
     trained = (counts > 0) & (divisor > 0)
     return torch.where(trained, 1.0 / torch.where(trained, divisor, 1.0), 0.0)

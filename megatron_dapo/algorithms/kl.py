@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dapo.algorithms.tables import lookup
 from megatron_dapo.config.algorithm_schema import GeneralizedKlConfig
 
 # exp(20) is 4.9e8: too large a ratio to train on, yet far from fp32 overflow.
@@ -69,9 +68,8 @@ def kl_loss(
     """
     if name == "k1":
         raise ValueError("KL loss 'k1' has a gradient of zero mean: it adds noise and no pull; choose k2 (or k3)")
-    estimator = lookup(KL_LOSSES, "KL loss", name)
     trained = loss_mask > 0
     logprobs = torch.where(trained, logprobs, 0.0)
     ref_logprobs = torch.where(trained, ref_logprobs, 0.0)
     metrics = {f"kl_{key}_sum": value(logprobs.detach(), ref_logprobs).sum() for key, value in KL_ESTIMATORS.items()}
-    return estimator(logprobs, ref_logprobs), metrics
+    return KL_LOSSES[name](logprobs, ref_logprobs), metrics

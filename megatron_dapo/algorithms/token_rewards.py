@@ -6,7 +6,6 @@ import torch
 
 from megatron_dapo.algorithms.gae import trained_tokens
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS
-from megatron_dapo.algorithms.tables import lookup
 
 
 def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,6 @@ def token_divergence(
 
     With k1 the sum of the rewards is the regularized objective; in a reward only the VALUE matters.
     """
-    estimator = lookup(KL_ESTIMATORS, "KL estimator", name)
     trained = loss_mask > 0
     difference = [torch.where(trained, each.detach(), 0.0) for each in (logprobs, ref_logprobs)]
-    return estimator(*difference)
+    return KL_ESTIMATORS[name](*difference)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dapo.algorithms.advantages import STD_CONVENTIONS
-from megatron_dapo.algorithms.tables import lookup
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Moments:
 
     def variance(self, std: str = "biased") -> float:
         """Divide by n for `std` "biased", by n - 1 for "unbiased"; return 0 if the divisor would be 0 or less."""
-        freedom = float(self.num_tokens) - lookup(STD_CONVENTIONS, "standard deviation convention", std)
+        freedom = float(self.num_tokens) - STD_CONVENTIONS[std]
         squares = float(self.square_total) - float(self.total) * self.mean()
         return max(squares / freedom, 0.0) if freedom > 0 else 0.0
 

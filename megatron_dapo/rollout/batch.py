@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megatron_dapo.engines.base import PrefixReuse
@@ -27,8 +27,9 @@ class RolloutBatch:
     should_stop: bool = False  # nothing more to train on: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
     filtered: tuple[Group, ...] = ()  # a few of those that were left out, for the records; not in a checkpoint
-    generation_step: int = 0  # rounds of generation begun when the batch was full
-    seconds: float = 0.0  # spent collecting it, during training or not, including pauses
+    # Circumstances of its collection, by which batches are not compared.
+    generation_step: int = field(default=0, compare=False)  # rounds of generation begun when the batch was full
+    seconds: float = field(default=0.0, compare=False)  # spent collecting it, during training or not, including pauses
     prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
     samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.types import Group
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def _spread(group: Group) -> float:
@@ -34,13 +34,9 @@ class ReplayBuffer:
     """
 
     def __init__(self, max_staleness: int = 0, order: str = "oldest") -> None:
-        if max_staleness < 0:
-            raise ValueError(f"replay buffer: max_staleness = {max_staleness}, must be at least 0")
         self.max_staleness = max_staleness
         self._order = ORDERS[order]
         self._groups: list[Group] = []
-        # Counts since the run began; saved so that a resumed run has the same state as an uninterrupted one.
-        self._num_put = self._num_taken = self._num_evicted = 0
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups)
@@ -54,12 +50,10 @@ class ReplayBuffer:
             f"group {group.group_id} is already in the buffer"
         )
         self._groups.append(group)
-        self._num_put += 1
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Undo a `take` of groups that were not trained; they go to the head of the queue."""
         self._groups[:0] = groups
-        self._num_taken -= len(groups)
 
     def num_available(self, policy_version: int, before: str | None = None) -> int:
         """Return the number of groups that are still fresh at `policy_version`, started before group `before`."""
@@ -69,27 +63,19 @@ class ReplayBuffer:
         """Remove and return the first `num_groups` fresh groups, or fewer, that started before group `before`."""
         taken = sorted(self._available(policy_version, before), key=self._order)[:num_groups]
         self._remove(taken)
-        self._num_taken += len(taken)
         return taken
 
     def evict(self, policy_version: int) -> list[Group]:
         """Remove and return the groups that are too stale, so that their prompts can be queued again."""
         stale = [group for group in self._groups if not self._is_fresh(group, policy_version)]
         self._remove(stale)
-        self._num_evicted += len(stale)
         return stale
 
     def state_dict(self, given_back: Sequence[Group] = ()) -> dict[str, Any]:
-        """Return the groups (every token, log-prob, score and version) and the counters, for `serialization.split_state`.
-
-        The state is the one after `give_back(given_back)`.
-        """
+        """Return the groups as after `give_back(given_back)`, with every token and score, for `serialization.split_state`."""
         return {
             "version": STATE_VERSION,
             "groups": [group_to_json(group) for group in [*given_back, *self._groups]],
-            "num_put": self._num_put,
-            "num_taken": self._num_taken - len(given_back),
-            "num_evicted": self._num_evicted,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +86,6 @@ class ReplayBuffer:
                 "resume with the release that wrote it"
             )
         self._groups = [group_from_json(group) for group in state["groups"]]
-        self._num_put, self._num_taken, self._num_evicted = state["num_put"], state["num_taken"], state["num_evicted"]
 
     def _available(self, policy_version: int, before: str | None) -> list[Group]:
         return [

@@ -233,7 +233,7 @@ class TrainingLoop:
                 parts.collector.after_update(step)
             # Checked in this phase because the policy is on the device and the engines hold the same version.
             if parts.parity is not None and parts.parity.is_due(step):
-                parts.parity.check()
+                parts.parity.check_all()
 
     def _watch_mismatch(self, result: LearnResult) -> None:
         """Warn if the mismatch between trainer and engine is too large or keeps growing."""

@@ -34,8 +34,9 @@ class ParityError(RuntimeError):
     is_final = True  # the configuration causes it
 
 
-class ParityProbe:
-    """Compares a server with the trainer on fixed token sequences of at least two tokens each. Collective.
+class Parity:
+    """Compares servers with the trainer on fixed token sequences of at least two tokens each: after this process's first
+    weight sync, then every `interval` train steps (0: never again). Collective.
 
     Args:
         sequences: at least one for every data-parallel rank.
@@ -44,6 +45,7 @@ class ParityProbe:
         as_served: inside it, the trainer's weights have the servers' quantized values. None if servers hold the trained
             weights. Collective.
         coordination: the ranks that hold the policy.
+        servers: those that `check_all` compares.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class ParityProbe:
         gate: float,
         as_served: Callable[[], AbstractContextManager[None]] | None = None,
         coordination: Coordination | None = None,
+        servers: SglangEngines | None = None,
+        interval: int = 0,
     ) -> None:
         short = [index for index, tokens in enumerate(sequences) if len(tokens) < 2]
         if short or not sequences:
@@ -64,6 +68,20 @@ class ParityProbe:
         self._gate = gate
         self._as_served = as_served
         self._coordination = coordination or Coordination()
+        self._servers = servers
+        self._interval = interval
+        self._is_first = True
+
+    def is_due(self, train_step: int) -> bool:
+        """Return True if servers are due for a check after this train step's weight sync."""
+        return self._is_first or self._interval > 0 and train_step % self._interval == 0
+
+    def check_all(self) -> None:
+        """Compare every server; raises ParityError."""
+        assert self._servers is not None, "build_parity names the servers"
+        self._is_first = False
+        for server in range(self._servers.num_servers):
+            self.check(f"server {server}", self._servers.prompt_logprobs(server))
 
     def check(
         self, server: str, prompt_logprobs: Callable[[Sequence[int]], Sequence[float]] | None
@@ -105,26 +123,6 @@ class ParityProbe:
             return self._learner.compare(samples, 1.0)
 
 
-class Parity:
-    """Probes all servers after this process's first weight sync, then every `interval` train steps (0: never again)."""
-
-    def __init__(self, probe: ParityProbe, servers: SglangEngines, interval: int) -> None:
-        self._probe = probe
-        self._servers = servers
-        self._interval = interval
-        self._is_first = True
-
-    def is_due(self, train_step: int) -> bool:
-        """Return True if servers are due for a check after this train step's weight sync."""
-        return self._is_first or self._interval > 0 and train_step % self._interval == 0
-
-    def check(self) -> None:
-        """Compare every server. Collective; raises ParityError."""
-        self._is_first = False
-        for server in range(self._servers.num_servers):
-            self._probe.check(f"server {server}", self._servers.prompt_logprobs(server))
-
-
 def build_parity(
     context: RunContext, engines: Engines, prompts: Sequence[Prompt] | None, learner: Learner
 ) -> Parity | None:
@@ -145,8 +143,8 @@ def build_parity(
     computes_in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
     if engines.as_served is not None and (torch.cuda.is_available() or computes_in_fp8):
         gate = config.mismatch_gate
-    probe = ParityProbe(sequences, learner, gate, engines.as_served, coordination)
-    return Parity(probe, engines.servers, config.sglang.parity_interval)
+    interval = config.sglang.parity_interval
+    return Parity(sequences, learner, gate, engines.as_served, coordination, engines.servers, interval)
 
 
 def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:

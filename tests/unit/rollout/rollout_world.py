@@ -32,6 +32,22 @@ def fraction(*key: object) -> float:
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little") / 2**56
 
 
+def response_length(seed: int) -> int:
+    return 2 + int(10 * fraction(seed, "length"))
+
+
+def answer(prompt_ids: Sequence[int], seed: int, length: int) -> tuple[int, ...]:
+    """A response of `length` tokens, the last of which is right at the prompt's pass rate."""
+    is_right = fraction(seed, "answer") < prompt_ids[1] / 1000
+    body = [10 + int(1000 * fraction(seed, place)) for place in range(length - 1)]
+    return (*body, RIGHT if is_right else WRONG)
+
+
+def whole_response(prompt_ids: Sequence[int], seed: int) -> tuple[int, ...]:
+    """The whole response, however often it is stopped."""
+    return answer(prompt_ids, seed, response_length(seed))
+
+
 @dataclass
 class Running:
     """A request and the version that sampled each of its tokens so far."""
@@ -42,6 +58,8 @@ class Running:
 
 class FakeEngine:
     """Responses depend on their seed; how fast they come depends on `jitter`. Pass rate: second prompt token / 1000."""
+
+    length, whole = staticmethod(response_length), staticmethod(whole_response)
 
     def __init__(self, jitter: int = 0, abort_rate: float = 0.0, version: int = 0) -> None:
         self.policy_version = version
@@ -68,8 +86,8 @@ class FakeEngine:
         prefix = request.prefix
         if prefix is None:
             return []
-        assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < response_length(request.seed)
-        assert prefix.token_ids.tolist() == list(response(request)[: len(prefix.token_ids)])
+        assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < self._end(request)
+        assert prefix.token_ids.tolist() == list(self.whole(request.prompt_ids, request.seed)[: len(prefix.token_ids)])
         return [run.version for run in prefix.versions for _ in range(run.start, run.end)]
 
     def poll(self) -> list[Completion]:
@@ -77,6 +95,13 @@ class FakeEngine:
             self.polls_until_crash -= 1
             if self.polls_until_crash < 0:
                 raise ConnectionError("the engine went away")
+        return self._poll()
+
+    def _end(self, request: GenerationRequest) -> int:
+        """Tokens of the response when this request ends."""
+        return self.length(request.seed)
+
+    def _poll(self) -> list[Completion]:
         names = [name for name in self._running if self._random.random() < 0.3]
         self._random.shuffle(names)
         finished = [self._finish(self._running.pop(name)) for name in names]
@@ -86,40 +111,30 @@ class FakeEngine:
 
     def _generate(self, running: Running, num_tokens: int, leave: int) -> None:
         """Generate at most `num_tokens` more, up to `leave` before the end."""
-        num_tokens = max(0, min(num_tokens, response_length(running.request.seed) - leave - len(running.versions)))
+        num_tokens = max(0, min(num_tokens, self._end(running.request) - leave - len(running.versions)))
         running.versions += [self.policy_version] * num_tokens
         self.num_generated += num_tokens
 
     def _finish(self, running: Running) -> Completion:
         if self._random.random() < self._abort_rate:
             self._generate(running, 1, leave=1)
-            return completion_of(running, "abort")
+            return self.completion_of(running, "abort")
         self._generate(running, 1000, leave=0)
-        return completion_of(running, "stop")
+        return self.completion_of(running, "stop")
+
+    def completion_of(self, running: Running, reason: str) -> Completion:
+        """Return the tokens that `running` has so far."""
+        request, sampled, length = running.request, running.versions, len(running.versions)
+        logprobs = tuple(-fraction(request.seed, "logprob", place) for place in range(length))
+        starts = [place for place in range(length) if place == 0 or sampled[place] != sampled[place - 1]]
+        versions = [VersionRange(start, end, sampled[start]) for start, end in zip(starts, [*starts[1:], length])]
+        tokens = self.whole(request.prompt_ids, request.seed)[:length]
+        return Completion(request.request_id, tokens, logprobs, reason, tuple(versions))
 
     def abort(self) -> list[Completion]:
-        partials = [completion_of(running, "abort") for running in self._running.values()]
+        partials = [self.completion_of(running, "abort") for running in self._running.values()]
         self._running.clear()
         return partials
-
-
-def response_length(seed: int) -> int:
-    return 2 + int(10 * fraction(seed, "length"))
-
-
-def response(request: GenerationRequest) -> tuple[int, ...]:
-    """The whole response, however often it is stopped."""
-    is_right = fraction(request.seed, "answer") < request.prompt_ids[1] / 1000
-    body = [10 + int(1000 * fraction(request.seed, place)) for place in range(response_length(request.seed) - 1)]
-    return (*body, RIGHT if is_right else WRONG)
-
-
-def completion_of(running: Running, reason: str) -> Completion:
-    length = len(running.versions)
-    logprobs = tuple(-fraction(running.request.seed, "logprob", place) for place in range(length))
-    starts = [place for place in range(length) if place == 0 or running.versions[place] != running.versions[place - 1]]
-    versions = [VersionRange(start, end, running.versions[start]) for start, end in zip(starts, [*starts[1:], length])]
-    return Completion(running.request.request_id, response(running.request)[:length], logprobs, reason, tuple(versions))
 
 
 class FakeVerifier:

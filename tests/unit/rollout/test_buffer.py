@@ -45,8 +45,7 @@ def test_nothing_too_stale_is_handed_out(max_staleness: int) -> None:
     assert buffer.num_available(5) == max_staleness + 1
     assert names(buffer.evict(5)) == [str(v) for v in range(6) if 5 - v > max_staleness]
     assert names(buffer.take(99, 5)) == [str(v) for v in range(6) if 5 - v <= max_staleness]
-    state = buffer.state_dict()
-    assert (state["num_put"], state["num_taken"] + state["num_evicted"], len(buffer)) == (6, 6, 0)
+    assert len(buffer) == 0
 
 
 def test_take_skips_stale_groups_without_losing_them() -> None:
@@ -64,7 +63,6 @@ def test_groups_given_back_go_first() -> None:
     taken = buffer.take(2, 0)
     buffer.give_back(taken)
     assert names(buffer.take(3, 0)) == ["a", "b", "c"]
-    assert buffer.state_dict()["num_taken"] == 3
 
 
 def test_state_survives_json_exactly() -> None:
@@ -88,11 +86,6 @@ def test_log_probs_keep_every_bit(logprobs: list[float]) -> None:
     restored = group_from_json(json.loads(json.dumps(group_to_json(group), default=np.ndarray.tolist)))
     assert restored == group
     assert [x.hex() for x in restored.samples[0].completion.logprobs.tolist()] == [x.hex() for x in logprobs]
-
-
-def test_a_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness = -1"):
-        ReplayBuffer(-1)
 
 
 def test_a_group_cannot_be_put_twice() -> None:

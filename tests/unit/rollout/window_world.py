@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rollout_world import RIGHT, WRONG, FakeVerifier, Running, decode, fraction
+from rollout_world import RIGHT, WRONG, FakeEngine, FakeVerifier, Running, answer, decode, fraction
 
 from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
@@ -17,7 +16,7 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.collector import CollectorInputs, sample_seed
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
-from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 STOPS = (RIGHT, WRONG)
 
@@ -29,84 +28,45 @@ def own_length(seed: int) -> int:
 
 def whole_response(prompt_ids: Sequence[int], seed: int) -> tuple[int, ...]:
     """The response without any limit."""
-    is_right = fraction(seed, "answer") < prompt_ids[1] / 1000
-    body = [10 + int(1000 * fraction(seed, place)) for place in range(own_length(seed) - 1)]
-    return (*body, RIGHT if is_right else WRONG)
+    return answer(prompt_ids, seed, own_length(seed))
 
 
-class WindowEngine:
-    """Responses depend on their seed; how fast they come depends on `jitter`."""
+class WindowEngine(FakeEngine):
+    """An engine that ends responses at the limit of their request, too."""
+
+    length, whole = staticmethod(own_length), staticmethod(whole_response)
 
     def __init__(self, jitter: int = 0, abort_rate: float = 0.0, version: int = 0) -> None:
-        self.policy_version = version
-        self.polls_until_crash: int | None = None
-        self._random = random.Random(jitter)
-        self._abort_rate = abort_rate
-        self._running: dict[str, Running] = {}
+        super().__init__(jitter, abort_rate, version)
         self.submitted: list[GenerationRequest] = []
-        self.num_generated = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._running)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            assert request.request_id not in self._running, f"{request.request_id} is running"
-            prefix = request.prefix
-            versions: list[int] = []
-            if prefix is not None:
-                assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < self._end(request)
-                assert prefix.token_ids.tolist() == list(
-                    whole_response(request.prompt_ids, request.seed)[: len(prefix.token_ids)]
-                )
-                versions = [run.version for run in prefix.versions for _ in range(run.start, run.end)]
-            self._running[request.request_id] = Running(request, versions)
-            self.submitted.append(request)
+        super().submit(requests)
+        self.submitted += requests
 
     def _end(self, request: GenerationRequest) -> int:
         return min(own_length(request.seed), request.sampling.max_new_tokens)
 
-    def poll(self) -> list[Completion]:
-        if self.polls_until_crash is not None:
-            self.polls_until_crash -= 1
-            if self.polls_until_crash < 0:
-                raise ConnectionError("the engine went away")
+    def _poll(self) -> list[Completion]:
         returned = []
         for name in self._random.sample(sorted(self._running), len(self._running)):
             running = self._running[name]
-            self._generate(running, self._random.choice([0, 1, 3, 9]))
-            is_complete = len(running.versions) == self._end(running.request)
-            if is_complete or self._random.random() < self._abort_rate:
+            self._generate(running, self._random.choice([0, 1, 3, 9]), leave=0)
+            if len(running.versions) == self._end(running.request) or self._random.random() < self._abort_rate:
                 returned.append(self._completion(self._running.pop(name)))
         return returned
-
-    def _generate(self, running: Running, num_tokens: int) -> None:
-        num_tokens = min(num_tokens, self._end(running.request) - len(running.versions))
-        running.versions += [self.policy_version] * num_tokens
-        self.num_generated += num_tokens
 
     def _completion(self, running: Running) -> Completion:
         request, length = running.request, len(running.versions)
         reason = "abort"
         if length == self._end(request):
             reason = "stop" if length == own_length(request.seed) else "length"
-        tokens = whole_response(request.prompt_ids, request.seed)[:length]
-        logprobs = tuple(-fraction(request.seed, "logprob", place) for place in range(length))
-        return Completion(request.request_id, tokens, logprobs, reason, _ranges(running.versions))
+        return self.completion_of(running, reason)
 
     def abort(self) -> list[Completion]:
         partials = [self._completion(running) for running in self._running.values()]
         self._running.clear()
         return partials
-
-
-def _ranges(versions: Sequence[int]) -> tuple[VersionRange, ...]:
-    starts = [place for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
-    return tuple(
-        VersionRange(start, end, versions[start])
-        for start, end in zip(starts, [*starts[1:], len(versions)], strict=False)
-    )
 
 
 @dataclass(frozen=True)

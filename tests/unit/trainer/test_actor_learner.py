@@ -3,69 +3,25 @@ reads nothing of a micro-batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from value_path import make_config
+from value_path import FakePolicy, Outputs, make_config, make_policy_learner
 
-from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.config.algorithm_schema import OffPolicyConfig
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer import actor_learner
 from megatron_dapo.trainer.actor_learner import PolicyLearner
-from megatron_dapo.trainer.offload import DeviceModels
-from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.types import TrainSample
 
 
-@dataclass
-class Outputs:
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-
-
-@dataclass
-class Result:
-    metrics: dict[str, float]
-    grad_norm: float = 1.0
-    applied: bool = True
-
-
-class FakeActor:
-    """A policy that gives every token the log-prob -1 - `steps made` / 10; records the requests."""
-
-    layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
-    architecture, replays_routing = SimpleNamespace(attention_parity=0), False
+class FakeActor(FakePolicy):
+    """Each step lowers the log-probs by 0.1."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
-        self.calls: list[str] = []
-        self.ratios: list[float] = []
-
-    def finish_steps(self) -> None:
-        """The weights are whole."""
-
-    def _outputs(self, num_tokens: int) -> Outputs:
-        return Outputs(torch.full((num_tokens,), -1.0 - self.num_steps / 10), torch.zeros(num_tokens))
-
-    def forward_logprobs(self, micro_batches, temperature):
-        self.calls.append("logprobs")
-        return [self._outputs(micro_batch.num_tokens) for micro_batch in micro_batches]
-
-    def train_step(self, micro_batches, loss_fn, temperature, learning_rate):
-        self.calls.append("train")
-        totals: dict[str, float] = {}
-        for index, micro_batch in enumerate(micro_batches):
-            _, metrics = loss_fn(micro_batch, self._outputs(micro_batch.num_tokens), index)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-        totals = {name: float(value) for name, value in totals.items()}
-        self.ratios.append(totals["ratio_sum"] / totals["num_tokens"])
-        self.num_steps += 1
-        return Result(totals)
+        super().__init__(pull=0.1)
 
 
 def make_learner(
@@ -75,8 +31,7 @@ def make_learner(
     config = make_config(
         training={"mini_batch_prompts": 2, "epochs": epochs, **training}, algorithm={"off_policy": off_policy}
     )
-    phases = Phases()
-    return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
+    return make_policy_learner(actor, config)
 
 
 def make_samples(num_groups: int) -> list[TrainSample]:
@@ -236,10 +191,7 @@ def test_the_reference_runs_before_each_step_where_the_generalized_kl_has_a_coef
     actor, reference = GklActor(), GklActor()
     gkl = {"coefficient": 0.1, "gamma": 0.25, "weigh_by": "actor"}
     config = make_config(training={"mini_batch_prompts": 2, "epochs": 2}, algorithm={"gkl": gkl})
-    phases = Phases()
-    learner = PolicyLearner(
-        actor, reference, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases)
-    )
+    learner = make_policy_learner(actor, config, reference)
     metrics = learner.learn(make_samples(4), train_step=1).metrics
     assert reference.calls.count("heads") == 4 and actor.calls.count("heads") == 0  # two mini-batches, two passes
     assert metrics["actor/gkl_weighted_mse"] == pytest.approx(2.5)  # the mean of 1, 2, 3 and 4

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums
-from megatron_dapo.trainer.parity import ParityError, ParityProbe
+from megatron_dapo.trainer.parity import Parity, ParityError
 from megatron_dapo.types import TrainSample
 
 SEQUENCES = [[5, 6, 7], [1, 2], [9, 8, 7, 6]]
@@ -39,19 +39,19 @@ def server(offset: float, tokens: Sequence[int]) -> list[float]:
 
 
 def test_equal_sides_pass_and_the_gap_is_measured() -> None:
-    metrics = ParityProbe(SEQUENCES, Trainer(), gate=0.02).check("server 0", lambda tokens: server(0.01, tokens))
+    metrics = Parity(SEQUENCES, Trainer(), gate=0.02).check("server 0", lambda tokens: server(0.01, tokens))
     assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.parametrize("offset", [0.03, float("nan")])
 def test_another_model_is_refused_by_name_with_both_numbers(offset: float) -> None:
     with pytest.raises(ParityError, match="server 3 does not serve .* allows 0.02"):
-        ParityProbe(SEQUENCES, Trainer(), gate=0.02).check("server 3", lambda tokens: server(offset, tokens))
+        Parity(SEQUENCES, Trainer(), gate=0.02).check("server 3", lambda tokens: server(offset, tokens))
 
 
 def test_missing_logprobs_are_named() -> None:
     with pytest.raises(ParityError, match="3 log-probs for 3 tokens"):
-        ParityProbe(SEQUENCES, Trainer(), gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
+        Parity(SEQUENCES, Trainer(), gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
 
 
 def test_quantized_weights_are_compared_with_quantized_weights_and_the_error_is_reported(caplog) -> None:
@@ -69,7 +69,7 @@ def test_quantized_weights_are_compared_with_quantized_weights_and_the_error_is_
             metrics = super().compare(samples, temperature)
             return metrics if state["rounded"] else {name: value + 0.05 for name, value in metrics.items()}
 
-    probe = ParityProbe(SEQUENCES, RoundingTrainer(), 0.02, as_served)
+    probe = Parity(SEQUENCES, RoundingTrainer(), 0.02, as_served)
     with caplog.at_level("INFO"):
         metrics = probe.check("server 0", lambda tokens: server(0.01, tokens))
     assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4) and not state["rounded"]
@@ -80,4 +80,4 @@ def test_quantized_weights_are_compared_with_quantized_weights_and_the_error_is_
 
 def test_a_sequence_that_predicts_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sequences \[1\] have fewer than 2 tokens"):
-        ParityProbe([[1, 2], [3]], Trainer(), gate=1.0)
+        Parity([[1, 2], [3]], Trainer(), gate=1.0)

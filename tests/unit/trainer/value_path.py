@@ -15,6 +15,7 @@ from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.critic_learner import CriticLearner
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.updater import add_sums
 
 
 @dataclass
@@ -57,8 +58,7 @@ class FakeCritic:
         for index, values in enumerate(self.forward_values(micro_batches)):
             part, metrics = loss_fn(micro_batches[index], values, index)
             loss += float(part)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            add_sums(totals, {name: float(value) for name, value in metrics.items()})
         self.losses.append(loss)
         self.learning_rates.append(learning_rate)
         self.trained.append([name for micro_batch in micro_batches for name in micro_batch.sample_ids])
@@ -67,30 +67,36 @@ class FakeCritic:
 
 
 class FakePolicy:
-    """A policy with log-prob -1 for each token; records the advantages of its samples."""
+    """A policy that gives every token the log-prob -1 - `steps made` * `pull`; records the requests."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
     architecture, replays_routing = SimpleNamespace(attention_parity=0), False
 
+    def __init__(self, pull: float = 0.0) -> None:
+        self._pull = pull
+        self.num_steps = 0
+        self.calls: list[str] = []
+        self.ratios: list[float] = []  # mean of each step
+        self.learning_rates: list[float] = []
+
     def finish_steps(self) -> None:
         """The weights are whole."""
 
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.learning_rates: list[float] = []
-
     def forward_logprobs(self, micro_batches, temperature):
-        return [self._outputs(micro_batch) for micro_batch in micro_batches]
+        self.calls.append("logprobs")
+        return [self._outputs(micro_batch.num_tokens) for micro_batch in micro_batches]
 
-    def _outputs(self, micro_batch) -> Outputs:
-        return Outputs(torch.full((micro_batch.num_tokens,), -1.0), torch.zeros(micro_batch.num_tokens))
+    def _outputs(self, num_tokens: int) -> Outputs:
+        return Outputs(torch.full((num_tokens,), -1.0 - self.num_steps * self._pull), torch.zeros(num_tokens))
 
     def train_step(self, micro_batches, loss_fn, temperature, learning_rate):
-        totals: dict[str, float] = {}
+        self.calls.append("train")
+        totals: dict[str, Any] = {}
         for index, micro_batch in enumerate(micro_batches):
-            _, metrics = loss_fn(micro_batch, self._outputs(micro_batch), index)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            _, metrics = loss_fn(micro_batch, self._outputs(micro_batch.num_tokens), index)
+            add_sums(totals, metrics)
+        totals = {name: float(value) for name, value in totals.items()}
+        self.ratios.append(totals["ratio_sum"] / totals["num_tokens"])
         self.num_steps += 1
         self.learning_rates.append(learning_rate)
         return Result(totals)
