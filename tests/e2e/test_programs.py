@@ -72,6 +72,9 @@ BENCHMARKS: dict[str, Check] = {
     ),
     "tppo_efficiency.py --measure-rollout embedded": lambda r: r["responses"] == 4 and r["measured_speedup"] > 0,
     "tppo_efficiency.py --train": lambda r: all(r[side]["train_steps"] == 2 for side in ("full", "windows")),
+    "answers.py": lambda r: (
+        r["pairs"] > 300 and r["false_positives"] == r["false_negatives"] == 0 < r["math_verify_false_negatives"]
+    ),
     "train_step.py": lambda r: r["rows"][0]["num_sequences"] == 4 and min(r["step_ratio"], r["step_ratio_padded"]) > 0,
     "value_learning.py": lambda r: 0 < r["value_error"] < 2,  # values lie between -1 and 1
     "weight_sync.py": lambda r: all(abs(row["bytes_ratio"] - 1) < 0.01 for row in r["transports"].values()),

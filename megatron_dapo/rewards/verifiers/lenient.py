@@ -7,7 +7,10 @@ Parts are compared
 
 - as exact integers when both are integers, of any size;
 - digit by digit when one is written in another base (`204_5`): math-verify drops the base;
-- element by element when both are tuples, intervals or sets in the same brackets;
+- element by element when both are tuples, intervals or sets in the same brackets, and cell by cell when both are
+  matrices, arrays or cases;
+- by its letter when the gold answer is an option: `E`, `(E) 12`, `E: a text` and `\\textbf{(E)}\\ 12` name the same one, and
+  where both sides give its text, the texts are equal too;
 - as text when one of them is words (math-verify multiplies the letters of "east" and finds them equal to "seat");
 - with math-verify otherwise: each WHOLE part is parsed as LaTeX (its fallback takes any number it can find), the gold
   answer goes first because `verify` is not symmetric, and equality is confirmed at relative precision because
@@ -35,6 +38,7 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,7 +51,7 @@ from sympy import Float, UnevaluatedExpr
 
 from megatron_dapo.rewards.result import VerifierResult
 
-REVISION = f"2+math-verify-{version('math-verify')}+sympy-{version('sympy')}"
+REVISION = f"3+math-verify-{version('math-verify')}+sympy-{version('sympy')}"
 TAIL_CHARACTERS = None  # the whole response counts
 MAX_PARTS = 32  # a longer list of answers is no answer
 MAX_ANSWER_CHARACTERS = 2000  # nor is a longer text
@@ -57,8 +61,10 @@ MAX_EXTRACTED_CHARACTERS = 512  # what is kept for the records
 # math-verify warns through its loggers that its timeouts are off; here that is the design.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_MARKER = re.compile(r"(?i)\banswer\b[ \t*_]*:[\s*_]*")
+_MARKER = re.compile(r"(?i)\banswer\b[ \t*_]*[:：][\s*_]*")
 _BRACES = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
+# As MATH's solutions have it: `$\boxed 5$`. The box ends with its formula, or with the word when no formula is open.
+_BARE_BOX = re.compile(r"(\\(?:boxed|fbox))[ \t]+(?!\{)(?:([^$\n{}]{1,40})(?=\$)|([^\s$\\{}]{0,40}[^\s$\\{}.,;]))")
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 _DISPLAY_OPENERS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$"}
 _MATH_SPAN = re.compile(r"\$([^$]+)\$")
@@ -107,6 +113,7 @@ def extract(response: str) -> str | None:
     A marker followed by a sentence announces what follows its one `is`, `are` or `equals`. A sentence without a value
     ("as shown above") announces nothing, and the boxes before it count.
     """
+    response = _BARE_BOX.sub(lambda match: f"{match[1]}{{{match[2] or match[3]}}}", response)
     boxes = _boxes(response)
     marker = next(iter(deque(_MARKER.finditer(response), maxlen=1)), None)  # the last one
     announced = ""
@@ -118,6 +125,12 @@ def extract(response: str) -> str | None:
     if boxes:
         return _joined_boxes(response, boxes)
     return announced or (_bold_of_last_line(response) if marker is None else None)
+
+
+@dataclass(frozen=True)
+class _Option:
+    letter: str
+    text: str  # empty without one
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,9 @@ def _joined_boxes(text: str, boxes: Sequence[_Box]) -> str:
 
 def _announced_value(text: str) -> str | None:
     """The value in the text after a marker: all of it, or what a sentence says the answer is. None: no value."""
+    option = _option(_clean(text))
+    if option is not None and option.text:
+        return text
     first, *others = _SENTENCE_END.split(text, maxsplit=1)
     text = first if others and _HAS_VALUE.search(first) else text
     clauses = _VERB.split(text)
@@ -194,11 +210,51 @@ _TIGHT_NUMBER = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\s?\{\s?,\s?\}|,\\!|\\[,! ]
 _BRACKET_OR_NUMBER = re.compile(
     r"(?P<open>\\\{|[(\[])|(?P<close>\\\}|[)\]])|(?P<number>(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d))"
 )
+_MATRIX = re.compile(
+    r"\\begin ?\{(?P<kind>[pbBv]?matrix|[Vv]matrix|smallmatrix|array|cases|aligned)\*?\} ?(?:\{[lcr| ]*\})?(?P<cells>.*?)\\end ?\{[^{}]*\}"
+)
+# An option with its label, and its text if it has one. A dash is a delimiter only before a word: `E - 1` is an expression.
+_OPTION = re.compile(
+    r"(?:[Oo]ption |[Cc]hoice )?(?:"
+    r"(?P<wrapped>\\(?:text|textbf|textrm|mathbf|mathrm|mathsf) ?\{ ?\(?[A-J]\)?[.:]? ?\})|(?P<bracketed>\([A-J]\))|(?P<bare>[A-J])(?= ?[:.)]| - ?(?:an? )?[A-Za-z]{2}[A-Za-z ]|$)"
+    r") ?[:.)]? ?(?:- ?(?=[A-Za-z]))?(?P<text>.*)"
+)
+# Another option in the text of one: `B)`, `(B)`, `B:` or `or B`.
+_OTHER_OPTION = re.compile(r"(?<![A-Za-z\\])[A-J](?= ?[):]|\.(?!\d))|\([A-J]\)|(?:\b(?:and|or)\b|[,;/&]) ?[A-J](?![A-Za-z])|^[A-J](?![A-Za-z]| [a-z])")
+_CLOCK = re.compile(r"\d{1,2}:\d\d (?P<half>[ap]m)")
 _NUMBER_IN_BASE = re.compile(r"\d\)?_")
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'\- ]*[A-Za-z]")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*=(?!=)\s*([^=<>]+)$")
 _NAMES_WITH_VALUE = frozenset("sqrt infinity infty alpha beta gamma theta lambda sigma".split())
+
+_ENVIRONMENT = re.compile(r"\\begin\s*\{[^{}]*\}.*?\\end\s*\{[^{}]*\}", re.DOTALL)
+_ROW_BREAK_MACRO = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in|mu)\s*\])?|\\cr(?![A-Za-z])")
+_ROW_BREAK = "\ue000"  # stands for `\\` while the spaces of TeX, such as `\ `, are replaced
+_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+_FRACTION_SLASH = "\u2044"
+
+# What Unicode writes in one character, in TeX. Superscripts, subscripts and fractions lose their meaning under NFKC: first.
+_UNICODE = (
+    (re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda match: f"^{{{match[0].translate(_DIGITS)}}}"),
+    (re.compile(r"[₀-₉]+"), lambda match: f"_{{{match[0].translate(_DIGITS)}}}"),
+    (re.compile(r"[¼-¾⅐-⅞]"), lambda match: _vulgar_fraction(match[0])),
+    (re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))"), lambda match: f"\\sqrt{{{match[1] or match[2]}}}"),
+    (re.compile(r"[。．]"), "."),
+    (re.compile(r"[，、]"), ","),
+    (re.compile(r"ℝ"), r"\\mathbb{R}"),
+    (re.compile(r"∅|\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"∪"), r"\\cup "),
+    (re.compile(r"∩"), r"\\cap "),
+    (re.compile(r"×"), r"\\times "),
+    (re.compile(r"·|⋅"), r"\\cdot "),
+    (re.compile(r"÷"), "/"),
+    (re.compile(r"≤"), r"\\le "),
+    (re.compile(r"≥"), r"\\ge "),
+    (re.compile(r"≠"), r"\\ne "),
+    (re.compile(r"≈"), r"\\approx "),
+)
+_TRIGONOMETRIC = r"(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
 
 _NOTATION = (
     (re.compile(r"\\(?:displaystyle|limits|left|right|bigl?|bigr?)(?![A-Za-z])"), ""),
@@ -206,12 +262,17 @@ _NOTATION = (
     (_TIGHT_NUMBER, lambda match: re.sub(r"\D", "", match.group())),
     (re.compile(r"(?<=\d),\\[, ](?=\d{3})"), ","),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # not thousands: a decimal comma
-    (re.compile(r"\\[,;:! ]|~"), " "),
+    (re.compile(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])"), " "),
+    # An angle in degrees is one only under a function; elsewhere the degree is a unit.
+    (
+        re.compile(rf"\\?({_TRIGONOMETRIC})\s*[({{]?\s*(\d+(?:\.\d+)?)\s*(?:°|\^\s*\{{?\\circ\}}?)\s*[)}}]?"),
+        r"\\\1(\\frac{\2\\pi}{180})",
+    ),
     (re.compile(r"°|\^\s*\{?\\circ\}?"), ""),
     (re.compile(r"−|–"), "-"),
-    (re.compile(r"²"), "^2"),
-    (re.compile(r"³"), "^3"),
-    (re.compile(r"[€£¥]"), ""),
+    (re.compile(r"[€£¥]|(?<=\d)\s*(?:dollars?|euros?|pounds|yen|cents?|[a-z]+ per [a-z]+|(?:square|cubic) [a-z]+)$"), ""),
+    (re.compile(r"\{([:;])\}"), r"\1"),
+    (re.compile(r"(?i)(?<=:\d\d)\s*([ap])\.?\s?m\b\.?"), lambda match: f" {match[1].lower()}m"),
     (re.compile(r"(?<![A-Za-z])(\\?)sqrt\s*\(([^()]*)\)"), r"\\sqrt{\2}"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])infinity(?![A-Za-z])|∞"), r"\\infty "),
@@ -219,6 +280,12 @@ _NOTATION = (
     (re.compile(r"(?<=\d)[eE]([+-]?\d+)(?![\dA-Za-z])"), r" \\cdot 10^{\1}"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\^\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(rf"(?<![\\A-Za-z])({_TRIGONOMETRIC}|ln|log)(?=\s*[({{\d])"), r"\\\1"),
+    (re.compile(r"(?<![\\A-Za-z])exp\s*\(([^()]*)\)"), r"e^{\1}"),
+    (re.compile(r"\+\s*-\s*(?=[\d.])"), "-"),
+    (re.compile(r"(?<![\d.])(\d+)\.0+(?![\d.])"), r"\1"),
+    (re.compile(r"(?<![\d.])1 ?i(?![A-Za-z])"), "i"),
+    (re.compile(r"^\s*([A-Za-z]?\s*)(?:\\approx|\\simeq)(?![A-Za-z])"), r"\1="),
     (re.compile(r"\\(?:mathrm|text)\s*\{e\}"), "e"),
     (re.compile(r"(?<![\d/.])(\d+) +(\d+)/(\d+)(?![\d/.])"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"\s+"), " "),
@@ -227,10 +294,20 @@ _NOTATION = (
 
 def _clean(text: str) -> str:
     """An answer without decoration: math delimiters, bold, final full stop, spacing and alternative spellings."""
+    for pattern, replacement in _UNICODE:
+        text = pattern.sub(replacement, text)
+    text = "".join(symbol for symbol in unicodedata.normalize("NFKC", text) if unicodedata.category(symbol) != "Cf")
+    text = _ENVIRONMENT.sub(lambda match: _ROW_BREAK_MACRO.sub(_ROW_BREAK, match[0]), text)
     text = _inner_math(_unbold(text))
     for pattern, replacement in _NOTATION:
         text = pattern.sub(replacement, text)
-    return _join_thousands(text).strip().rstrip(".,;:").strip()
+    text = _join_thousands(text).replace(_ROW_BREAK, r"\\")
+    return text.strip().lstrip("=").rstrip(".,;:").strip()
+
+
+def _vulgar_fraction(symbol: str) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", symbol).partition(_FRACTION_SLASH)
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 def _join_thousands(text: str) -> str:
@@ -293,11 +370,13 @@ def _listed(text: str) -> tuple[str, ...]:
         lambda m: f" {m.group(1)} " if m.group(1).strip() in ("and", "or", ",") else m.group(), text
     )
     parts, depth, start = [], 0, 0
-    for token in re.finditer(r"[({\[]|[)}\]]|[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", text):
+    for token in re.finditer(
+        r"[({\[]|[)}\]]|\\(?:begin|end)(?=\s*\{)|[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", text
+    ):
         symbol = token.group()
-        if symbol in "({[":
+        if symbol in ("(", "{", "[", "\\begin"):
             depth += 1
-        elif symbol in ")}]":
+        elif symbol in (")", "}", "]", "\\end"):
             depth = max(0, depth - 1)
         elif depth == 0:
             parts.append(text[start : token.start()])
@@ -316,7 +395,12 @@ def _both_signs(part: str) -> tuple[str, ...]:
 def _unwrap(part: str) -> str:
     part = part.strip().rstrip(".").strip()
     match = _TEXT_WRAPPER.fullmatch(part)
-    return match.group(1).strip() if match else part
+    return match.group(1).strip().rstrip(".") if match else part
+
+
+def _as_shown(part: str) -> str:
+    """What the reader sees of a text: no spacing, no fonts."""
+    return _TEXT_WRAPPER.sub(r"\1", part).replace(" ", "")
 
 
 def _integer(part: str) -> str | None:
@@ -344,6 +428,9 @@ def answers_equal(*, gold: str, pred: str) -> bool:
     if max(len(gold), len(pred)) > MAX_ANSWER_CHARACTERS:
         return False
     gold, pred = _clean(gold), _clean(pred)
+    gold_option, pred_option = _option(gold), _option(pred)
+    if gold_option is not None and (pred_option is not None or gold_option.text):
+        return _options_equal(gold_option, pred_option, pred)
     if _cleaned_equal(gold, pred):
         return True
     # `{1, 3}` is a list, but math-verify also takes it for the pair (1, 3): either reading counts.
@@ -362,6 +449,25 @@ def _cleaned_equal(gold: str, pred: str) -> bool:
     if gold_names and pred_names and _fold(gold_names) != _fold(pred_names):
         return False
     return _same_set(gold_values, pred_values) or _same_set(gold_parts, pred_parts)
+
+
+def _options_equal(gold: _Option, pred: _Option | None, pred_text: str) -> bool:
+    """An option by its letter or, when the gold answer has a text, by that text. Both letter and text must not disagree."""
+    if pred is None:
+        return bool(gold.text) and _cleaned_equal(gold.text, pred_text)
+    if gold.letter != pred.letter:
+        return False
+    return not (gold.text and pred.text) or gold.text == pred.text or _cleaned_equal(gold.text, pred.text)
+
+
+def _option(text: str) -> _Option | None:
+    """The option that a whole cleaned answer names, or None: an answer that names two is no option."""
+    match = _OPTION.fullmatch(text)
+    if match is None or _OTHER_OPTION.search(match["text"]):
+        return None
+    label = match["wrapped"] or match["bracketed"] or match["bare"]
+    letter = re.search(r"[A-J](?=\W*$)", label)
+    return _Option(letter[0], match["text"].strip()) if letter else None
 
 
 def _fold(names: Iterable[str]) -> set[str]:
@@ -407,10 +513,16 @@ def _part_equal(*, gold: str, pred: str) -> bool:
     gold_integer, pred_integer = _integer(gold), _integer(pred)
     if gold_integer is not None and pred_integer is not None:
         return gold_integer == pred_integer
-    if gold.replace(" ", "") == pred.replace(" ", ""):
+    if _as_shown(gold) == _as_shown(pred):
         return True
     if _NUMBER_IN_BASE.search(gold) or _NUMBER_IN_BASE.search(pred):
         return _without_grouping(gold) == _without_grouping(pred)  # math-verify drops the base
+    gold_time, pred_time = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(pred)
+    if gold_time is not None and pred_time is not None:  # math-verify drops the half of the day as a unit
+        return gold_time[0] == pred_time[0]
+    gold_matrix, pred_matrix = _MATRIX.fullmatch(gold), _MATRIX.fullmatch(pred)
+    if gold_matrix is not None and pred_matrix is not None:
+        return _matrices_equal(gold_matrix, pred_matrix)
     gold_elements, pred_elements = _bracketed(gold), _bracketed(pred)
     if gold_elements and pred_elements and gold_elements[0] == pred_elements[0]:
         (brackets, golds), (_, preds) = gold_elements, pred_elements
@@ -420,6 +532,23 @@ def _part_equal(*, gold: str, pred: str) -> bool:
     if _is_words(gold) or _is_words(pred):
         return " ".join(gold.lower().split()) == " ".join(pred.lower().split())
     return any(_expressions_equal(gold=g, pred=p) for g in _parsed(gold) for p in _parsed(pred))
+
+
+def _matrices_equal(gold: re.Match[str], pred: re.Match[str]) -> bool:
+    """Cell by cell. The brackets are a matter of taste, but a determinant (`vmatrix`) or cases are no matrix."""
+    special = ("vmatrix", "Vmatrix", "cases")
+    if gold["kind"] != pred["kind"] and (gold["kind"] in special or pred["kind"] in special):
+        return False
+    gold_rows, pred_rows = _rows(gold["cells"]), _rows(pred["cells"])
+    if [len(row) for row in gold_rows] != [len(row) for row in pred_rows]:
+        return False
+    cells = zip(sum(gold_rows, []), sum(pred_rows, []), strict=True)
+    return all(_part_equal(gold=gold_cell, pred=pred_cell) for gold_cell, pred_cell in cells)
+
+
+def _rows(cells: str) -> list[list[str]]:
+    rows = [[cell.strip(" ,.;") for cell in row.split("&")] for row in cells.replace("\\hline", " ").split("\\\\")]
+    return [row for row in rows if any(row)]
 
 
 def _without_grouping(part: str) -> str:
@@ -468,6 +597,8 @@ def _numerically_close(gold: Any, pred: Any) -> bool:
     if not all(getattr(value, "is_number", False) and not value.has(UnevaluatedExpr) for value in (gold, pred)):
         return True
     gold_value, pred_value = gold.evalf(30), pred.evalf(30)
+    if gold_value.is_infinite or pred_value.is_infinite:  # their difference is not a number
+        return bool(gold_value == pred_value)
     difference, scale = abs(gold_value - pred_value), max(abs(gold_value), abs(pred_value))
     # math-verify reads short decimals such as 0.5 as exact fractions: only longer, rounded ones are Floats here.
     tolerance = 1e-3 if gold.has(Float) or pred.has(Float) else 1e-12

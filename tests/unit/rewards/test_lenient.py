@@ -78,6 +78,50 @@ EQUAL += [
     ("204", "204_{10}"),
     ("1000.99", "1,000.99€"),
 ]
+# Matrices: a row break may be followed by a space, a line break or a length.
+COLUMN = "\\begin{pmatrix} -2 \\\\ -14 \\\\ -7 \\end{pmatrix}"
+SQUARE = "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"
+EQUAL += [
+    (COLUMN, "\\begin{pmatrix}-2\\\\-14\\\\-7\\end{pmatrix}"),
+    (COLUMN, "\\begin{bmatrix} -2 \\\\[1ex]\n -14 \\\\[1ex]\n -7 \\end{bmatrix}"),
+    (COLUMN, "\\left(\\begin{array}{c} -2 \\\\ -14 \\\\ -7 \\end{array}\\right)"),
+    (SQUARE, "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"),
+    ("\\begin{pmatrix} \\frac{1}{2} \\\\ 3 \\end{pmatrix}", "\\begin{pmatrix} 0.5 \\\\ 3 \\end{pmatrix}"),
+    ("\\begin{pmatrix} 1 \\\\ (2) \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\(2) \\end{pmatrix}"),
+    ("\\begin{cases} x, & x > 0 \\\\ 0, & x < 0 \\end{cases}", "\\begin{cases} x & x>0 \\\\ 0 & x<0 \\end{cases}"),
+]
+# Infinity, options, times, angles, functions without a backslash, and what Unicode writes in one character.
+EQUAL += [
+    ("[2,\\infty)", "[2,+\\infty)"),
+    ("(-\\infty,\\infty)", "(-\\infty,+∞)"),
+    ("\\infty", "+\\infty"),
+    ("E", "E: A polygenic risk score"),
+    ("E", "(E) risk"),
+    ("E", "\\textbf{(E)}\\ 12"),
+    ("E", "E - a polygenic risk score"),
+    ("E", "Option E"),
+    ("A", "A: vitamin C, or none"),
+    ("\\textbf{(B)}\\ 42", "B"),
+    ("\\textbf{(B)}\\ 42", "42"),
+    ("\\textbf{(B)}\\ 42", "(B) 42.0"),
+    ("\\text{4:30 p.m.}", "4:30 PM"),
+    ("July 1", "\\text{July } 1"),
+    ("\\frac{\\sqrt{3}}{2}", "\\sin 60^\\circ"),
+    ("e^{16}", "exp(16)"),
+    ("\\ln 2", "ln(2)"),
+    ("14 - i", "14.0 + -1.0i"),
+    ("5", "5。"),
+    ("42", "４２"),
+    ("5", "5\u200b"),
+    ("\\frac{1}{2}", "½"),
+    ("7/4", "1¾"),
+    ("x^{12}", "x¹²"),
+    ("3\\sqrt{2}", "3√2"),
+    ("3.14", "\\approx 3.14"),
+    ("\\emptyset", "\\varnothing"),
+    ("1, 2", "1，2"),
+    ("5829", "5829 dollars"),
+]
 # Known false positives of math-verify (or of a plain wrapper around it) that must stay closed.
 DIFFERENT = [
     ("42", "43"),
@@ -123,6 +167,24 @@ DIFFERENT = [
     ("204", "204_5"),
     ("204_5", "204_6"),
     ("204_5", "54"),  # its value, but the notation is what was asked
+    (COLUMN, "\\begin{pmatrix} -14 \\\\ -2 \\\\ -7 \\end{pmatrix}"),
+    (COLUMN, "\\begin{pmatrix} -23 \\end{pmatrix}"),  # the sum
+    (SQUARE, "\\begin{pmatrix} 1 & 3 \\\\ 2 & 4 \\end{pmatrix}"),
+    (SQUARE, "\\begin{vmatrix} 1 & 2 \\\\ 3 & 4 \\end{vmatrix}"),  # its determinant
+    ("\\infty", "-\\infty"),
+    ("[2,\\infty)", "[2,-\\infty)"),
+    ("E", "E or C"),
+    ("E", "Everything"),
+    ("E", "E) it rises C) it falls"),
+    ("E", "(E), (C)"),
+    ("E", "E - 1"),
+    ("A", "A:B = 1:2"),
+    ("\\textbf{(B)}\\ 42", "(C) 42"),
+    ("\\textbf{(B)}\\ 42", "(B) 43"),
+    ("4:30 p.m.", "4:30 a.m."),
+    ("\\sin 60^\\circ", "\\sin 60"),
+    ("x^2", "x2"),
+    ("42", "4²"),
 ]
 # Errors that remain, pinned so that a change is noticed: (gold, prediction).
 KNOWN_FALSE_NEGATIVES = [
@@ -176,6 +238,9 @@ def test_integers_of_any_size():
         ("Answer:\n$$\n42\n$$\nDone.", "42"),
         ("So \\boxed{42}.", "42"),
         ("So \\fbox{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("So $\\boxed 5$.", "5"),
+        ("So \\boxed 42.", "42"),
+        ("Answer：E) the risk of something is really high in this group", "E) the risk of something is really high in this group"),
         ("\\boxed{1}, no: \\boxed{42", "1"),  # an unclosed box is none
         ("\\boxed{a\\boxed{42}}", "a\\boxed{42}"),
         ("\\boxed{1}\nThen \\boxed{2} and \\boxed{3}", "2, 3"),
