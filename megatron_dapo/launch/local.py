@@ -82,6 +82,18 @@ def _pid_files(run_directory: Path) -> list[Path]:
     return sorted((run_directory / "workers").glob("*.pid"))
 
 
+def torchrun_command(
+    num_processes: int, module: str, arguments: Sequence[str], port: int, restarts: int = 0
+) -> list[str]:
+    """Return torchrun's command for `module` in `num_processes` workers that rendezvous on loopback."""
+    # The store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
+    rendezvous = ["--rdzv-backend=static", "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1"]
+    return [
+        *(sys.executable, "-m", "megatron_dapo.launch.torchrun", *rendezvous, f"--master-port={port}"),
+        *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
+    ]
+
+
 def launch_workers(
     module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0
 ) -> int:
@@ -96,12 +108,7 @@ def launch_workers(
     for file in _pid_files(run_directory):
         file.unlink()
     port = reserve_port("127.0.0.1")  # held until the end: no process may take it before torchrun listens
-    # The store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
-    rendezvous = ["--rdzv-backend=static", "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1"]
-    command = [
-        *(sys.executable, "-m", "megatron_dapo.launch.torchrun", *rendezvous, f"--master-port={port.hand_over()}"),
-        *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
-    ]
+    command = torchrun_command(num_processes, module, arguments, port.hand_over(), restarts)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)),
         "TOKENIZERS_PARALLELISM": "false",
