@@ -76,14 +76,12 @@ CRITIC_RULES = (
     Rule(
         "not rollout.budget.enabled",
         "set rollout.budget.enabled = false",
-        path="rollout.budget.enabled",
         where=_CRITIC,
         reason="a critic's advantages know no groups to weight",
     ),
     Rule(
         'rollout.prompt_order == "shuffled" and rollout.prompt_filter.name == "none"',
         'set rollout.prompt_order = "shuffled" and rollout.prompt_filter.name = "none"',
-        path="rollout.prompt_order",
         where=_WINDOWS,
         reason="windows take prompts in the order of the stream, in groups of one size",
     ),
@@ -112,5 +110,4 @@ OWN_PROCESSES_RULE = Rule(
     "critic.parallel.num_processes < processes",
     "start {critic.parallel.num_processes + model_size} processes or more, or set critic.parallel.num_processes = 0",
     reason="the others hold the policy",
-    path="critic.parallel.num_processes",
 )

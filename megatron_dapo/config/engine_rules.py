@@ -55,7 +55,6 @@ ENGINE_RULES = (
     Rule(
         _SGLANG,
         'set rollout.routing_replay = false, or rollout.engine = "sglang"',
-        path="rollout.routing_replay",
         where="rollout.routing_replay",
         reason="the embedded engine does not say which experts it chose",
     ),

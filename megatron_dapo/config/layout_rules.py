@@ -153,7 +153,6 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
         Rule(
             "num_experts > 0",
             "set rollout.routing_replay = false",
-            path="rollout.routing_replay",
             where="rollout.routing_replay",
             reason="a dense model chooses no experts",
         ),

@@ -183,7 +183,6 @@ class DataConfig(Section):
             yield Rule(
                 "data.train_paths or data.sources",
                 'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
-                path="data.train_paths",
                 reason="there is nothing to train on",
             )
         if self.train_paths and self.sources:
@@ -201,7 +200,6 @@ class DataConfig(Section):
             yield Rule(
                 "not data.sources",
                 'set data.order = "", or name all files in data.train_paths',
-                path="data.order",
                 where="data.order",
                 reason="each of several sources has separate epochs",
             )
@@ -209,7 +207,6 @@ class DataConfig(Section):
             yield Rule(
                 "not any(source.makes_fresh_problems for source in data.sources)",
                 "set fresh = false in the tables of data.sources that name a task, or data.injection.templates = []",
-                path="data.sources",
                 where="data.injection.templates",
                 reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
             )
@@ -398,7 +395,6 @@ class RolloutConfig(Section):
                 "rollout.budget.min_size <= rollout.group_size <= rollout.budget.max_size",
                 f"set rollout.budget.min_size = {min(budget.min_size, size)} and "
                 f"rollout.budget.max_size = {max(budget.max_size, size)}",
-                path="rollout.budget.min_size",
                 where="rollout.budget.enabled",
                 reason="group_size is the mean",
             )

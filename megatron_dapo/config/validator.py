@@ -193,7 +193,6 @@ RULES = (
     Rule(
         "not data.injection.templates",
         'set data.injection.templates = [], or algorithm.name = "dapo"',
-        path="data.injection.templates",
         where='algorithm.name == "sft"',
         reason="a given response answers the prompt of its own row, not a rewrite of it",
     ),
@@ -215,7 +214,6 @@ RULES = (
     Rule(
         "len(data.sources) < 2",
         'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
-        path="rollout.prompt_order",
         where='rollout.prompt_order == "priority"',
         reason="an order by priority does not keep the weights of several sources",
     ),
@@ -242,7 +240,6 @@ RULES = (
         Rule(
             "not any(source.makes_fresh_problems for source in data.sources)",
             f"set fresh = false in the tables of data.sources that name a task, or {instead}",
-            path="data.sources",
             where=where,
             reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
         )
@@ -252,7 +249,6 @@ RULES = (
         Rule(
             "not data.injection.templates",
             f"set data.injection.templates = [], or {instead}",
-            path="data.injection.templates",
             where=where,
             reason="rewrites are drawn by their share of a batch, not by a history of pass rates",
         )
@@ -272,7 +268,6 @@ RULES = (
     Rule(
         "rollout.oversample == 1 or rollout.max_staleness > 0",
         'set rollout.oversample = 1.0, or rollout.max_staleness = 1 and algorithm.off_policy.correction = "tis"',
-        path="rollout.oversample",
         where='algorithm.name != "tppo"',
         reason="surplus groups cannot be carried over and would be thrown away",
     ),
