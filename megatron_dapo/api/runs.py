@@ -80,26 +80,17 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
     Raises ConfigError with everything that is wrong before a process starts, RuntimeError if another run uses the same
     directory, and TrainingError with the first root cause of a run that fails or is stopped.
     """
-    from megatron_dapo.checkpoints.disk_space import checkpoint_space
-    from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.run.plan import machines_of, make_plan
-    from megatron_dapo.run.start import is_done, run_workers
+    from megatron_dapo.run.start import run_to_end
     from megatron_dapo.telemetry.summary import read_summary
 
-    file = recipe.write()
     inputs: Inputs = "all" if check else "quick"
-    plan = make_plan(file, (), layout, None, machines_of(dry_run=False), inputs=inputs)
-    config = plan.loaded.config
-    directory = config.run.output_dir
-    require_unused(directory)
-    summary = directory / "summary.json"
-    if not is_done(config):
-        checkpoint_space(config, plan.architecture).require()
-        summary.unlink(missing_ok=True)
-        end = run_workers(file, config, plan.overrides, plan.num_processes, restarts=restarts)
-        if end.exit_code:
-            raise TrainingError(end.reason, end.exit_code, directory)
-    return RunResult(directory, read_summary(summary))
+    plan = make_plan(recipe.write(), (), layout, None, machines_of(dry_run=False), inputs=inputs)
+    directory = plan.loaded.config.run.output_dir
+    end = run_to_end(plan, restarts=restarts)
+    if end is not None and end.exit_code:
+        raise TrainingError(end.reason, end.exit_code, directory)
+    return RunResult(directory, read_summary(directory / "summary.json"))
 
 
 def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResult:

@@ -1,4 +1,4 @@
-"""`megatron-dapo compare`, and comparisons as text: a run with a reference, an evaluation, two evaluations paired by problem."""
+"""`megatron-dapo compare`, and comparisons as text: a run with a reference, two evaluations paired by problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that describe a run before it starts: layout, precision, memory, and the numbers that decide what is trained."""
+"""Lines that describe a run before it starts: layout, precision, memory and the numbers that decide on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `megatron-dapo plan`: memory and time of a step by phase, layouts that fit a number of GPUs, a weight sync."""
+"""The commands of `megatron-dapo plan`: memory and time of a step, layouts that fit a number of GPUs, a weight sync."""
 
 from __future__ import annotations
 

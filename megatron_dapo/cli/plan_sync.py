@@ -97,15 +97,7 @@ def plan_sync(
     engine_tp, engine_ep = engine_tp or sglang.tp_size, engine_ep or sglang.ep_size
     engines = engines or parallel.world_size // engine_tp
     has_own_nodes = sglang.placement == "disaggregated"
-    if engines < 1:
-        raise ValueError(
-            f"an engine of {engine_tp} ranks does not fit {parallel.world_size} trainer ranks; give --engines"
-        )
-    if not has_own_nodes and engine_tp * engines > parallel.world_size:
-        raise ValueError(
-            f"{engines} engines of {engine_tp} ranks share the devices of {parallel.world_size} trainer ranks "
-            "(sglang.placement = colocated); start fewer or set it to disaggregated"
-        )
+    _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes)
     architecture = read_architecture(config.model.path)
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
     source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
@@ -185,6 +177,16 @@ def _bytes_of_ranks(table: TrafficTable, shards: torch.Tensor, num_senders: int,
         "bytes_ratio": float(((received + local) / shards).max()),
         "top_senders": tuple((rank, int(sent[rank])) for rank in top),
     }
+
+
+def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes: bool) -> None:
+    if engines < 1:
+        raise ValueError(f"an engine of {engine_tp} ranks does not fit {trainer_ranks} trainer ranks; give --engines")
+    if not has_own_nodes and engine_tp * engines > trainer_ranks:
+        raise ValueError(
+            f"{engines} engines of {engine_tp} ranks share the devices of {trainer_ranks} trainer ranks "
+            "(sglang.placement = colocated); start fewer or set it to disaggregated"
+        )
 
 
 def _range(values: torch.Tensor) -> Range:

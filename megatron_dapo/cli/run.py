@@ -35,6 +35,7 @@ from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, mac
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
+    from megatron_dapo.run.start import RunEnd
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,16 @@ class RunOptions:
     host_memory: HostMemoryOption = None
     free_disk: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"),
+        typer.Option(
+            metavar="GIB", help="free disk of the checkpoints for --dry-run; default: what is free there from here"
+        ),
     ] = None
     inputs: Annotated[
         bool,
         typer.Option(
             "--inputs/--no-inputs",
-            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; switch it off if they are on another machine",
+            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; "
+            "switch it off if they are on another machine",
         ),
     ] = True
 
@@ -124,8 +128,8 @@ def _check_and_run(
 ) -> None:
     """Check a run, print its lines, and start it unless it is a dry run.
 
-    `mode`: the workers' flag of a run that is not training, followed by the directory where it writes. `adapt`: makes its
-    configuration of the recipe's.
+    `mode`: the workers' flag of a run other than training, followed by the directory where it writes. `adapt`: makes
+    its configuration from the recipe's.
     """
     with refusing(ValueError):
         machines = machines_of(
@@ -148,7 +152,7 @@ def _check_and_run(
             typer.echo(f"inputs: checked, {SAMPLING}")
         return
     arguments = (mode, *([str(directory)] if directory else [])) if mode else ()
-    raise typer.Exit(_run(options.recipe, plan, options.restarts, arguments))
+    raise typer.Exit(_run(plan, options.restarts, arguments))
 
 
 def rejection_sample(
@@ -236,7 +240,9 @@ def replay(
     if dry_run:
         typer.echo(f"would train on {batch}")
         return
-    code = _start_workers(recipe, plan, ("--replay", str(batch)))
+    from megatron_dapo.run.start import run_workers
+
+    code = _exit_code(run_workers(plan, ("--replay", str(batch))))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
     raise typer.Exit(code)
@@ -351,32 +357,24 @@ def _require_disk(plan: Plan, free_gib: float | None) -> str:
     return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
 
 
-def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
+def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
-    from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.run.start import is_done
+    from megatron_dapo.run.start import run_to_end
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
-    config = plan.loaded.config
-    directory = config.run.output_dir
+    directory = plan.loaded.config.run.output_dir
     with refusing(RuntimeError):
-        require_unused(directory)
-    summary, code = directory / "summary.json", 0
-    if is_done(config):
+        end = run_to_end(plan, arguments, restarts)
+    if end is None:
         typer.echo(f"the run in {directory} is finished: nothing to do")
-    else:
-        summary.unlink(missing_ok=True)  # otherwise a run that ends without one would show its predecessor's
-        code = _start_workers(recipe, plan, arguments, restarts)
-    if summary.is_file():
+    code = _exit_code(end) if end else 0
+    if (summary := directory / "summary.json").is_file():
         Console().print(summary_table(read_summary(summary)))
     return code
 
 
-def _start_workers(recipe: Path, plan: Plan, arguments: tuple[str, ...], restarts: int = 0) -> int:
-    """Start the workers and wait; the first root cause of a failure is the last line, and of one process the only such line."""
-    from megatron_dapo.run.start import run_workers
-
-    end = run_workers(recipe, plan.loaded.config, plan.overrides, plan.num_processes, arguments, restarts)
+def _exit_code(end: RunEnd) -> int:
+    """Print why the processes ended, unless they did, and return their exit code."""
     if end.reason and not end.is_printed:
         typer.echo(end.reason, err=True)
     return end.exit_code

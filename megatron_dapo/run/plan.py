@@ -42,6 +42,7 @@ ONE_NODE_OF_CPUS = Machines(num_nodes=1, gpus_per_node=0)
 class Plan:
     """A configuration that may be run."""
 
+    recipe: Path
     loaded: LoadedConfig
     overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
     layout: ParallelLayout  # the policy's
@@ -96,7 +97,7 @@ def make_plan(
         problems += quick_problems(config)
     if problems or architecture is None:
         raise ConfigError(problems, str(recipe))
-    return Plan(loaded, tuple(merged), parallel_layout(config, processes), processes, cluster, architecture)
+    return Plan(recipe, loaded, tuple(merged), parallel_layout(config, processes), processes, cluster, architecture)
 
 
 def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:

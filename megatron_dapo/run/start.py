@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from megatron_dapo.config import Config
+from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.launch.environment import batch_job
+from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.run.plan import Plan
 from megatron_dapo.watch.attempts import is_finished, verdict
 from megatron_dapo.watch.failure import clear_failures, first_line, read_failure
 
@@ -25,32 +26,37 @@ class RunEnd:
     is_printed: bool = False  # the reason is the last line that the processes have printed
 
 
-def is_done(config: Config) -> bool:
-    """Return True if the run in run.output_dir is finished: there is nothing to do."""
-    return is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir)
+def run_to_end(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) -> RunEnd | None:
+    """Run a plan and return its end; None if it is finished already. Its summary is then in summary.json.
 
-
-def run_workers(
-    recipe: Path,
-    config: Config,
-    overrides: Sequence[str],
-    num_processes: int,
-    arguments: Sequence[str] = (),
-    restarts: int = 0,
-) -> RunEnd:
-    """Start the workers of a recipe, wait, and return their end. RuntimeError if another run uses the same directory.
-
-    `overrides`: "a.b=value" each. `arguments`: further ones of the worker. After a failure all are started again, `restarts`
-    times at most.
+    `arguments`: further ones of the worker. ConfigError if checkpoints do not fit the disk, RuntimeError if another run uses
+    the same directory.
     """
+    config = plan.loaded.config
+    directory = config.run.output_dir
+    require_unused(directory)
+    if is_finished(directory, config.model_dump(mode="json"), config.checkpoint_dir):
+        return None
+    checkpoint_space(config, plan.architecture).require()
+    (directory / "summary.json").unlink(missing_ok=True)  # a run that ends without one would show its predecessor's
+    return run_workers(plan, arguments, restarts)
+
+
+def run_workers(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) -> RunEnd:
+    """Start the workers of a plan, wait, and return their end. RuntimeError if another run uses the same directory.
+
+    `arguments`: further ones of the worker. After a failure all are started again, `restarts` times at most.
+    """
+    config = plan.loaded.config
     directory = config.run.output_dir
     clear_failures(directory)
-    given = [part for override in overrides for part in ("--set", override)]
+    given = [part for override in plan.overrides for part in ("--set", override)]
     start = time.time()
-    code = launch_workers(WORKER, [str(recipe), *given, *arguments], num_processes, directory, restarts)
+    worker_arguments = [str(plan.recipe), *given, *arguments]
+    code = launch_workers(WORKER, worker_arguments, plan.num_processes, directory, restarts)
     if (failure := read_failure(directory)) is not None:
         # The watcher prints the line when it decides. Other ranks may print the consequences after it.
-        return RunEnd(failure.exit_code, first_line(failure), is_printed=num_processes == 1)
+        return RunEnd(failure.exit_code, first_line(failure), is_printed=plan.num_processes == 1)
     if code == 0:
         return RunEnd(0)
     # torchrun's own code says only that a worker ended otherwise than with 0.

@@ -189,17 +189,6 @@ def test_eval_does_not_ask_for_the_critic(whole_recipe: Path, monkeypatch: pytes
     assert "error: it evaluates" in result.output, result.output
 
 
-def test_convert_helps() -> None:
-    result = runner.invoke(app, ["convert", "--help"])
-    assert result.exit_code == 0 and all(
-        name in result.output for name in ("hf-to-megatron", "megatron-to-hf", "verify")
-    )
-    for name in ("hf-to-megatron", "megatron-to-hf", "verify"):
-        result = runner.invoke(app, ["convert", name, "--help"])
-        assert result.exit_code == 0 and name in result.output
-    assert runner.invoke(app, ["convert", "sideways"]).exit_code == 2
-
-
 def test_the_shell_completes_commands() -> None:
     """As the script that --install-completion writes asks: the words so far, and the number of the last one."""
     asked = {"_MEGATRON_DAPO_COMPLETE": "complete_bash", "COMP_WORDS": "megatron-dapo convert hf", "COMP_CWORD": "2"}
@@ -215,9 +204,3 @@ def test_version() -> None:
 def test_no_command_waits_for_torch_that_does_not_need_it() -> None:
     program = "import sys, megatron_dapo.cli.main; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_help_names_every_command() -> None:
-    result = runner.invoke(app, ["--help"])
-    for command in ("train", "eval", "check-loss", "convert", "version"):
-        assert command in result.output
