@@ -1,5 +1,6 @@
 """Random weights are the same model under every layout."""
 
+import pytest
 import torch
 
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
@@ -9,35 +10,10 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
-
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 301,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+from tests.unit.checkpoints.layouts.test_state import DENSE, EXPERTS
 
 
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 2,
-    "mlp_only_layers": [],
-}
-
-
-def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> dict[str, torch.Tensor]:
+def _whole_model(parallel: ParallelLayout, seed: int, config: dict = DENSE) -> dict[str, torch.Tensor]:
     architecture = parse_architecture(config)
     layout = megatron_layout(architecture, parallel, torch.float32)
     ranks = []
@@ -53,22 +29,24 @@ def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> 
     return whole
 
 
-def test_layouts_start_from_the_same_model():
-    one = _whole_model(ParallelLayout(1), seed=3)
-    other = _whole_model(ParallelLayout(4, tensor=2, pipeline=2), seed=3)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_expert_ranks_start_from_the_same_model():
-    config = {**CONFIG, **EXPERTS}
+@pytest.mark.parametrize(
+    ("config", "layouts"),
+    [
+        (DENSE, [ParallelLayout(4, tensor=2, pipeline=2)]),
+        (
+            {**EXPERTS, "decoder_sparse_step": 2},
+            [ParallelLayout(4, expert=4), ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1)],
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_layouts_start_from_the_same_model(config: dict, layouts: list[ParallelLayout]):
     one = _whole_model(ParallelLayout(1), seed=3, config=config)
-    for parallel in (ParallelLayout(4, expert=4), ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1)):
+    for parallel in layouts:
         other = _whole_model(parallel, seed=3, config=config)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    experts = [one[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in range(4)]
-    assert not torch.equal(experts[0], experts[1]) and not torch.equal(experts[2], experts[3])
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    experts = [tensor for name, tensor in one.items() if "layers.1.mlp.experts" in name and "up_proj" in name]
+    assert all(not torch.equal(first, second) for first, second in zip(experts, experts[1:]))
 
 
 def test_values_match_their_names():
