@@ -133,32 +133,10 @@ def test_a_critic_that_fails_fails_once_for_all_its_runs(write_grid: WriteGrid) 
     assert len(result.failures) == 2 and not result.records
 
 
-def test_a_killed_call_leaves_no_run_behind_and_the_next_one_continues(write_grid: WriteGrid) -> None:
-    path = write_grid(
-        GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.2\nset.run.total_steps = 40")
-    )
-    program = (
-        f"from tests.unit.ablation.test_run_queue import make; from pathlib import Path; make(Path({str(path)!r}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    _, runs = planned(path)
-    metrics = runs[0].directory / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    # The run had SIGTERM from the kernel, and ends after its step.
-    steps = [0, metrics.read_text().count("\n")]
-    while steps[-2] != steps[-1]:
-        time.sleep(2.0)
-        steps.append(metrics.read_text().count("\n"))
-    assert steps[-1] < 40
-    result, _ = make(path, Limits(max_runs=1))
-    assert [record["train_step"] for record in result.records] == [list(range(1, 41))]
-
-
-def test_a_signal_stops_runs_in_an_orderly_way(write_grid: WriteGrid) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_call_that_is_ended_leaves_no_run_behind_and_the_next_one_continues(
+    number: signal.Signals, write_grid: WriteGrid
+) -> None:
     path = write_grid(
         GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.2\nset.run.total_steps = 40")
     )
@@ -168,11 +146,20 @@ def test_a_signal_stops_runs_in_an_orderly_way(write_grid: WriteGrid) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     _, runs = planned(path)
+    metrics = runs[0].directory / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (runs[0].directory / "metrics.jsonl").is_file() and time.monotonic() < deadline:
+    while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=120) == 0
+    os.kill(process.pid, number)
+    assert process.wait(timeout=120) == (0 if number == signal.SIGTERM else -number)
+    # The run of a killed call had SIGTERM from the kernel, and ends after its step.
+    steps = [0, metrics.read_text().count("\n")]
+    while steps[-2] != steps[-1]:
+        time.sleep(2.0)
+        steps.append(metrics.read_text().count("\n"))
+    assert steps[-1] < 40
+    result, _ = make(path, Limits(max_runs=1))
+    assert [record["train_step"] for record in result.records] == [list(range(1, 41))]
 
 
 def test_threads_and_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:

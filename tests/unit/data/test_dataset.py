@@ -171,30 +171,6 @@ def test_integers_and_plain_texts_are_accepted(write):
     assert (row.answer, row.messages, row.extra) == ("2", ({"role": "user", "content": "1+1?"},), {})
 
 
-@pytest.mark.parametrize("line", ['{"prompt": ', "[1, 2]", "\xff", '"text"'])
-def test_bad_json_lines_are_named(line, tmp_path, row):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(json.dumps(row("P", "1")).encode() + b"\n\n" + line.encode("latin-1") + b"\n")
-    with pytest.raises(ValueError, match=f"{path}, line 3"):
-        list(read_rows(path))
-
-
-def test_empty_missing_and_foreign_files(tmp_path, write, row, tokenizer):
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    foreign = tmp_path / "data.xlsx"
-    foreign.write_text("a,b\n")
-    for path, message in [
-        (empty, "has no rows"),
-        (foreign, r"unknown kind of data file '\.xlsx', choose one of \.csv, \.json, \.jsonl, \.ndjson, \.parquet"),
-        (tmp_path / "none.jsonl", "does not exist"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            load_prompts([path], tokenizer, 100)
-    with pytest.raises(ValueError, match="no data files"):
-        load_prompts([], tokenizer, 100)
-
-
 def test_an_empty_parquet_file(tmp_path, row):
     import pyarrow
     import pyarrow.parquet

@@ -8,75 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from megatron_dapo.data.hub import HubReference, hub_reference, marked_model
-
-ROOT = Path(__file__).resolve().parents[3]
-QUICKSTART = ROOT / "examples" / "quickstart"
-SHA = "0123456789abcdef0123456789abcdef01234567"
-MODEL = {path.name: path.read_bytes() for path in (QUICKSTART / "base_model").iterdir()}
-DATA = {
-    "README.md": b"# sums",
-    "data/train.jsonl": (QUICKSTART / "train.jsonl").read_bytes(),
-    "data/test.jsonl": (QUICKSTART / "heldout.jsonl").read_bytes(),
-}
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The part of the Hub's protocol that a download uses."""
-
-    def do_HEAD(self) -> None:
-        self._answer(sends_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(sends_body=True)
-
-    def _answer(self, sends_body: bool) -> None:
-        path, kind = self.path.partition("?")[0], "models"
-        if path.startswith(("/datasets/", "/api/datasets/")):
-            path, kind = path.replace("/datasets/", "/" if path.startswith("/datasets/") else "/models/", 1), "datasets"
-        files = {"models": {"own/tiny": MODEL}, "datasets": {"own/sums": DATA}}[kind]
-        repository = next((name for name in files if f"/{name}" in path), None)
-        if repository is None:
-            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, sends_body)
-        if "/tree/" in path:
-            entries = [
-                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-                for name, body in files[repository].items()
-            ]
-            return self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"}, sends_body)
-        if path.startswith("/api/"):
-            siblings = [{"rfilename": name} for name in files[repository]]
-            document = {"id": repository, "_id": "1", "sha": SHA, "private": False, "siblings": siblings}
-            return self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"}, sends_body)
-        body = files[repository][path.split("/resolve/")[1].partition("/")[2]]
-        return self._send(200, body, {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": SHA}, sends_body)
-
-    def _send(self, code: int, body: bytes, headers: dict[str, str], sends_body: bool) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if sends_body:
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
+from tests.unit.data.conftest import DATA, MODEL, SHA
 
 RECIPE = """
 [model]

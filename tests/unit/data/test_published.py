@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -76,7 +74,9 @@ def test_an_aime_file_of_32_copies_becomes_30_problems(kind, dapo_rows, write, t
     card = prepare("aime2024", [source], tmp_path / f"aime2024.{kind}")
     assert (card.num_rows, card.num_written, card.copies_min, card.copies_max) == (960, 30, 32, 32)
     assert answers_of(tmp_path / f"aime2024.{kind}") == [str(7 * i) for i in range(30)]
-    dataset = load_eval_sources([Source((tmp_path / f"aime2024.{kind}",), DAPO_FORMAT)], PromptTemplate(tokenizer), 1000)
+    dataset = load_eval_sources(
+        [Source((tmp_path / f"aime2024.{kind}",), DAPO_FORMAT)], PromptTemplate(tokenizer), 1000
+    )
     assert len(dataset.prompts) == 30 and dataset.report.multiplicity_max == 1
 
 
@@ -169,33 +169,9 @@ def test_command(write, tmp_path):
     assert "dapo-math-17k: 1,791,700 rows, 17,398 prompts (BytedTsinghua-SIA/DAPO-Math-17k" in listed.output
 
 
-class Hub(BaseHTTPRequestHandler):
-    """One file, with the headers that a client of the Hub asks for."""
-
-    content = b""
-
-    def do_HEAD(self) -> None:
-        self.reply()
-
-    def do_GET(self) -> None:
-        self.reply()
-        self.wfile.write(self.content)
-
-    def reply(self) -> None:
-        found = self.path == "/datasets/math-ai/aime25/resolve/main/test.jsonl"
-        self.send_response(200 if found else 404)
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", '"1"')
-        self.send_header("Content-Length", str(len(self.content)))
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        """Say nothing."""
-
-
-def prepare_from_hub(tmp_path: Path, port: int) -> subprocess.CompletedProcess[str]:
+def prepare_from_hub(tmp_path: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
     # The client reads its endpoint when it is imported.
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-m", "megatron_dapo.cli.main", "data", "prepare", "aime2025"]
     output = ["--output", str(tmp_path / "out.parquet")]
@@ -204,20 +180,14 @@ def prepare_from_hub(tmp_path: Path, port: int) -> subprocess.CompletedProcess[s
     )
 
 
-def test_files_come_from_the_hub(tmp_path):
-    Hub.content = "".join(json.dumps(row) + "\n" for row in aime("7")).encode()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = prepare_from_hub(tmp_path, server.server_port)
-        server.shutdown()
+def test_files_come_from_the_hub(tmp_path, endpoint):
+    result = prepare_from_hub(tmp_path, endpoint)
     assert result.returncode == 0, result.stderr
     assert answers_of(tmp_path / "out.parquet") == ["7"] * 30
 
 
 def test_without_a_network_the_error_says_what_to_do(tmp_path):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        port = server.server_port  # closed again: nothing listens there
-    result = prepare_from_hub(tmp_path, port)
+    result = prepare_from_hub(tmp_path, "http://127.0.0.1:9")
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert last.startswith("error: aime2025: math-ai/aime25 (test.jsonl) cannot be taken from the Hub")

@@ -52,11 +52,6 @@ def test_the_hash_tells_templates_apart(tokenizer, make_tokenizer):
     assert PromptTemplate(make_tokenizer()).hash == hashes[0]
 
 
-def test_options_reach_the_chat_template(make_tokenizer):
-    tokenizer = make_tokenizer("{{ messages[0]['content'] }}{% if loud %}!{% endif %}")
-    assert tokenizer.decode(list(PromptTemplate(tokenizer, options={"loud": True}).render(MESSAGES))) == "1+1?!"
-
-
 def test_a_prompt_without_tokens_is_refused(make_tokenizer):
     with pytest.raises(ValueError, match="no token at all"):
         PromptTemplate(make_tokenizer("{{ '' }}"), "chat").render(MESSAGES)
