@@ -280,7 +280,7 @@ def _pair_of_parts(
     return {**_errors(critic, want), "layout": critic.layout.describe(), "rank": critic.rank}
 
 
-# Two ranks: exact state, the guard, another layout than the actor's, export.
+# Two ranks: exact state, another layout than the actor's, export.
 
 
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -301,29 +301,6 @@ def _resume_case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     continued = train(second, STEPS[2:])
     counts = {"loaded": num_loaded, "difference": len(differing(snapshot(whole), snapshot(second)))}
     return {**largest_over_ranks(counts), "history": history == begun + continued}
-
-
-def guard(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Take a step in which one rank's loss is NaN, between two good ones."""
-    want = CriticReference.read(arguments["references"], "qwen2")
-    return [_guard_case(want, {"layout": layout}) for layout in arguments["layouts"]]
-
-
-def _guard_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
-    critic = MegatronCritic.build(want.directory, layout_of(case), settings_of(case))
-    train(critic, [10])
-    before = snapshot(critic)
-
-    def poisoned(
-        micro_batch: MicroBatch, values: torch.Tensor, index: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss, metrics = loss_fn(micro_batch, values, index)
-        return loss * float("nan") if dist.get_rank() == dist.get_world_size() - 1 and index == 0 else loss, metrics
-
-    result = critic.train_step(of_rank(critic.layout, 11), poisoned, LEARNING_RATE)
-    changed = differing(before, snapshot(critic))
-    [(_, norm)] = train(critic, [11])
-    return largest_over_ranks({"applied": result.applied, "changed": len(changed), "norm": norm})
 
 
 def beside(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +355,6 @@ def two_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
     """Worker: all of the above in one start of two processes."""
     return {
         "resume": resume(arguments | {"cases": arguments["resume"]}),
-        "guard": guard(arguments | {"layouts": arguments["guard"]}),
         "beside": beside(arguments | arguments["beside"]),
         "export": export(arguments | arguments["export"]),
     }
