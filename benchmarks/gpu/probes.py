@@ -135,11 +135,7 @@ def serving(
             raise RuntimeError(f"the server did not start: {error}") from None
         figures = {"start_s": time.perf_counter() - start, "kv_tokens": info.max_total_tokens}
         make = ColocatedClient if settings.memory_saver else SglangClient
-        client = make(server.url, read_key(server.key_file), api_version=info.api_version)
-        try:
-            yield server, client, figures
-        finally:
-            client.close()
+        yield server, make(server.url, read_key(server.key_file), api_version=info.api_version), figures
     finally:
         server.stop()
 

@@ -30,7 +30,4 @@ def engine_logprobs(
         )
         with started([settings]) as (server,):
             client = SglangClient(server.url, read_key(server.key_file))
-            try:
-                return [sample.scored(client.prompt_logprobs(sample.token_ids)) for sample in samples]
-            finally:
-                client.close()
+            return [sample.scored(client.prompt_logprobs(sample.token_ids)) for sample in samples]

@@ -71,6 +71,5 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
         client.resume()
         assert abs(free_bytes() - serving) < SLACK_BYTES
         assert client.prompt_logprobs(tokens) == pytest.approx(before, abs=1e-3)
-        client.close()
     finally:
         server.stop()

@@ -33,13 +33,10 @@ def serving_engine(
     servers: Sequence[AttachedServer], max_in_flight: int, vocab_size: int, timeouts: Timeouts
 ) -> Iterator[SglangEngine]:
     """Return an engine over servers that are up and have their weights, as policy version 0."""
-    with ExitStack() as stack:
-        clients = []
-        for server in servers:
-            clients.append(SglangClient(server.url, read_key(server.key_file), timeouts))
-            stack.callback(clients[-1].close)
-            clients[-1].update_weight_version(0)  # every answer names it: a server that restarts would be found
-        longest = min(client.max_length() for client in clients)
-        engine = stack.enter_context(SglangEngine(clients, SglangEngineSettings(longest, vocab_size, max_in_flight)))
+    clients = [SglangClient(server.url, read_key(server.key_file), timeouts) for server in servers]
+    for client in clients:
+        client.update_weight_version(0)  # every answer names it: a server that restarts would be found
+    longest = min(client.max_length() for client in clients)
+    with SglangEngine(clients, SglangEngineSettings(longest, vocab_size, max_in_flight)) as engine:
         engine.set_policy_version(0)
         yield engine

@@ -7,8 +7,8 @@ their deadline. Weight updates never are: the weight sync decides about a repeti
 not either: the server may still be working on the first try and refuses its rid until it notices the closed connection;
 send it again under another rid.
 
-Generations go through aiohttp, whose parser is compiled: an answer of 20,000 tokens is 0.9 MB, which takes httpx five
-times the CPU. Control calls are small and block; they go through httpx.
+Generations share connections in the engine's event loop. A control call blocks, and takes a loop and a connection for
+itself: a whole call can then have one deadline, however slowly bytes come, and any thread may make it.
 
 The API key goes into one header and nowhere else: no message, log line or repr shows it.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
+import io
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import httpx
 import numpy as np
 
-from megatron_dapo.engines.sglang.deadline import DeadlineTransport
 from megatron_dapo.engines.sglang.wire import (
     AnswerError,
     Generation,
@@ -42,15 +41,13 @@ from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.versions import ApiVersion
 
-# One line a request at INFO would drown the run's own log.
-logging.getLogger("httpx").setLevel(logging.WARNING)
-
 # Idle connections are closed well before SGLang closes them (5 s): a request never meets a closing connection.
 _KEEPALIVE_S = 2.0
 _READ_BYTES = 1 << 18  # an answer arrives in a few pieces
 _RETRY_PAUSE_S = 0.2
 _NUM_RETRIES = 3
 _MAX_QUOTED = 600  # characters of a server's message in an error
+_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -134,27 +131,18 @@ class SglangClient:
         self.name = name or self.url
         self.timeouts = timeouts or Timeouts()
         self.api_version = api_version
-        # httpx hides this header wherever it prints headers.
-        self._headers = httpx.Headers({"Authorization": f"Bearer {key}"} if key else {})
-        # Loopback traffic must not take the proxy an environment names; reading certificates takes 0.1 s for each of many
-        # servers, and plain HTTP needs none.
-        is_encrypted = self.url.startswith("https://")
-        self._transport = DeadlineTransport(trust_env=False, verify=is_encrypted, limits=self._limits(8))
-        self._http = httpx.Client(headers=self._headers, trust_env=False, transport=self._transport)
+        self._key = key
 
     def __repr__(self) -> str:
         return f"SglangClient({self.name})"
 
-    def close(self) -> None:
-        self._http.close()
-
     # Generation
 
     def open_async(self, max_connections: int) -> aiohttp.ClientSession:
-        """Connections for `generate`, to be opened and closed in the event loop that uses them."""
+        """Connections to the server, to be opened and closed in the event loop that uses them."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=_KEEPALIVE_S),
-            headers=dict(self._headers),
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_BYTES,
         )
@@ -175,7 +163,7 @@ class SglangClient:
         """
         # Any other timeout would cut off a request that waits in the server's queue.
         timeout = aiohttp.ClientTimeout(sock_connect=self.timeouts.connect_s)
-        status, body = await self._exchange(
+        status, _, body = await self._exchange(
             http, "POST /generate", self.timeouts.generate_s, timeout, json=generate_body(request, rid)
         )
         if status == 499:  # aborted before it reached the scheduler: nothing was generated
@@ -213,7 +201,7 @@ class SglangClient:
     async def get(self, http: aiohttp.ClientSession, path: str, seconds: float) -> bytes:
         """Return the answer to GET `path` in an event loop; EngineError if it is not 200 within `seconds`."""
         timeout = aiohttp.ClientTimeout(seconds, sock_connect=min(self.timeouts.connect_s, seconds))
-        status, body = await self._exchange(http, f"GET {path}", seconds, timeout)
+        status, _, body = await self._exchange(http, f"GET {path}", seconds, timeout)
         self._check_status(f"GET {path}", status, body.decode(errors="replace"))
         return body
 
@@ -317,18 +305,24 @@ class SglangClient:
 
     def _call(self, endpoint: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:
         """One call within `deadline`, repeated up to `retries` times if the connection is lost."""
-        (method, path), end = endpoint.split(), time.monotonic() + deadline
+        end = time.monotonic() + deadline
         while True:
             try:
-                with self._errors(endpoint, deadline), self._transport.until(end):
-                    left = max(0.1, end - time.monotonic())
-                    response = self._http.request(method, self.url + path, json=body, timeout=self._timeout(left))
-                    return self._answer(endpoint, response)
+                return asyncio.run(self._control(endpoint, body, deadline, max(0.1, end - time.monotonic())))
             except EngineGone:
                 retries -= 1
                 if retries < 0 or time.monotonic() + _RETRY_PAUSE_S >= end:
                     raise
             time.sleep(_RETRY_PAUSE_S)
+
+    async def _control(self, endpoint: str, body: dict[str, Any] | None, deadline: float, left: float) -> Any:
+        # A stream: aiohttp warns of a message with megabytes of commands that is given as a whole.
+        content = {} if body is None else {"data": io.BytesIO(json.dumps(body).encode()), "headers": _JSON}
+        timeout = aiohttp.ClientTimeout(left, sock_connect=min(self.timeouts.connect_s, left))
+        async with self.open_async(1) as http:
+            status, kind, answer = await self._exchange(http, endpoint, deadline, timeout, **content)
+        with self._errors(endpoint, deadline):
+            return self._answer(endpoint, status, kind, answer)
 
     async def _exchange(
         self,
@@ -337,14 +331,14 @@ class SglangClient:
         deadline: float,
         timeout: aiohttp.ClientTimeout,
         **options: Any,
-    ) -> tuple[int, bytes]:
-        """Return the status and the whole body of one answer, in an event loop."""
+    ) -> tuple[int, str, bytes]:
+        """Return the status, the content type and the whole body of one answer, in an event loop."""
         method, path = endpoint.split()
         with self._errors(endpoint, deadline):
             async with http.request(
                 method, self.url + path, timeout=timeout, allow_redirects=False, **options
             ) as response:
-                return response.status, await response.read()
+                return response.status, response.content_type, await response.read()
 
     def _check_status(self, endpoint: str, status: int, text: str) -> None:
         if status != 200:
@@ -352,55 +346,43 @@ class SglangClient:
             problem = f"HTTP {status}: {self._quoted(text)}; {hint}"
             raise EngineHttpError(self.name, endpoint, status, problem)
 
-    def _answer(self, endpoint: str, response: httpx.Response) -> Any:
-        """The JSON of a good answer (None if it has no body of JSON); EngineHttpError otherwise."""
-        self._check_status(endpoint, response.status_code, response.text if response.status_code != 200 else "")
-        if not response.headers.get("content-type", "").startswith("application/json"):
+    def _answer(self, endpoint: str, status: int, content_type: str, body: bytes) -> Any:
+        """Return the JSON of a good answer (None if it has no body of JSON); EngineHttpError otherwise."""
+        self._check_status(endpoint, status, body.decode(errors="replace") if status != 200 else "")
+        if content_type != "application/json" or not body:
             return None
-        answer = response.json()
+        answer = json.loads(body)
         if isinstance(answer, dict) and answer.get("success") is False:
             problem = f"success: false: {self._quoted(str(answer.get('message')))}; see the server's log"
-            raise EngineHttpError(self.name, endpoint, response.status_code, problem)
+            raise EngineHttpError(self.name, endpoint, status, problem)
         return answer
 
     def _quoted(self, text: str) -> str:
         """A server's message, shortened, without the key."""
-        key = self._headers.get("Authorization", "").removeprefix("Bearer ")
         text = text.strip() or "(no message)"
-        return (text.replace(key, "<key>") if key else text)[:_MAX_QUOTED]
+        return (text.replace(self._key, "<key>") if self._key else text)[:_MAX_QUOTED]
 
     @contextmanager
     def _errors(self, endpoint: str, deadline: float) -> Iterator[None]:
-        """Turn what httpx, aiohttp and the parsers raise into EngineError. The chain is cut: it adds nothing but noise."""
+        """Turn what aiohttp and the parsers raise into EngineError. The chain is cut: it adds nothing but noise."""
         try:
             yield
-        except (httpx.ConnectTimeout, aiohttp.ConnectionTimeoutError):
+        except aiohttp.ConnectionTimeoutError:
             problem = f"no connection within {min(self.timeouts.connect_s, deadline):g} s; is the host reachable?"
             raise EngineTimeout(self.name, endpoint, problem) from None
-        except (httpx.TimeoutException, asyncio.TimeoutError):
+        except asyncio.TimeoutError:
             problem = f"no answer within {deadline:g} s: it hangs or is overloaded; see its log, or raise the deadline"
             raise EngineTimeout(self.name, endpoint, problem) from None
-        except (httpx.ConnectError, aiohttp.ClientConnectorError) as error:
+        except aiohttp.ClientConnectorError as error:
             problem = f"connection refused ({error}): the server has ended or never came up; see its log"
             raise EngineGone(self.name, endpoint, problem) from None
-        except (httpx.TransportError, aiohttp.ClientError) as error:
+        except aiohttp.ClientError as error:
             lost = f"connection lost before the answer ({type(error).__name__}: {error})"
             raise EngineGone(self.name, endpoint, f"{lost}: the server has ended; see its log") from None
         except (AnswerError, UnicodeDecodeError) as error:
             raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {self._quoted(str(error))}") from None
         except ValueError as error:  # what a broken JSON document raises
             raise EngineAnswerError(self.name, endpoint, f"the answer is no JSON: {error}") from None
-
-    def _timeout(self, deadline: float) -> httpx.Timeout:
-        return httpx.Timeout(deadline, connect=min(self.timeouts.connect_s, deadline), pool=None)
-
-    @staticmethod
-    def _limits(num_connections: int) -> httpx.Limits:
-        return httpx.Limits(
-            max_connections=num_connections,
-            max_keepalive_connections=num_connections,
-            keepalive_expiry=_KEEPALIVE_S,
-        )
 
 
 WEIGHTS, CACHE = "weights", "kv_cache"

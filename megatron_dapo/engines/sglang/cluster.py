@@ -287,12 +287,10 @@ class SglangEngines:
             self._device.wait_for_memory(before)
 
     def close(self) -> None:
-        """End rank 0's connections and this rank's servers."""
+        """End rank 0's engine and this rank's servers."""
         self._back.set()
         if self._engine is not None:
             self._engine.close()
-        for client in {*self._controls.values(), *self._clients.values()}:
-            client.close()
         if self._update is not None:
             self._update.transport.close()
         self._servers.close()

@@ -34,6 +34,8 @@ from megatron_dapo.models.families import text_fields
 from megatron_dapo.untrusted import one_line, read_json
 
 logger = logging.getLogger(__name__)
+# One line a question would drown the run's own log.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 _POLL_S = 0.1
 # A question after its health that stays unanswered is asked again: the process that holds the port may not be the server.

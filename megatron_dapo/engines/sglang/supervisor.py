@@ -418,17 +418,14 @@ class SupervisedServer(AttachedServer):
         if self._released is None:
             raise EngineStartError("the trainer died while it released or took back memory, and no call reports which")
         client = SglangClient(self.url, read_key(self.key_file), Timeouts(control_s=_TAKE_OVER_S))
-        try:
-            client.abort()
-            if self._released:
-                self.remember_released(None)
-                client.resume_memory(self._released)
-                self.remember_released([])
-            client.resume()
-            client.server_info()  # by way of its scheduler, which may be busy with the last weight sync
-            version = client.weight_version
-        finally:
-            client.close()
+        client.abort()
+        if self._released:
+            self.remember_released(None)
+            client.resume_memory(self._released)
+            self.remember_released([])
+        client.resume()
+        client.server_info()  # by way of its scheduler, which may be busy with the last weight sync
+        version = client.weight_version
         with open_http(self.url, self.key_file) as http:
             self.info = checked(self.url, http, self.expectation)
         logger.info("server %d (process %d, %s) was kept with version %s", self.index, self.pid, self.url, version)

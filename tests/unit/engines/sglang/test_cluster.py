@@ -142,7 +142,7 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
     node, updates, built = Node(), [], []
 
     def connect(server: ReadyServer) -> Any:
-        return SimpleNamespace(url=server.url, close=lambda: None)
+        return SimpleNamespace(url=server.url)
 
     def build_update(controls: dict[int, Any]) -> Update:
         updates.append(Update(controls))
@@ -325,9 +325,6 @@ class SleepingClient(ColocatedClient):
 
     def sleep(self) -> None:
         self.events.append("release memory")
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -48,11 +48,9 @@ def test_bytes_that_drip_do_not_extend_a_deadline(at_once: bytes, dripping: byte
         with pytest.raises(EngineTimeout, match="no answer within 1 s"):
             client.model_info()
         assert time.monotonic() - began < 6.0
-        client.close()
 
 
 def test_a_slow_answer_within_the_deadline_is_whole() -> None:
     with dripping_server(HEADER + BODY[:-5], BODY[-5:]) as url:
         client = SglangClient(url, "key", Timeouts(control_s=20.0))
         assert client.model_info() == {"model_path": "a" * 22}
-        client.close()
