@@ -31,7 +31,6 @@ TOGETHER = {
     "e2e/test_offload": "finished vapo run",
     "e2e/test_value_path": "finished vapo run",
     "engine/test_weight_sync": "filled servers",
-    "engine/test_weight_sync_faults": "filled servers",
     "engine/test_p2p_weight_sync": "filled servers",
     "engine/test_generation": "seeded servers",
     "engine/test_routing": "seeded servers",

@@ -434,7 +434,7 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a thousand take three minutes on two idle cores; a hang meets the limit of its update
-@pytest.mark.parametrize("num_faults", [50, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_faults", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_faults_of_every_kind(num_faults: int, tmp_path: Path) -> None:
     trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
     errors: list[BaseException] = []

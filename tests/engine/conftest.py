@@ -158,15 +158,39 @@ def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
 
 
 @pytest.fixture(scope="session")
-def seeded_servers(shared_servers: Servers, tiny_model: Path) -> Callable[[int], list[SglangServer]]:
-    """`seeded_servers(count)`: servers of the unchanged tied model that honor seeds, with a context of 512 tokens."""
+def expert_world() -> Callable[[int], Any]:
+    """`expert_world(directory, tensor_parallel)`: two pipeline stages of two expert-parallel ranks, and an engine."""
+    from sync_simulation import World
 
-    def servers(count: int) -> list[SglangServer]:
-        fields = {"seeded": True, "context_length": 512, "wait": False}
-        found = [shared_servers.shared(tiny_model, number, **fields) for number in range(count)]
-        for server in found:
+    from megatron_dapo.models.config_json import read_architecture
+    from megatron_dapo.parallel.layout import ParallelLayout
+
+    def world(directory: Path, tensor_parallel: int) -> World:
+        layout = ParallelLayout(4, pipeline=2, expert=2)
+        return World(read_architecture(directory), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
+
+    return world
+
+
+@pytest.fixture(scope="session")
+def seeded_servers(shared_servers: Servers, moe_model: Path, expert_world: Callable[..., Any]) -> Callable[[int], list[Any]]:
+    """`seeded_servers(count)`: servers of `moe_model` that honor seeds and answer with experts, with a context of 512 tokens.
+
+    They start with random weights, and expert-parallel trainer ranks have brought them the directory's.
+    """
+    from synced_server import SyncedServer
+
+    synced: dict[int, SyncedServer] = {}
+
+    def servers(count: int) -> list[SyncedServer]:
+        fields = {"seeded": True, "routing": True, "random_weights": True, "context_length": 512, "wait": False}
+        for number, server in enumerate([shared_servers.shared(moe_model, n, **fields) for n in range(count)]):
             if server.info is None:  # just started, within its start timeout
                 server.wait_until_healthy()
-        return found
+                synced[number] = SyncedServer(server, moe_model, expert_world(moe_model, 1))
+                assert synced[number].gap(1.0) > 0.1, "it does not serve noise"
+                report = synced[number].update(1, 1.0)
+                assert report.is_complete, report.describe()
+        return [synced[number] for number in range(count)]
 
     return servers

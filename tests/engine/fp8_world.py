@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from sync_simulation import World
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Qwen2Config,
@@ -107,27 +105,9 @@ PARITY = re.compile(r"parity with server 0 on \d+ prompts: mean \|d log-prob\| (
 ROUNDING = re.compile(r"server 0 serves quantized weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
 
 
-def weights_of(directory: Path, scale: float) -> dict[str, torch.Tensor]:
-    """The tensors of a directory; `scale` on all of them makes another version."""
-    return {name: tensor * scale for name, tensor in load_file(directory / "model.safetensors").items()}
-
-
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Projections with the values they have in FP8; norms, biases, routers, embedding and head as they are."""
     return {n: quantize_weight(w).widened() if n.endswith("_proj.weight") else w for n, w in weights.items()}
-
-
-def transformers_logprobs(
-    directory: Path, weights: dict[str, torch.Tensor], tokens: list[int], scratch: Path
-) -> list[float]:
-    """Return the log-probs of all tokens but the first, by transformers with these weights in the model of `directory`."""
-    scratch.mkdir(exist_ok=True)
-    (scratch / "config.json").write_bytes((directory / "config.json").read_bytes())
-    save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    return [float(logprobs[t, token]) for t, token in enumerate(tokens[1:])]
 
 
 class Fp8World(World):

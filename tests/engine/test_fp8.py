@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of
-from sync_simulation import World, run_ranks
+from fp8_world import Fp8World, in_fp8, save_model
+from sync_simulation import World
+from synced_server import TOKENS, VERSIONS, SyncedServer, connect, transformers_logprobs, weights_of
 
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
-from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.checkpoints.layouts.fp8 import SCALES, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
-from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
-TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
-PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
-VERSIONS = iter(range(1, 1000))
 BUCKET_BYTES = 64 << 10
 # Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. The
 # trainer's tensor parallel size 4 cuts every block of a projection. The attention of Qwen2 and Gemma 3 has scales of a cache.
@@ -41,39 +32,19 @@ CASES = {
 
 
 @dataclass
-class Setup:
-    """A server in FP8 with random weights, and the model to sync."""
+class Fp8Server(SyncedServer):
+    """A server in FP8."""
 
-    client: SglangClient
-    directory: Path
-    scratch: Path
     world: Fp8World
     tolerance: float
 
-    def update(
-        self, scale: float, *, world: World | None = None, transport_of: Any = SharedMemoryTransport
-    ) -> SyncReport:
-        """Run one update by all ranks, in FP8 or by a `world` without it."""
-        chosen = world or self.world
-        arguments = (PATIENT,)
-        updates = chosen.updates(
-            [self.client],
-            default_directory(),
-            *arguments,
-            message_timeout_s=100.0,
-            transport_of=transport_of,
-            session="t",
-        )
-        state, version = weights_of(self.directory, scale), next(VERSIONS)
-        sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
-        outcomes = run_ranks(chosen.size, lambda rank: updates[rank].update(version, sources[rank]), 280)
-        assert all(isinstance(outcome, SyncReport) for outcome in outcomes), outcomes
-        return outcomes[0]
+    def sources(self, scale: float) -> Sequence[Any]:
+        return self.world.sources(weights_of(self.directory, scale))
 
-    def gap(self, scale: float, *, rounded: bool = True) -> float:
+    def mean_gap(self, scale: float, *, rounded: bool = True) -> float:
         """Mean difference of log-probs between the server and transformers with the weights in FP8, or as trained."""
         weights = weights_of(self.directory, scale)
-        expected = transformers_logprobs(self.directory, in_fp8(weights) if rounded else weights, TOKENS, self.scratch)
+        expected = transformers_logprobs(self.directory, in_fp8(weights) if rounded else weights, TOKENS)
         served = self.client.prompt_logprobs(TOKENS)
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
@@ -85,23 +56,22 @@ QUICK = ("one rank, bfloat16",)  # test_fp8_training.py has experts
     scope="module",
     params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
-def setup(request, server_factory, tmp_path_factory) -> Setup:
+def setup(request, server_factory, tmp_path_factory) -> Fp8Server:
     family, tensor_parallel, dtype, parallel, tolerance = CASES[request.param]
     directory = save_model(tmp_path_factory.mktemp("fp8_model"), family)
     server = server_factory(
         directory, tensor_parallel=tensor_parallel, dtype=dtype, quantization="fp8", random_weights=True, seeded=True,
         max_total_tokens=4096,
     )  # fmt: skip
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = Fp8World(
         read_architecture(directory),
         parallel,
         tensor_parallel=tensor_parallel,
         dtype=getattr(torch, dtype),
         bucket_bytes=BUCKET_BYTES,
-        described=served_parameters(client, tensor_parallel),
+        described=served_parameters(connect(server), tensor_parallel),
     )
-    return Setup(client, directory, tmp_path_factory.mktemp("scratch"), world, tolerance)
+    return Fp8Server(server, directory, world, tolerance)
 
 
 def test_the_server_describes_its_quantized_parameters(setup):
@@ -117,14 +87,14 @@ def test_the_server_describes_its_quantized_parameters(setup):
 
 
 def test_every_sync_brings_quantized_whole_tensors(setup):
-    assert setup.gap(1.0) > 0.1  # it serves noise
+    assert setup.mean_gap(1.0) > 0.1  # it serves noise
     for scale in (1.0, 0.7):
-        report = setup.update(scale)
+        report = setup.update(next(VERSIONS), scale)
         assert report.is_complete, report.describe()
-        assert setup.gap(scale) < setup.tolerance
+        assert setup.mean_gap(scale) < setup.tolerance
     # Quantization shows, but is no larger than rounding.
     if setup.tolerance < 1e-3:
-        assert 10 * setup.tolerance < setup.gap(0.7, rounded=False) < 0.5
+        assert 10 * setup.tolerance < setup.mean_gap(0.7, rounded=False) < 0.5
     ranks = setup.world.plan.ranks_of(0)
     shard = sum(spec.num_bytes for rank in ranks for spec in setup.world.layout.local_specs(rank).values())
     assert 0.9 * shard < report.engines[0].num_bytes <= shard
@@ -142,10 +112,10 @@ class CorruptedScale(SharedMemoryTransport):
 
 
 def test_a_corrupted_scale_is_not_served(setup):
-    report = setup.update(0.9, transport_of=CorruptedScale)
+    report = setup.update(next(VERSIONS), 0.9, transport_of=CorruptedScale)
     assert "1 of " in report.failures[0] and "qkv_proj.weight_scale_inv" in report.failures[0]
-    assert setup.update(0.9).is_complete
-    assert setup.gap(0.9) < setup.tolerance
+    assert setup.update(next(VERSIONS), 0.9).is_complete
+    assert setup.mean_gap(0.9) < setup.tolerance
 
 
 def test_a_trainer_that_does_not_quantize_is_refused(setup):
@@ -157,7 +127,7 @@ def test_a_trainer_that_does_not_quantize_is_refused(setup):
         dtype=setup.world.layout.engines.dtype,
         bucket_bytes=BUCKET_BYTES,
     )
-    report = setup.update(1.0, world=plain)
+    report = SyncedServer(setup.server, setup.directory, plain).update(next(VERSIONS), 1.0)
     assert "nothing is sent for the engine's parameters" in report.failures[0]
-    assert setup.update(1.1).is_complete
-    assert setup.gap(1.1) < setup.tolerance
+    assert setup.update(next(VERSIONS), 1.1).is_complete
+    assert setup.mean_gap(1.1) < setup.tolerance

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sglang_runs import finish
-from sync_simulation import World, run_ranks
+from sync_simulation import Tensors, World
+from synced_server import TOKENS, SyncedServer, transformers_logprobs, weights_of
 from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
 
-from megatron_dapo.bridge.transports.shared_memory import default_directory
-from megatron_dapo.bridge.weight_sync import SyncTimeouts
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
-from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.families import VISION_TENSORS
@@ -29,8 +26,6 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from tools.prove_resume import QUICKSTART, write_recipe
 
 pytestmark = pytest.mark.long  # test_sglang_layout.py and tests/distributed hold layout and log-probs without a server
-TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
-PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -75,16 +70,21 @@ def save_model(directory: Path, has_vision: bool, **fields: Any) -> Path:
     return directory
 
 
-def served_gap(client: SglangClient, directory: Path, scale: float) -> float:
-    """Largest difference of log-probs between the server and transformers with scaled weights."""
-    model = AutoModelForImageTextToText if (directory / "has_vision").exists() else Gemma3ForCausalLM
-    model = model.from_pretrained(directory, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-        logprobs = model(input_ids=torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    served = client.prompt_logprobs(TOKENS)
-    return max(abs(served[t] - float(logprobs[t, token])) for t, token in enumerate(TOKENS[1:]))
+@dataclass
+class Gemma3Server(SyncedServer):
+    """A server of a Gemma 3; the trainer has the language model, a vision tower stays as it is in the directory."""
+
+    has_vision: bool
+
+    def sources(self, scale: float) -> list[Tensors]:
+        architecture = self.world.source.architecture
+        with HFCheckpoint(self.directory) as stored:
+            weights = {name: stored.read_tensor(name) * scale for name in architecture.shapes()}
+        return [self.world.shards(weights, rank) for rank in range(self.world.size)]
+
+    def expected(self, scale: float) -> list[float]:
+        model_class = AutoModelForImageTextToText if self.has_vision else Gemma3ForCausalLM
+        return transformers_logprobs(self.directory, weights_of(self.directory, scale), TOKENS, model_class)
 
 
 @pytest.mark.parametrize(("has_vision", "tensor_parallel"), [(False, 2), (True, 1)])
@@ -92,23 +92,15 @@ def test_every_version_arrives(
     server_factory: Callable[..., SglangServer], tmp_path: Path, has_vision: bool, tensor_parallel: int
 ) -> None:
     directory = save_model(tmp_path / "model", has_vision)
-    if has_vision:
-        (directory / "has_vision").touch()
     server = server_factory(directory, tensor_parallel=tensor_parallel, random_weights=True, max_total_tokens=4096)
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
-    architecture, layout = read_architecture(directory), ParallelLayout(4, tensor=2, pipeline=2)
-    world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
-    with HFCheckpoint(directory) as stored:
-        state = {name: stored.read_tensor(name) for name in architecture.shapes()}
-    updates = world.updates([client], default_directory(), PATIENT, message_timeout_s=100.0, session="gemma")
-
-    def update(rank: int, version: int, scale: float) -> Any:
-        return updates[rank].update(version, world.shards({n: t * scale for n, t in state.items()}, rank))
-
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    world = World(read_architecture(directory), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
+    synced = Gemma3Server(server, directory, world, has_vision)
+    syncs = synced.syncs()
     for version, scale in enumerate((1.0, 1.1), start=1):
-        reports = run_ranks(4, partial(update, version=version, scale=scale), 280)
-        assert all(report.is_complete for report in reports), reports
-        assert served_gap(client, directory, scale) < 1e-5
+        report = synced.run(syncs, version, scale)
+        assert report.is_complete, report
+        assert synced.gap(scale) < 1e-5
 
 
 @pytest.mark.parametrize("has_vision", [False, True])

@@ -13,35 +13,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from synced_server import SyncedServer, connect
 
 from megatron_dapo.engines.base import PrefixReuse
-from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
-from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
 
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
 DEADLINE_S = 240.0
-TIMEOUTS = Timeouts(generate_s=DEADLINE_S, control_s=DEADLINE_S)
 
 
-def clients_of(servers: list[SglangServer]) -> list[SglangClient]:
-    clients = [SglangClient(server.url, read_key(server.key_file), TIMEOUTS) for server in servers]
+def clients_of(servers: list[SyncedServer]) -> list[SglangClient]:
+    clients = [connect(synced.server, generate_s=DEADLINE_S, control_s=DEADLINE_S) for synced in servers]
     for client in clients:
         client.update_weight_version(0)
     return clients
 
 
 @pytest.fixture(scope="module")
-def clients(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangClient]:
+def clients(seeded_servers: Callable[[int], list[SyncedServer]]) -> list[SglangClient]:
     return clients_of(seeded_servers(1))
 
 
 @pytest.fixture(scope="module")
-def servers(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangServer]:
+def servers(seeded_servers: Callable[[int], list[SyncedServer]]) -> list[SyncedServer]:
     """Two servers; the last test of the module kills one."""
     return seeded_servers(2)
 
@@ -60,10 +58,10 @@ def settings_of(client: SglangClient) -> SglangEngineSettings:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path) -> torch.nn.Module:
+def model(moe_model: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32).eval()
 
 
 def reference_logprobs(model: torch.nn.Module, prompt: tuple[int, ...], response: tuple[int, ...], t: float) -> list:
@@ -237,7 +235,7 @@ def generate_all(engine: SglangEngine, requests: list[GenerationRequest]) -> dic
 
 
 @pytest.mark.long  # tests/unit/engines/sglang/test_engine.py has stand-ins for servers
-def test_all_responses_of_a_killed_server_are_returned_once(servers: list[SglangServer]) -> None:
+def test_all_responses_of_a_killed_server_are_returned_once(servers: list[SyncedServer]) -> None:
     clients, requests = clients_of(servers), make_requests(6, max_new_tokens=400, stop_token_ids=())
     with SglangEngine(clients, settings_of(clients[0])) as engine:
         engine.set_policy_version(0)
@@ -245,8 +243,8 @@ def test_all_responses_of_a_killed_server_are_returned_once(servers: list[Sglang
         whole = drain(engine)
         engine.submit(requests)
         time.sleep(0.2)  # 9,600 tokens take far longer
-        for pid in servers[1].pids():
+        for pid in servers[1].server.pids():
             os.kill(pid, signal.SIGKILL)
         check_equal(drain(engine), whole)
-        assert list(engine.failed_servers) == [1] and not servers[1].is_alive()
+        assert list(engine.failed_servers) == [1] and not servers[1].server.is_alive()
         assert engine.statistics.num_redispatched > 0

@@ -11,62 +11,43 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from sync_simulation import World, run_ranks
+from sync_simulation import World
+from synced_server import SyncedServer, connect
 
-from megatron_dapo.bridge.transports.shared_memory import default_directory
-from megatron_dapo.bridge.weight_sync import SyncTimeouts
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
-from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.models.config_json import read_architecture
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
 SHAPE = RoutingShape(num_layers=2, experts_per_token=2, num_experts=8)
 DEADLINE_S = 240.0
 PROMPT = (5, 6, 7, 250, 9, 31, 100, 5, 5, 17)
-PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
-
-
-def filled_by_ranks(server: SglangServer, moe_model: Path, tensor_parallel: int) -> SglangServer:
-    """Sync the model from two pipeline stages of two expert ranks to a server of random weights, and compare what it serves."""
-    from transformers import AutoModelForCausalLM
-
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
-    architecture, layout = read_architecture(moe_model), ParallelLayout(4, pipeline=2, expert=2)
-    world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
-    state = load_file(moe_model / "model.safetensors")
-    updates = world.updates([client], default_directory(), PATIENT, message_timeout_s=100.0, session="moe")
-    reports = run_ranks(4, lambda rank: updates[rank].update(1, world.shards(state, rank)), 280)
-    assert all(report.is_complete for report in reports), reports
-    model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    expected = [float(logprobs[t, token]) for t, token in enumerate(PROMPT[1:])]
-    assert client.prompt_logprobs(list(PROMPT)) == pytest.approx(expected, abs=1e-5)
-    return server
-
-
-@pytest.mark.long  # the server below is filled in the same way
-def test_experts_arrive_on_two_ranks(server_factory: Callable[..., SglangServer], moe_model: Path) -> None:
-    server = server_factory(moe_model, tensor_parallel=2, random_weights=True, max_total_tokens=4096)
-    filled_by_ranks(server, moe_model, tensor_parallel=2)
 
 
 @pytest.fixture(scope="module")
-def server(server_factory: Callable[..., SglangServer], moe_model: Path) -> SglangServer:
-    fields = {"routing": True, "seeded": True, "random_weights": True, "max_total_tokens": 4096}
-    return filled_by_ranks(server_factory(moe_model, **fields), moe_model, tensor_parallel=1)
+def synced(seeded_servers: Callable[[int], list[SyncedServer]]) -> SyncedServer:
+    return seeded_servers(1)[0]
+
+
+def test_experts_of_expert_parallel_ranks_arrive(synced: SyncedServer) -> None:
+    assert synced.gap(1.0) < 1e-5
+
+
+@pytest.mark.long  # on one rank above
+def test_experts_arrive_on_two_ranks(
+    server_factory: Callable[..., SglangServer], moe_model: Path, expert_world: Callable[[Path, int], World]
+) -> None:
+    server = server_factory(moe_model, tensor_parallel=2, random_weights=True, max_total_tokens=4096)
+    synced = SyncedServer(server, moe_model, expert_world(moe_model, 2))
+    assert synced.update(1, 1.0).is_complete and synced.gap(1.0) < 1e-5
 
 
 @pytest.fixture
-def engine(server: SglangServer) -> Iterator[SglangEngine]:
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=DEADLINE_S))
+def engine(synced: SyncedServer) -> Iterator[SglangEngine]:
+    client = connect(synced.server, generate_s=DEADLINE_S)
+    client.update_weight_version(1)
     settings = SglangEngineSettings(client.max_length(), 300, routing=SHAPE, poll_wait_s=0.2, abort_s=DEADLINE_S)
     with SglangEngine([client], settings) as engine:
-        engine.set_policy_version(1)  # that of the sync
+        engine.set_policy_version(1)
         yield engine
 
 
@@ -132,7 +113,7 @@ def test_continued_responses_keep_the_experts_of_their_prefix(
 
 
 def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]) -> None:
-    sampling = SamplingParams(max_new_tokens=800)
+    sampling = SamplingParams(max_new_tokens=480)
     engine.submit([replace(request, sampling=sampling) for request in requests(3)])
     end = time.monotonic() + DEADLINE_S
     aborted: list[Completion] = []
@@ -148,11 +129,9 @@ def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Call
             assert (np.sort(done.routing) == chosen(done)).all()
 
 
-def test_a_server_that_cannot_say_is_an_error(
-    seeded_servers: Callable[[int], list[SglangServer]],
-) -> None:
-    [other] = seeded_servers(1)
-    client = SglangClient(other.url, read_key(other.key_file), Timeouts(generate_s=DEADLINE_S))
+@pytest.mark.long  # tests/unit/engines/sglang/test_wire.py has such an answer
+def test_a_server_that_cannot_say_is_an_error(server_factory: Callable[..., SglangServer], tiny_model: Path) -> None:
+    client = connect(server_factory(tiny_model), generate_s=DEADLINE_S)
     client.update_weight_version(0)
     with SglangEngine([client], SglangEngineSettings(client.max_length(), 300, routing=SHAPE, max_tries=1)) as engine:
         engine.set_policy_version(0)

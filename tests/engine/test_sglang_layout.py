@@ -1,10 +1,12 @@
-"""The engine's layout against SGLang's own model classes and weight loaders: names, shapes and every element."""
+"""The engine's layout against SGLang's own model classes and weight loaders: names, shapes and every element; and the KV cache
+that the plan of memory computes against SGLang's own sizing. One process of the engine's environment computes both."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +28,14 @@ from transformers import (
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.config import config_from_dict
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.memory import EngineMemory, engine_memory, free_at_start
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
+from tests.unit.config.architectures import DENSE, EXPERTS as SPARSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, "sglang.srt.models.llama"),
@@ -105,14 +111,50 @@ def _save(directory: Path, model: str) -> None:
     instance.save_pretrained(directory)
 
 
+CACHE_MODELS = {"7B": QWEN_7B, "14B": QWEN_14B, "32B": QWEN_32B, "tiny": DENSE, "experts": SPARSE}
+# model, ranks of a server, mem_fraction_static, colocated
+CACHES = [
+    ("7B", 1, 0.78, True),
+    ("14B", 2, 0.78, True),
+    ("32B", 4, 0.78, True),
+    ("32B", 8, 0.78, True),
+    ("32B", 4, 0.85, False),
+    ("32B", 2, 0.6, True),
+    ("7B", 8, 0.5, False),  # more ranks than key-value heads
+    ("tiny", 1, 0.1, False),
+    ("experts", 2, 0.1, False),
+]
+
+
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory, engine_python, repository):
-    """(model, tp, ep, device) -> directory with SGLang's parameters on each rank; one process loads all cases."""
+def cache_cases(tmp_path_factory) -> list[tuple[dict[str, Any], EngineMemory]]:
+    """SGLang's inputs for each of CACHES, and our result."""
+    root, cluster, cases = tmp_path_factory.mktemp("caches"), Cluster(), []
+    for name, tensor, fraction, is_colocated in CACHES:
+        directory = write_model(root / name, CACHE_MODELS[name])
+        placement = "colocated" if is_colocated else "disaggregated"
+        config = config_from_dict(
+            {
+                "model": {"path": str(directory), "dtype": "bfloat16"},
+                "data": {"train_paths": ["/t"]},
+                "rollout": {"engine": "sglang"},
+                "sglang": {"tp_size": tensor, "mem_fraction_static": fraction, "placement": placement},
+            }
+        )
+        memory, free = engine_memory(config, read_architecture(directory), cluster), free_at_start(config, cluster)
+        sizes = {"tensor_parallel": tensor, "fraction": fraction, "free_before": free, "free_after": free - memory.weights}
+        cases.append(({"directory": str(directory), **sizes}, memory))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, engine_python, repository, cache_cases):
+    """(model, tp, ep, device) -> directory with SGLang's parameters on each rank."""
     root = tmp_path_factory.mktemp("sglang_layout")
     for model in MODELS:
         _save(root / model, model)
     cases = {case: root / f"out{number}" for number, case in enumerate(_cases())}
-    request = [
+    models = [
         {
             "directory": str(root / model),
             "model_module": FAMILIES[MODELS[model][0]][2],
@@ -123,9 +165,9 @@ def loaded(tmp_path_factory, engine_python, repository):
         }
         for (model, tp, ep, device), output in cases.items()
     ]
-    (root / "cases.json").write_text(json.dumps(request))
+    (root / "cases.json").write_text(json.dumps({"models": models, "caches": [case for case, _ in cache_cases]}))
     result = subprocess.run(
-        [str(engine_python), str(Path(__file__).with_name("sglang_model_probe.py")), str(root / "cases.json")],
+        [str(engine_python), str(Path(__file__).with_name("sglang_probe.py")), str(root / "cases.json")],
         env={
             "PYTHONPATH": str(repository),
             "OMP_NUM_THREADS": "1",
@@ -157,3 +199,10 @@ def test_layout_matches_what_sglang_loads(case, loaded):
         theirs = {name: tensor for name, tensor in loaded_here.items() if not architecture.is_carried(name)}
         assert {n: t.shape for n, t in mine[rank].items()} == {n: t.shape for n, t in theirs.items()}
         assert all(torch.equal(mine[rank][name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_cache_has_the_tokens_that_sglang_computes(loaded, cache_cases):
+    theirs = json.loads((loaded[0] / "caches.json").read_text())
+    for (case, memory), (bytes_per_token, num_tokens) in zip(cache_cases, theirs, strict=True):
+        assert memory.bytes_per_token == bytes_per_token, case
+        assert memory.kv_tokens == pytest.approx(num_tokens, abs=1), case  # SGLang computes in GiB

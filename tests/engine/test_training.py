@@ -91,10 +91,10 @@ def _is_scheduler(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
-    """`train("a.b=c", ..., restarts=1)`: a started run at TP2, ended after the test."""
+    """`train("a.b=c", ..., restarts=1)`: a started run, ended after the test."""
     runs: list[Run] = []
 
-    def start(*overrides: str, restarts: int = 0) -> Run:
+    def start(*overrides: str, restarts: int = 0, layout: str = "tp2") -> Run:
         settings = (
             "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a sync takes several buckets
             f"run.total_steps={NUM_STEPS}",
@@ -102,7 +102,8 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
             *overrides,
         )
         directory, log = tmp_path / "run", tmp_path / "run.log"
-        started = [*command(write_recipe(tmp_path), directory, engine_python, *settings), f"--restarts={restarts}"]
+        started = command(write_recipe(tmp_path), directory, engine_python, *settings, layout=layout)
+        started.append(f"--restarts={restarts}")
         with open(log, "wb") as stream:
             process = subprocess.Popen(started, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         runs.append(Run(directory, process, log))
@@ -139,11 +140,14 @@ def check_nothing_is_left(run: Run) -> None:
     assert not left, f"left behind: {left}"
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run], num_kills: int) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "num_steps", "layout"), [(1, 1, "tp1"), pytest.param(2, 3, "tp2", marks=pytest.mark.long)]
+)
+def test_killed_engine_costs_neither_samples_nor_the_run(
+    train: Callable[..., Run], num_kills: int, num_steps: int, layout: str
+) -> None:
     """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
-    num_steps = num_kills + 1
-    run = train(*ON_POLICY, f"run.total_steps={num_steps}", "optimizer.warmup_steps=0")
+    run = train(*ON_POLICY, f"run.total_steps={num_steps}", "optimizer.warmup_steps=0", layout=layout)
     run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
     run.kill_engine()
     if num_kills == 2:
@@ -183,7 +187,6 @@ def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., R
     [row] = run.rows("metrics.jsonl")
     assert 1e-3 < row["mismatch/abs_logprob_diff_mean"] < 0.2
     check_nothing_is_left(run)
-
 
 
 @pytest.mark.long

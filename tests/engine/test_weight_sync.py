@@ -8,102 +8,41 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sync_simulation import World, run_ranks
-from transformers import AutoModelForCausalLM
+from message_faults import HARMLESS_AT_TIMES, PAYLOAD_FAULTS, Strike, payload_of, texts_of
+from sync_simulation import World
+from synced_server import VERSIONS, SyncedServer, connect
 
 from megatron_dapo.bridge.protocol.arena import PREFIX
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
-from megatron_dapo.bridge.weight_sync import EngineState, SyncReport, SyncTimeouts
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
-from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.bridge.weight_sync import EngineState
+from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 
-NUM_RANKS = 4
-TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 299 - 1, 44, 3]
 TOLERANCE = 1e-5
-PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
-# All tests share one session per server, in which versions only grow.
-VERSIONS = iter(range(1, 1000))
+LONGEST_S = 100.0  # limit of an update with a fault, which need not wait for any deadline
+TOKENS = [5, 6, 7]
 
 
-@dataclass
-class Setup:
-    """A server with random weights, and the model to sync."""
-
-    server: SglangServer
-    client: SglangClient
-    model: torch.nn.Module
-    world: World
-
-    def shards(self, scale: float) -> list[dict[str, torch.Tensor]]:
-        """Buffers of every trainer rank; `scale` on all weights makes another version."""
-        state = {name: tensor.detach() * scale for name, tensor in self.model.named_parameters()}
-        return [self.world.shards(state, rank) for rank in range(NUM_RANKS)]
-
-    def update(
-        self,
-        version: int,
-        scale: float,
-        *,
-        control: Any = None,
-        transport_of: Any = SharedMemoryTransport,
-        timeouts: SyncTimeouts = PATIENT,
-        message_timeout_s: float = 100.0,
-    ) -> SyncReport:
-        """Run one update by all ranks, through `control` if given; all must agree on the outcome."""
-        updates = self.world.updates(
-            [control or self.client],
-            default_directory(),
-            timeouts,
-            message_timeout_s=message_timeout_s,
-            transport_of=transport_of,
-            session="test",
-        )
-        shards = self.shards(scale)
-        outcomes = run_ranks(NUM_RANKS, lambda rank: updates[rank].update(version, shards[rank]), 280)
-        for outcome in outcomes:
-            assert isinstance(outcome, SyncReport), outcome
-            assert outcome.failures == outcomes[0].failures
-        return outcomes[0]
-
-    def gap(self, scale: float) -> float:
-        """Largest difference of log-probs between the server and transformers."""
-        with torch.no_grad():
-            state = {name: tensor.clone() for name, tensor in self.model.named_parameters()}
-            for parameter in self.model.parameters():
-                parameter.mul_(scale)
-            logprobs = self.model(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(state[name])
-        expected = [float(logprobs[t, token]) for t, token in enumerate(TOKENS[1:])]
-        served = self.client.prompt_logprobs(TOKENS)
-        return max(abs(a - b) for a, b in zip(served, expected, strict=True))
+def world_of(directory: Path, tensor_parallel: int) -> World:
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    return World(read_architecture(directory), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("tied, one rank", marks=pytest.mark.long), "untied, two ranks"])
-def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
-    tied = request.param == "tied, one rank"
-    directory, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
-    server = filled_server(directory, tensor_parallel)
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
-    world = World(
-        read_architecture(directory),
-        ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
-        tensor_parallel=tensor_parallel,
-        bucket_bytes=64 << 10,
-    )
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return Setup(server, client, model, world)
+def setup(request, filled_server, tiny_model, tiny_model_untied) -> SyncedServer:
+    directory, size = (tiny_model, 1) if request.param == "tied, one rank" else (tiny_model_untied, 2)
+    return SyncedServer(filled_server(directory, size), directory, world_of(directory, size))
 
 
 def test_an_engine_full_of_random_weights_serves_what_it_is_given(setup):
@@ -120,27 +59,28 @@ def test_an_engine_full_of_random_weights_serves_what_it_is_given(setup):
     assert not list(default_directory().glob(f"{PREFIX}{os.getpid()}-*"))
 
 
-class CountingControl:
-    """Counts the messages with weights."""
+class Control:
+    """The client of a server, whose messages with weights subclasses count and change."""
 
     def __init__(self, client: SglangClient) -> None:
-        self._client, self.num_messages = client, 0
+        self.client, self.num_messages = client, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        return getattr(self.client, name)
 
     def update_weights_from_tensor(self, payloads, load_format=None) -> None:
         self.num_messages += 1
-        self._client.update_weights_from_tensor(payloads, load_format)
+        self.client.update_weights_from_tensor(self.changed(payloads), load_format)
+
+    def changed(self, payloads):
+        return payloads
 
 
 def test_one_message_brings_all_buckets_through_reused_memory(setup):
-    control = CountingControl(setup.client)
-    updates = setup.world.updates([control], default_directory(), PATIENT, message_timeout_s=100.0, session="test")
+    control = Control(setup.client)
+    syncs = setup.syncs(control)
     for scale, num_messages in ((1.3, 2), (0.7, 3), (1.1, 4)):
-        version, shards = next(VERSIONS), setup.shards(scale)
-        outcomes = run_ranks(NUM_RANKS, lambda r, v=version, s=shards: updates[r].update(v, s[r]), 280)
-        assert all(isinstance(outcome, SyncReport) and outcome.is_complete for outcome in outcomes), outcomes
+        assert setup.run(syncs, next(VERSIONS), scale).is_complete
         assert control.num_messages == num_messages and setup.world.plan.num_buckets(0) > 3
         assert setup.gap(scale) < TOLERANCE
 
@@ -163,9 +103,9 @@ def test_a_corrupted_bucket_is_not_served(setup):
     assert setup.gap(0.9) < TOLERANCE
 
 
-def _check_it_serves_nothing(setup: Setup) -> None:
+def _check_it_serves_nothing(setup: SyncedServer) -> None:
     """A paused server takes requests and answers none."""
-    hasty = SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=2.0))
+    hasty = connect(setup.server, generate_s=2.0)
     with pytest.raises(RuntimeError, match="no whole answer|within 2 s|deadline"):
         hasty.prompt_logprobs(TOKENS)
 
@@ -179,26 +119,23 @@ def test_a_version_that_went_backwards_is_refused_by_the_engine(setup):
     assert setup.gap(1.1) < TOLERANCE
 
 
-class TruncatingControl:
+class TruncatingControl(Control):
     """Cuts a command of the last rank in message `number`."""
 
     def __init__(self, client: SglangClient, number: int) -> None:
-        self._client, self._left = client, number
+        super().__init__(client)
+        self.number = number
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def update_weights_from_tensor(self, payloads, load_format=None) -> None:
-        if self._left == 0:
-            *others, (text, tensor) = pickle.loads(payloads[-1])
-            payloads = [*payloads[:-1], pickle.dumps([*others, (text[: len(text) // 2], tensor)])]
-        self._left -= 1
-        self._client.update_weights_from_tensor(payloads, load_format)
+    def changed(self, payloads):
+        if self.num_messages != self.number:
+            return payloads
+        *others, (text, tensor) = pickle.loads(payloads[-1])
+        return [*payloads[:-1], pickle.dumps([*others, (text[: len(text) // 2], tensor)])]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["the first", "the one with all buckets"])
+@pytest.mark.parametrize("number", [1, 2], ids=["the first", "the one with all buckets"])
 def test_a_truncated_message_to_one_rank_does_not_end_the_server(number, setup):
-    report = setup.update(next(VERSIONS), 1.2, control=TruncatingControl(setup.client, number))
+    report = setup.update(next(VERSIONS), 1.2, TruncatingControl(setup.client, number))
     last = setup.world.layout.tensor_parallel - 1
     assert f"rank {last} of the engine" in report.failures[0] and "left no reply" in report.failures[0]
     assert setup.server.is_alive()
@@ -209,35 +146,83 @@ def test_a_truncated_message_to_one_rank_does_not_end_the_server(number, setup):
 def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny_model_untied):
     """The trainer's plan has an lm_head that the engine lacks, or lacks one that the engine has."""
     tied = setup.world.layout.tensor_parallel == 1
-    other = World(
-        read_architecture(tiny_model_untied if tied else tiny_model),
-        ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
-        tensor_parallel=setup.world.layout.tensor_parallel,
-        bucket_bytes=64 << 10,
-    )
     directory = tiny_model_untied if tied else tiny_model
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    report = Setup(setup.server, setup.client, model, other).update(next(VERSIONS), 1.0)
+    other = SyncedServer(setup.server, directory, world_of(directory, setup.world.layout.tensor_parallel))
+    report = other.update(next(VERSIONS), 1.0)
     assert "lm_head.weight" in report.failures[0]
     assert ("no parameters" if tied else "keep old weights") in report.failures[0]
     assert setup.update(next(VERSIONS), 1.0).is_complete
     assert setup.gap(1.0) < TOLERANCE
 
 
-class KillingControl:
-    """A control that kills a scheduler of the server when the second message arrives."""
+@dataclass
+class ServerStrike(Strike):
+    """A fault that strikes a message to a server."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup, self._num_messages = setup, 0
+    client: SglangClient
+    load_format: str | None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._setup.client, name)
+    def carry_out(self) -> None:
+        self.client.update_weights_from_tensor([payload_of(texts) for texts in self.texts], self.load_format)
+
+
+class FaultyControl(Control):
+    """A client one of whose messages a fault strikes."""
+
+    def __init__(self, client: SglangClient) -> None:
+        super().__init__(client)
+        self.kind = ""
+        self.random = random.Random(0)
 
     def update_weights_from_tensor(self, payloads, load_format=None) -> None:
-        self._num_messages += 1
-        if self._num_messages == 2:
-            os.kill(_scheduler(self._setup.server), signal.SIGKILL)
-        self._setup.client.update_weights_from_tensor(payloads, load_format)
+        kind, self.kind = self.kind, ""
+        texts = [texts_of(payload) for payload in payloads]
+        rank = self.random.randrange(len(texts))
+        at = self.random.randrange(len(texts[rank]))
+        strike = ServerStrike(texts, rank, at, self.random, self.client, load_format)
+        (PAYLOAD_FAULTS[kind] if kind else ServerStrike.carry_out)(strike)
+
+
+@pytest.mark.parametrize("num_faults", [12, pytest.param(30, marks=pytest.mark.long)])
+def test_a_server_survives_every_fault_and_only_serves_whole_versions(setup, num_faults: int) -> None:
+    control = FaultyControl(setup.client)
+    syncs = setup.syncs(control, session=f"{num_faults} faults")
+
+    def check_served(version: int) -> None:
+        assert setup.gap(1 + 0.01 * version) < TOLERANCE
+        assert setup.client.weight_version == str(version)
+
+    failed: Counter[str] = Counter()
+    kinds = [kind for _ in range(num_faults) for kind in PAYLOAD_FAULTS][:num_faults]
+    for version, kind in enumerate(kinds, start=1):
+        control.kind = kind
+        start = time.monotonic()
+        report = setup.run(syncs, version, 1 + 0.01 * version)
+        assert time.monotonic() - start < LONGEST_S, (kind, report.failures)
+        failed[kind] += not report.is_complete
+        if report.is_complete:
+            check_served(version)
+        elif version % 2:  # half recover at once; the others leave it to the next update
+            assert setup.run(syncs, version, 1 + 0.01 * version).is_complete, kind
+            check_served(version)
+    assert setup.server.is_alive()
+    assert all(failed[kind] == kinds.count(kind) for kind in PAYLOAD_FAULTS if kind not in HARMLESS_AT_TIMES), failed
+    version = num_faults + 1
+    assert setup.run(syncs, version, 1 + 0.01 * version).is_complete
+    check_served(version)
+
+
+class KillingControl(Control):
+    """Kills a scheduler of the server when the second message arrives."""
+
+    def __init__(self, setup: SyncedServer) -> None:
+        super().__init__(setup.client)
+        self._server = setup.server
+
+    def changed(self, payloads):
+        if self.num_messages == 2:
+            os.kill(_scheduler(self._server), signal.SIGKILL)
+        return payloads
 
 
 def _scheduler(server: SglangServer) -> int:
@@ -247,12 +232,11 @@ def _scheduler(server: SglangServer) -> int:
 
 
 def test_a_killed_scheduler_ends_the_update_in_time(setup):
-    """The last test: it leaves the server dead."""
+    """The last test of all that share the server: it leaves the server dead."""
     start = time.monotonic()
-    report = setup.update(next(VERSIONS), 1.0, control=KillingControl(setup), message_timeout_s=10.0)
+    report = setup.update(next(VERSIONS), 1.0, KillingControl(setup), message_timeout_s=10.0)
     assert report.engines[0].state is EngineState.UNSERVED and report.failures[0]
     assert time.monotonic() - start < 120.0
-    hasty = SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=3.0))
     with pytest.raises(RuntimeError):
-        hasty.prompt_logprobs(TOKENS)
+        connect(setup.server, generate_s=3.0).prompt_logprobs(TOKENS)
     assert not list(default_directory().glob(f"{PREFIX}{os.getpid()}-*"))

@@ -1,10 +1,11 @@
-"""Program for the engine's environment: SGLang's model classes load directories, one tensor-parallel rank after the other.
+"""Program for the engine's environment: SGLang's own code without a server, its loading and its sizing of the KV cache.
 
-    PYTHONPATH=<root> python sglang_model_probe.py CASES.json
+    PYTHONPATH=<root> python sglang_probe.py CASES.json
 
-No server and no peers: the ranks' numbers are put in place of those of a process group. Each case is {"directory",
-"model_module", "tensor_parallel", "expert_parallel", "device", "output"}; the parameters of rank r go to
-output/r.safetensors.
+CASES.json has two lists. "models": {"directory", "model_module", "tensor_parallel", "expert_parallel", "device", "output"};
+SGLang's model classes load the directory, one rank after the other, and the parameters of rank r go to output/r.safetensors.
+"caches": {"directory", "tensor_parallel", "fraction", "free_before", "free_after"}, the bytes free before and after the weights
+are loaded on GPUs that are only numbers; [bytes of a token, tokens] of each go to caches.json next to CASES.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from megatron_dapo.engines.sglang import cpu
 
@@ -28,10 +30,13 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
+from sglang.srt.mem_cache import kv_cache_configurator  # noqa: E402
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator  # noqa: E402
 from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 VISION = ("vision_tower.", "multi_modal_projector.")
+GIB = 1 << 30
 
 
 def start(directory: str, store: Path) -> None:
@@ -73,15 +78,48 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
+def sized(case: dict) -> list[int]:
+    """Return bytes of a token and tokens of the pool, by SGLang's functions; the machine's answers stand in for a GPU's."""
+    config = ModelConfig(case["directory"], dtype="bfloat16")
+    not_speculative = SimpleNamespace(
+        **{name: (lambda: False) for name in ("is_eagle", "is_standalone", "is_dflash_family")}
+    )
+    arguments = ServerArgs(
+        model_path=case["directory"], device="cpu", attention_backend="torch_native", skip_tokenizer_init=True,
+        mem_fraction_static=case["fraction"],
+    )  # fmt: skip
+    publish(arguments, role="scheduler")
+    configurator = SimpleNamespace(
+        kv_cache_dtype_str="auto", kv_cache_dtype=torch.bfloat16, model_config=config, use_mla_backend=False,
+        layer_info=SimpleNamespace(num_effective_layers=config.num_hidden_layers), spec_algorithm=not_speculative,
+        is_draft_worker=False, ps=SimpleNamespace(pp_size=1), mambaish_config=None, post_capture_kv_active=False,
+        server_args=arguments, device="cuda", gpu_id=0,
+    )  # fmt: skip
+    module = kv_cache_configurator
+    module.get_available_gpu_memory = lambda *unused, **also_unused: case["free_after"] / GIB
+    world = SimpleNamespace(world_size=1, cpu_group=None)
+    module.get_world_group = lambda: world
+    size = case["tensor_parallel"]
+    with get_parallel().override(
+        tp_size=size, tp_rank=0, attn_tp_size=size, attn_tp_rank=0, attn_dp_size=1, attn_dp_rank=0, moe_tp_size=size,
+        world_group=world,
+    ):  # fmt: skip
+        pool = DefaultPoolConfigurator(configurator)
+        available = module.KVCacheConfigurator._profile_available_bytes(configurator, case["free_before"] / GIB)
+        tokens = pool.calculate_pool_sizes(available, 1).max_total_num_tokens
+    return [pool._cell_size, tokens]
+
+
 def main(path: Path) -> None:
     cases = json.loads(path.read_text(encoding="utf-8"))
     torch.set_default_dtype(torch.float32)
-    start(cases[0]["directory"], path.with_suffix(".store"))
-    for case in cases:
+    start(cases["models"][0]["directory"], path.with_suffix(".store"))
+    for case in cases["models"]:
         output = Path(case["output"])
         output.mkdir()
         for rank in range(case["tensor_parallel"]):
             save_file(parameters(case, rank), output / f"{rank}.safetensors")
+    path.with_name("caches.json").write_text(json.dumps([sized(case) for case in cases["caches"]]))
 
 
 if __name__ == "__main__":
