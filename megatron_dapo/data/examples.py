@@ -98,7 +98,7 @@ def _checked_row(values: Mapping[str, Any], location: str) -> tuple[tuple[Mappin
         *before, last = checked_messages(values["messages"], location)
         if last["role"] != "assistant" or not before:
             raise ValueError(
-                f"{location}: messages must end with an assistant's turn behind others, got {len(before) + 1} of which the "
+                f"{location}: messages must end with an assistant's turn after others, got {len(before) + 1} of which the "
                 f"last one is the {last['role']}'s"
             )
         return tuple(before), last["content"]

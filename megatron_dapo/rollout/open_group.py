@@ -76,8 +76,8 @@ class OpenGroup:
         start = held.num_tokens if held is not None else 0
         if held is not None and not np.array_equal(completion.token_ids[:start], held.token_ids):
             raise ValueError(
-                f"response {completion.request_id}: the engine was to continue behind {start} tokens and returned others; "
-                "an engine returns the prefix it was given and the new tokens behind it"
+                f"response {completion.request_id}: the engine was to continue after {start} tokens and returned others; "
+                "an engine returns the prefix it was given and the new tokens after it"
             )
         num_new = completion.num_tokens - start
         fruitless = self.num_fruitless[index] + 1 if is_partial(completion) and not num_new else 0

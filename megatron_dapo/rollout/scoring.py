@@ -27,7 +27,7 @@ class SampleScorer:
         decode: response token ids -> text (special tokens left out).
         addends: name of a reward term -> function of a finished response, its text and its score. They never change the
             accuracy, by which groups are filtered.
-        meter: the pool whose processes measure repetition during generation, where that delays no train step. None:
+        meter: the pool whose processes measure repetition during generation, when that delays no train step. None:
             this process measures it.
     """
 
@@ -73,7 +73,7 @@ class SampleScorer:
             raise ValueError(
                 f"sample {response.request_id}: the verifier gave accuracy {score.accuracy} to a truncated response "
                 f"({response.finish_reason}); a truncated response is never correct: "
-                "return accuracy 0 where is_truncated is set"
+                "return accuracy 0 if is_truncated is set"
             )
         parts = {VERIFIER_PART: score.reward}
         parts |= {name: addend(response, text, score) for name, addend in self.addends.items()}

@@ -72,7 +72,7 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (document, tensors): `token_ids` int32, `logprobs` float32, and `routing` where a response has it."""
+    """Return (document, tensors): `token_ids` int32, `logprobs` float32, and `routing` if a response has it."""
     tokens, logprobs, routing = _Joined(np.int32), _Joined(np.float32), _Joined()
 
     def moved(value: Any) -> Any:

@@ -297,7 +297,7 @@ class PolicyLearner:
                 add_sums(mini_batch.correction_sums, sums)
                 mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])
             behavior = mini_batch.behavior[index]
-            assert behavior is not None, "a loss is computed only where log-probs are"
+            assert behavior is not None, "ranks that compute a loss have log-probs"
             divergence = None
             if reference_heads:
                 head, reference_head = outputs.head, reference_heads[index]

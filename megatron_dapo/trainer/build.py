@@ -145,13 +145,13 @@ def critic_start(config: Config) -> Path:
     return Path(config.critic.path) if config.critic.path else config.model.path
 
 
-def _build_critic(config: Config, topology: RunTopology, beside: Sequence[TrainedModel]) -> MegatronCritic | None:
+def _build_critic(config: Config, topology: RunTopology, others: Sequence[TrainedModel]) -> MegatronCritic | None:
     """Return this rank's part of the critic, with its optimizer state if one is stored; None on ranks without a critic.
 
-    `beside`: this process's other models. ValueError if the directory does not match the policy's architecture and
+    `others`: this process's other models. ValueError if the directory does not match the policy's architecture and
     tokenizer.
     """
-    for model in beside:
+    for model in others:
         model.offload()  # makes room for the critic, which is built on the device
     start, layout, part = critic_start(config), topology.critic_layout, topology.critic
     if not part.is_member:
@@ -170,8 +170,8 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
         head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
-        return MegatronCritic.build(start, layout, settings, beside=beside, part=part, random_seed=config.run.seed)
-    critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=beside, part=part)
+        return MegatronCritic.build(start, layout, settings, beside=others, part=part, random_seed=config.run.seed)
+    critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=others, part=part)
     if load_training_state(start, critic.saved_state):
         logger.info("the critic resumes with the optimizer state of %s", start)
     return critic

@@ -239,9 +239,9 @@ def _disk(
 _TRANSPORTS = {"shared_memory": _shared_memory, "p2p": _p2p, "disk": _disk}
 
 
-def slot_device(where: str) -> torch.device:
+def slot_device(memory: str) -> torch.device:
     """Return the device of this rank's slots in shared memory. ValueError if there is no such device."""
-    if where == "host":
+    if memory == "host":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(

@@ -101,7 +101,7 @@ class Parity:
         if not gap <= self._gate:
             raise ParityError(
                 f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "
-                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs (sglang.fp8_step0_max_mean_abs where activations "
+                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs (sglang.fp8_step0_max_mean_abs if activations "
                 f"are rounded to FP8) allows {self._gate:.3g}. The bytes arrived (checksums are equal): compare the two "
                 "sides' config.json, precision and kernels"
             )

@@ -187,8 +187,8 @@ def nothing_trained(batch: RolloutBatch, samples: Path | None) -> Exception:
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(statistics.outcomes.items()))
     return NothingTrained(
         f"no train step was made: of {sum(statistics.filter_decisions.values())} groups none could be trained "
-        f"({decisions}; {statistics.num_responses} responses: {outcomes}; {statistics.num_truncated} truncated). Where all responses "
-        f"to a prompt score alike there is nothing to learn: read some in {samples}, then mend reward.verifier or the answer format "
-        "that the prompts ask for if right answers are not recognized, else take easier or harder prompts, raise "
-        "rollout.max_response_tokens or rollout.group_size, or more data (data.max_epochs)"
+        f"({decisions}; {statistics.num_responses} responses: {outcomes}; {statistics.num_truncated} truncated). If all "
+        f"responses to a prompt score alike, there is nothing to learn. Read some in {samples}. If correct answers are not "
+        "recognized, fix reward.verifier or the answer format that the prompts ask for; otherwise take easier or harder prompts "
+        "or more data (data.max_epochs), or raise rollout.max_response_tokens or rollout.group_size"
     )

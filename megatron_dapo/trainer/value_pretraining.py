@@ -65,8 +65,8 @@ def _require_weights(config: Config) -> None:
     start = critic_start(config)
     if not any(start.glob("*.safetensors")):
         raise ValueError(
-            f"value pretraining: {start} holds no weights, so that the critic would learn the returns of a random policy and have "
-            "no files whose form it could copy; set model.path to a model with weights"
+            f"value pretraining: {start} holds no weights: the critic would learn the returns of a random policy, and its export "
+            "copies the format of those files; set model.path to a model with weights"
         )
 
 

@@ -285,7 +285,7 @@ def test_only_responses_that_extend_their_prefix_are_accepted() -> None:
     group = OpenGroup("g", PROMPT, 1, size=1)
     assert group.add(0, completion((4, 5))) == 2
     assert group.add(0, completion((4, 5, 6))) == 1
-    with pytest.raises(ValueError, match="continue behind 3 tokens"):
+    with pytest.raises(ValueError, match="continue after 3 tokens"):
         group.add(0, completion((4, 5, 7, 8), "stop"))
     assert group.add(0, completion((4, 5, 6, 8), "stop")) == 1 and group.is_complete
 
