@@ -107,7 +107,7 @@ def pretrain_value(options: RunOptions) -> None:
 
     def adapt(config: Config) -> Config:
         if not config.has_critic:
-            raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
+            raise ValueError(f'algorithm.name = "{config.algorithm.name}" has no critic; set ppo, vapo or tppo')
         return pretraining_config(config, options.output_dir)
 
     _check_and_run(options, describe_pretraining, "--pretrain-value", adapt)

@@ -45,13 +45,11 @@ from megatron_dapo.files.checksums import PieceChecksums
 from megatron_dapo.files.durable import HERE, Files
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.parallel.coordination import Coordination
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rollout.serialization import join_state, split_state
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_dapo.megatron.trained_model import TrainedModel
     from megatron_dapo.trainer.learner import Learner
     from megatron_dapo.trainer.topology import RunTopology
 
@@ -108,52 +106,28 @@ class RunProgress:
 
 
 @dataclass
-class CriticState:
-    """The critic's part of a checkpoint. `model` is None on ranks that hold no part of the critic."""
-
-    model: Stateful | None
-    counters: Any  # a dataclass
-    layout: ParallelLayout
-
-
-@dataclass
 class RunState:
-    """Everything that is saved. `collector` exists on rank 0 only, `actor` on the ranks that hold the policy."""
+    """Everything that is saved. `collector` exists on rank 0 only."""
 
-    actor: Stateful | None
     progress: RunProgress
-    learner_counters: Any  # a dataclass
     collector: StatefulData | None
-    layout: ParallelLayout
-    critic: CriticState | None = None
+    models: Mapping[str, Stateful]  # this rank's, by their names in a checkpoint
+    counters: dict[str, Any]  # dataclasses, by their names in run.json
+    layouts: dict[str, Any]  # by their names in a checkpoint's metadata
 
     @classmethod
     def of(
         cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: StatefulData | None
     ) -> RunState:
         """Return this rank's part of what a checkpoint holds."""
-        critic = None
+        local = {POLICY: learner.local_actor, CRITIC: learner.local_critic}
+        models = {name: model.saved_state for name, model in local.items() if model is not None}
+        state = cls(progress, collector, models, {"progress": progress, "learner": learner.counters}, {})
+        state.layouts["layout"] = asdict(topology.policy_layout)
         if learner.critic is not None:
-            critic = CriticState(_state_of(learner.local_critic), learner.critic.counters, topology.critic_layout)
-        layout, counters = topology.policy_layout, learner.counters
-        return cls(_state_of(learner.local_actor), progress, counters, collector, layout, critic)
-
-    def layouts(self) -> dict[str, Any]:
-        """Return the layouts, keyed as in a checkpoint's metadata."""
-        critic = {"critic_layout": asdict(self.critic.layout)} if self.critic else {}
-        return {"layout": asdict(self.layout), **critic}
-
-    def models(self) -> dict[str, Stateful]:
-        """Return the state of this rank's models, keyed by their names in a checkpoint."""
-        found = {POLICY: self.actor}
-        if self.critic is not None:
-            found[CRITIC] = self.critic.model
-        return {name: model for name, model in found.items() if model is not None}
-
-    def counters(self) -> dict[str, Any]:
-        """Return the counter dataclasses, keyed by their names in run.json."""
-        critic = {"critic": self.critic.counters} if self.critic else {}
-        return {"progress": self.progress, "learner": self.learner_counters, **critic}
+            state.counters["critic"] = learner.critic.counters
+            state.layouts["critic_layout"] = asdict(topology.critic_layout)
+        return state
 
 
 class Checkpoints:
@@ -225,7 +199,7 @@ class Checkpoints:
         """Start writing a checkpoint of the current train step; see `BackgroundSaves.start`."""
         state = self._state
         step = state.progress.train_step
-        metadata = {"train_step": step, "evaluations": state.progress.evaluations, **state.layouts()}
+        metadata = {"train_step": step, "evaluations": state.progress.evaluations, **state.layouts}
         self.saves.start(step, self._write, metadata)
 
     def finish_save(self) -> Saved:
@@ -237,14 +211,14 @@ class Checkpoints:
 
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state
-        for name, model in state.models().items():
+        for name, model in state.models.items():
             writer.save_tensors(rank_file(name, model.rank), model.tensors())
             index = model.index(name)
             if index is not None:
                 writer.save_json(index_file(name), index)
         # Only rank 0 has the collector; it also writes what all ranks share.
         if state.collector is not None:
-            writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
+            writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters.items()})
             _write_collector(writer, state.collector)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -268,10 +242,10 @@ class Checkpoints:
     def restore_policy(self, checkpoint: Checkpoint) -> None:
         """Restore models, optimizers and counters, but not the data."""
         state = self._state
-        for name, model in state.models().items():
+        for name, model in state.models.items():
             model.load(checkpoint.directory, name, checkpoint.checksums, checkpoint.find_copy)
         document = checkpoint.load_json("run.json")
-        for name, counters in state.counters().items():
+        for name, counters in state.counters.items():
             _restore_dataclass(counters, document[name])
 
 
@@ -284,10 +258,6 @@ def _write_collector(writer: CheckpointWriter, collector: StatefulData) -> None:
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the saved prompt stream, buffer and unfinished responses."""
     return join_state(checkpoint.load_json("collector.json"), checkpoint.load_tensors("collector.safetensors"))
-
-
-def _state_of(model: TrainedModel | None) -> Stateful | None:
-    return None if model is None else model.saved_state
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from megatron_dapo.checkpoints.formats.saved_model import OtherModelError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.checkpointing import (
     Checkpoints,
-    CriticState,
     RunProgress,
     RunState,
     load_training_state,
@@ -34,11 +33,10 @@ LAYOUT = ParallelLayout(1)
 def restored(critic: dict[str, Any]) -> CriticCounters:
     """The critic's counters after restoring a checkpoint whose run.json has these for it."""
     counters = CriticCounters()
-    state = RunState(None, RunProgress(), StepCounters(), None, LAYOUT, CriticState(None, counters, LAYOUT))
-    others = {name: asdict(part) for name, part in state.counters().items()}
+    state = RunState(RunProgress(), None, {}, {"progress": RunProgress(), "learner": StepCounters(), "critic": counters}, {})
+    others = {name: asdict(part) for name, part in state.counters.items()}
     checkpoint = SimpleNamespace(
         directory="checkpoint",
-        metadata=state.layouts(),
         checksums={},
         copies={},
         load_json=lambda name: {**others, "critic": critic},
