@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.checkpoints.disk_space import existing_parent
 from megatron_dapo.config import Config
-from megatron_dapo.config.rules import UnusableInput, Violation
+from megatron_dapo.config.rules import UnusableInput, Violation, broken_rules
 from megatron_dapo.data.files import Row
 from megatron_dapo.data.sources import Source, eval_sources, train_sources
 from megatron_dapo.data.template import check_tokenizer_files
@@ -317,6 +317,9 @@ def _reward_problems(config: Config, inputs: ModelInputs, prompts: dict[str, lis
     """Start one verifier process and let it see gold answers and made-up responses."""
     from megatron_dapo.rewards.build import open_verifier_pool, self_test
 
+    # The validator names what is wrong with the section, which no verifier process could be started with.
+    if next(broken_rules(config.reward), None):
+        return
     trained = next((found for field, found in prompts.items() if field != "data.eval_paths"), [])
     reward = config.reward
     for verifier in filter(None, (reward.verifier, reward.shadow_verifier)):

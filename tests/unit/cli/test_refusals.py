@@ -19,6 +19,7 @@ REFUSALS = {
     "unknown key": ("quickstart", "tp1", "rollout.group_sise=4", ("group_sise", "group_size")),
     "uneven heads": ("quickstart", "tp3", "run.seed=1", ("parallel.tp_size", "3")),
     "no critic": ("quickstart_vapo", "tp2", 'critic.path="/no/such/critic"', ("critic.path", "/no/such/critic")),
+    "mixture of nothing": ("quickstart", "tp1", "reward.verifier=mix", ("1 problem", "reward.mix = ()")),
     "critic's heads": ("quickstart_vapo", "tp2", "critic.parallel.tp_size=3", ("critic.parallel.tp_size", "3")),
     "filtered windows": ("quickstart_tppo", "tp2", "rollout.filter_groups=true", ("rollout.filter_groups", "tppo")),
 }
