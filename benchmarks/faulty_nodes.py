@@ -18,13 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import options
 from node_faults.baselines import detect_by_mahalanobis, detect_concatenated
-from node_faults.prioritization import largest_scores, prioritize
 from node_faults.simulation import ALL_METRICS, PUBLISHED_METRICS, TaskSettings, simulate, with_metrics
 
-from megatron_dapo.nodes.denoiser import WINDOW, Denoiser, reference_denoisers
+from megatron_dapo.nodes.denoiser import Denoiser, reference_denoisers
 from megatron_dapo.nodes.detection import DetectorSettings, detect
 from megatron_dapo.nodes.samples import NodeMetric, NodeSamples
 
@@ -124,14 +122,10 @@ def measure(
     denoisers = reference_denoisers()
     counts = {name: Counts() for name in methods}
     lasting = dict.fromkeys((120, 240), 0)
-    scores, labels = [], []  # of windows, for the order of metrics
     for seed in range(num_tasks + num_healthy):
         task = simulate(replace(settings, has_fault=seed < num_tasks), seed)
         fault = task.fault
         faulty = None if fault is None else task.samples.nodes[fault.node]
-        scores.append(largest_scores(with_metrics(task.samples, PUBLISHED_METRICS), WINDOW))
-        middles = np.arange(len(scores[-1])) * WINDOW + WINDOW // 2
-        labels.append((middles >= fault.since) & (middles < fault.until) if fault else np.zeros(len(middles), bool))
         for seconds in lasting:
             lasting[seconds] += fault is not None and fault.until - fault.since >= seconds and bool(fault.metrics)
         for name in methods:
@@ -141,9 +135,7 @@ def measure(
         report(f"task {seed}: {fault}")
     rows = {name: each.row(num_tasks + num_healthy) for name, each in counts.items()}
     bounds = {f"continuity {seconds} s": number / max(1, num_tasks) for seconds, number in lasting.items()}
-    order = prioritize(np.concatenate(scores), np.concatenate(labels))
-    names = [PUBLISHED_METRICS[place].name for place in order]
-    return {"num_jitters": settings.num_jitters, "recall_bound": bounds, "order_of_metrics": names, "rows": rows}
+    return {"num_jitters": settings.num_jitters, "recall_bound": bounds, "rows": rows}
 
 
 def main() -> None:
