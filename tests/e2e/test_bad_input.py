@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from whole_runs import NO_EVALUATION, checkpoint_names, train
 
 
 def test_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
-    """The command ends as the validator does (tests/unit/config); the number of processes is the launcher's to refuse."""
+    """The command ends as the validator does (tests/unit/config, doctor); the number of processes is the launcher's to refuse."""
     outcome = train(recipe, tmp_path / "run", "", "parallel.tp_size=2", "parallel.num_processes=1")
     assert outcome.code == 2 and outcome.lines[0].startswith("error: ")
     assert "start 2 processes" in outcome.last and "processes = 1" in outcome.last, outcome.text
@@ -25,52 +24,14 @@ def copied_model(recipe: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "model"))
 
 
-def truncated_weights(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
-    model = copied_model(recipe, tmp_path)
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-5000])
-    return (f"model.path={model}",)
-
-
-def rows(recipe: Path) -> list[dict]:
-    return [json.loads(line) for line in (recipe.parent / "train.jsonl").read_text().splitlines()]
-
-
-def data(tmp_path: Path, changed: list[dict]) -> tuple[str, ...]:
-    path = tmp_path / "changed.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    return (f"data.train_paths=['{path}']",)
-
-
-def useless_gold(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
-    changed = rows(recipe)
-    changed[3]["reward_model"]["ground_truth"] = ""
-    return data(tmp_path, changed)
-
-
 def boxed_prompts(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
-    changed = rows(recipe)
-    for row in changed:
+    rows = [json.loads(line) for line in (recipe.parent / "train.jsonl").read_text().splitlines()]
+    for row in rows:
         row["prompt"] = [{"role": "user", "content": "Put your final answer within \\boxed{}. What is 1 + 1?"}]
         row["prompt"][0]["content"] += f" And {row['extra_info']}?"
-    return data(tmp_path, changed)
-
-
-# How the input is spoilt, and what the line must name.
-SPOILT: dict[str, tuple[Callable[[Path, Path], tuple[str, ...]], tuple[str, ...]]] = {
-    "truncated safetensors": (truncated_weights, ("model.path", "model.safetensors", "cut off")),
-    "gold that cannot be parsed": (useless_gold, ("changed.jsonl, line 4: unparsable gold answer",)),
-}
-
-
-@pytest.mark.parametrize("case", SPOILT)
-def test_files_that_cannot_be_used_are_refused_before_anything_starts(case: str, recipe: Path, tmp_path: Path) -> None:
-    overrides = SPOILT[case][0](recipe, tmp_path)
-    outcome = train(recipe, tmp_path / "run", "tp1", *NO_EVALUATION, *overrides)
-    assert outcome.code == 2 and "Traceback" not in outcome.text
-    for name in SPOILT[case][1]:
-        assert name in outcome.last, outcome.last
-    assert not (tmp_path / "run").exists()
+    path = tmp_path / "changed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (f"data.train_paths=['{path}']",)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("tp1", marks=pytest.mark.long), "dp2"])
