@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpoints.memory_keeper import MESSAGE_BYTES, CopyId, RemoteKeeper
 from megatron_dapo.files.durable import FileEntry
-from megatron_dapo.files.linux import require_same_user, start_helper
+from megatron_dapo.files.linux import local_host, require_same_user, start_helper
 
 if TYPE_CHECKING:
     from megatron_dapo.config.schema import CheckpointConfig
@@ -36,14 +36,7 @@ _CONNECT_S = 20.0  # for a keeper to start
 _ANSWER_S = 600.0  # the keeper may fetch a large file first
 _POLL_S = 0.05
 _SEND_BYTES = 1 << 22
-LOOPBACK = "127.0.0.1"
 NODE, PEER, STORAGE = "node", "peer", "storage"  # sources of a file
-
-
-def keeper_name(checkpoint_directory: Path) -> str:
-    """Return the name of the abstract socket of the keepers of a run's checkpoints, the same on every node."""
-    digest = hashlib.sha256(str(checkpoint_directory.resolve()).encode()).hexdigest()
-    return f"megatron-dapo-copies-{os.getuid()}-{digest[:16]}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,17 @@ class KeeperSettings:
     host: str
     keep_s: float
     limit_bytes: int
+
+    @classmethod
+    def of(
+        cls, config: CheckpointConfig, checkpoint_directory: Path, num_nodes: int, rendezvous_host: str
+    ) -> KeeperSettings:
+        """Return the settings of this node's keeper in a run of `num_nodes` nodes, with rank 0 on `rendezvous_host`."""
+        # The name is the same on every node.
+        digest = hashlib.sha256(str(checkpoint_directory.resolve()).encode()).hexdigest()
+        name = f"megatron-dapo-copies-{os.getuid()}-{digest[:16]}"
+        host = local_host((rendezvous_host, 1)) if num_nodes > 1 else "127.0.0.1"
+        return cls(name, host, config.memory_copies_seconds, int(config.memory_copies_gib * (1 << 30)))
 
     def start(self) -> None:
         """Start the keeper, which exits at once if the node already has one."""
@@ -75,20 +79,6 @@ class KeeperSettings:
                 self.start()
                 is_started = True
             time.sleep(_POLL_S)
-
-
-def keeper_settings(
-    config: CheckpointConfig, checkpoint_directory: Path, num_nodes: int, rendezvous_host: str
-) -> KeeperSettings:
-    """Return the settings of this node's keeper in a run of `num_nodes` nodes, with rank 0 on `rendezvous_host`."""
-    host = LOOPBACK
-    if num_nodes > 1:
-        # Connecting a UDP socket selects the route and sends nothing.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((rendezvous_host, 1))
-            host = str(probe.getsockname()[0])
-    limit_bytes = int(config.memory_copies_gib * (1 << 30))
-    return KeeperSettings(keeper_name(checkpoint_directory), host, config.memory_copies_seconds, limit_bytes)
 
 
 class KeeperClient:

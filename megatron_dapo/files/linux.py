@@ -1,4 +1,4 @@
-"""Processes next to a rank: how they are started, and what Linux tells them of others.
+"""Processes next to a rank: how they are started, and what Linux tells them of others and of their machine.
 
 Imports only the standard library, as they do.
 """
@@ -48,6 +48,13 @@ def require_same_user(connection: socket.socket) -> None:
     user = struct.unpack("3i", credentials)[1]
     if user != os.geteuid():
         raise PermissionError(errno.EPERM, f"the other end belongs to user {user}, this process to {os.geteuid()}")
+
+
+def local_host(towards: tuple[Any, ...], family: int = socket.AF_INET) -> str:
+    """Return this machine's address on the way to another. Raises OSError if there is no route."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)  # selects the route and sends nothing
+        return str(probe.getsockname()[0])
 
 
 def start_helper(

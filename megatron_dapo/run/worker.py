@@ -129,7 +129,7 @@ def _report_verdict(loaded: LoadedConfig, since: float) -> int:
 
 def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
     """Supervise this node's servers, and see to its keeper of checkpoints, for all attempts of the batch job."""
-    from megatron_dapo.checkpoints.memory_copies import keeper_settings
+    from megatron_dapo.checkpoints.memory_copies import KeeperSettings
     from megatron_dapo.engines.sglang.supervisor import supervise
 
     place, config = supervision(), loaded.config
@@ -142,7 +142,7 @@ def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
     keeper = None
     if config.checkpoint.memory_copies != "none":
         # Here: what a step has started ends with it on most sites, and this step lasts as long as the job.
-        settings = keeper_settings(config.checkpoint, config.checkpoint_dir, process.num_nodes, rendezvous_host())
+        settings = KeeperSettings.of(config.checkpoint, config.checkpoint_dir, process.num_nodes, rendezvous_host())
         keeper = settings.connect()
     if config.keeps_servers:
         supervise(place.address(run.output_dir), os.getppid(), config.sglang.keep_seconds)

@@ -25,8 +25,8 @@ from megatron_dapo.checkpoints.memory_copies import (
     NODE,
     PEER,
     STORAGE,
+    KeeperSettings,
     MemoryCopies,
-    keeper_settings,
     peers_of,
 )
 from megatron_dapo.checkpoints.save import BackgroundSaves, Saved
@@ -288,7 +288,7 @@ def join_keepers(config: Config, topology: RunTopology) -> MemoryCopies | None:
         create_key(run_directory, COPIES_KEY)
     own = {name: {"rank": topology.rank, "address": "", "replicas": [replica_of(topology)]}}
     nodes = coordination.merge(own, merged_nodes, "the key of the keepers of checkpoints")
-    settings = keeper_settings(config.checkpoint, config.checkpoint_dir, len(nodes), topology.rendezvous_host)
+    settings = KeeperSettings.of(config.checkpoint, config.checkpoint_dir, len(nodes), topology.rendezvous_host)
     copies = MemoryCopies(settings, read_key(key))
     own[name]["address"] = copies.address
     nodes = coordination.merge(own, merged_nodes, "the keepers of checkpoints")

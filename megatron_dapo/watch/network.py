@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from megatron_dapo.files.linux import local_host
 from megatron_dapo.watch.evidence import interfaces_up, neighbors
 
 _DATAGRAM = 60_000
@@ -46,7 +47,11 @@ class Datagrams:
             family, kind, protocol, _, address = _resolved(leader)
             self.socket = socket.socket(family, kind, protocol)
             self.socket.setblocking(False)
-            own = address if node_rank == 0 else (_local_host(family, address), 0)
+            own = address
+            if node_rank > 0:
+                own = ("", 0)  # any address, if there is no route yet
+                with suppress(OSError):
+                    own = (local_host(address, family), 0)
             # A host name that resolves to loopback on its node (Debian's 127.0.1.1) has a different address for other
             # nodes.
             is_reachable = leader[0] == address[0] or not str(address[0]).startswith("127.")
@@ -187,14 +192,6 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
     if message["kind"] == "answer":
         return isinstance(message.get("verdict", []), list)
     return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
-
-
-def _local_host(family: int, towards: tuple[Any, ...]) -> str:
-    """Return this machine's address on the way to another, "" (any address) if there is no route yet."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(towards)  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
 
 
 def _resolved(leader: tuple[str, int]) -> tuple[Any, ...]:

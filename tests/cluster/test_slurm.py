@@ -42,11 +42,6 @@ def test_nodes_have_their_own_address_name_and_shared_memory(two_nodes: VirtualC
         two_nodes.run("node1", "ls", "/dev/shm/of_node0")
 
 
-def test_embedded_engine(two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path) -> None:
-    require_completed(two_nodes, submit(two_nodes, job_environment, write_layout(tmp_path)), tmp_path)
-    assert trained_steps(tmp_path) == 2
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_on_every_node(
     two_nodes: VirtualCluster, job_environment: dict[str, str], engine_python: Path, tmp_path: Path, engine: str

@@ -28,10 +28,8 @@ pytestmark = [
 
 RANK = Path(__file__).with_name("watched_rank.py")
 ROOT = Path(__file__).resolve().parents[3]
-CRASH_S, HANG_S = (
-    5.0,
-    20.0,
-)  # from a fault to the record of its culprit, where no more processes run than the machine has cores
+# From a fault to the record of its culprit, if no more processes run than the machine has cores.
+CRASH_S, HANG_S = 5.0, 20.0
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces, cgroups and mounts")
 
 
