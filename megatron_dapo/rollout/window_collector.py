@@ -43,7 +43,7 @@ from megatron_dapo.rollout.batch import (
 from megatron_dapo.rollout.collector import Collector, CollectorInputs, ResponseAccounting, WindowCounters
 from megatron_dapo.rollout.open_group import is_partial
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder, WindowSummary
-from megatron_dapo.rollout.windows import GroupProgress, ResponseKey, WindowCollection, WindowPool, choose_groups
+from megatron_dapo.rollout.windows import ResponseKey, WindowCollection, WindowPool, choose_groups
 from megatron_dapo.types import Group, SamplingParams, ScoredSample
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,8 @@ class WindowCollector(Collector):
                 self._pool[group_id].end_window(index)
         chosen = set(range(len(groups)))
         if self._window.windows_per_step:
-            chosen = choose_groups([self._progress(group) for group in groups], self._window.windows_per_step)
+            begun, sizes = [self._pool[group.group_id] for group in groups], [len(group.samples) for group in groups]
+            chosen = choose_groups(begun, sizes, self._window.windows_per_step)
         statistics = self._statistics(groups, chosen)
         self._pool.drop_finished()
         self._counters.num_not_chosen += sum(
@@ -233,10 +234,6 @@ class WindowCollector(Collector):
             oldest = min((run.version for run in runs), default=version)  # version of the window's oldest tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
         return groups
-
-    def _progress(self, group: Group) -> GroupProgress:
-        begun = self._pool[group.group_id]
-        return GroupProgress(len(group.samples), begun.num_finished, begun.accuracy_sum, begun.num_waiting)
 
     def _statistics(self, groups: Sequence[Group], chosen: set[int]) -> CollectStatistics:
         builder = self._builder([sample for group in groups for sample in group.samples])

@@ -50,6 +50,11 @@ class WindowGroup(OpenGroup):
         """Responses that have not ended."""
         return len(self.starts) + self.num_not_started
 
+    @property
+    def has_contrast(self) -> bool:
+        """True if the finished responses of all steps are neither all wrong nor all right."""
+        return 0 < self.accuracy_sum < self.num_finished
+
     def end_window(self, index: int) -> None:
         """Make the tokens of response `index` so far the context of its next window."""
         self.starts[index] = self.completions[index].num_tokens
@@ -273,22 +278,7 @@ class WindowCollection:
         return self._scorer.unfinished(self._pool[group_id].completions[index], start)
 
 
-@dataclass(frozen=True)
-class GroupProgress:
-    """Progress of a group that has windows in a collection. Counts cover all steps, including this one."""
-
-    num_windows: int  # in this collection
-    num_finished: int
-    accuracy_sum: float  # of the finished responses
-    num_unfinished: int  # responses that have not ended
-
-    @property
-    def has_contrast(self) -> bool:
-        """Return True if the finished responses are neither all wrong nor all right."""
-        return 0 < self.accuracy_sum < self.num_finished
-
-
-def contrast_first(groups: Sequence[GroupProgress]) -> list[int]:
+def contrast_first(groups: Sequence[WindowGroup]) -> list[int]:
     """Return the indices of `groups` by priority.
 
     Groups whose finished responses differ come first, then those with the most unfinished responses (whose outcome is
@@ -297,19 +287,20 @@ def contrast_first(groups: Sequence[GroupProgress]) -> list[int]:
 
     def rank(index: int) -> tuple[bool, int]:
         group = groups[index]
-        return not group.has_contrast, 0 if group.has_contrast else -group.num_unfinished
+        return not group.has_contrast, 0 if group.has_contrast else -group.num_waiting
 
     return sorted(range(len(groups)), key=rank)
 
 
-def choose_groups(groups: Sequence[GroupProgress], num_windows: int) -> set[int]:
+def choose_groups(groups: Sequence[WindowGroup], sizes: Sequence[int], num_windows: int) -> set[int]:
     """Return the indices of the groups to train: by `contrast_first`, at most `num_windows` windows together.
 
-    A group is taken with all its windows or not at all; one that no longer fits is skipped.
+    `sizes`: each group's windows in this collection. A group is taken with all of them or not at all; one that no longer
+    fits is skipped.
     """
     chosen: set[int] = set()
     for index in contrast_first(groups):
-        if groups[index].num_windows <= num_windows:
+        if sizes[index] <= num_windows:
             chosen.add(index)
-            num_windows -= groups[index].num_windows
+            num_windows -= sizes[index]
     return chosen

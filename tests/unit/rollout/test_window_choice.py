@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 
-from megatron_dapo.rollout.windows import GroupProgress, choose_groups, contrast_first
+from megatron_dapo.rollout.windows import WindowGroup, choose_groups, contrast_first
+from megatron_dapo.types import Prompt
 
-HALF = GroupProgress(num_windows=4, num_finished=4, accuracy_sum=2.0, num_unfinished=0)
-HALF_OPEN = GroupProgress(num_windows=4, num_finished=2, accuracy_sum=1.0, num_unfinished=14)
-ALL_RIGHT = GroupProgress(num_windows=4, num_finished=4, accuracy_sum=4.0, num_unfinished=0)
-ALL_WRONG_OPEN = GroupProgress(num_windows=4, num_finished=1, accuracy_sum=0.0, num_unfinished=3)
-FRESH = GroupProgress(num_windows=4, num_finished=0, accuracy_sum=0.0, num_unfinished=4)
-CORNER = GroupProgress(num_windows=1, num_finished=0, accuracy_sum=0.0, num_unfinished=1)
+
+def group(num_finished: int, accuracy_sum: float, num_waiting: int) -> WindowGroup:
+    made = WindowGroup("g", Prompt("p", (), (1,), ""), 1, size=num_waiting)
+    made.num_finished, made.accuracy_sum = num_finished, accuracy_sum
+    return made
+
+
+HALF, HALF_OPEN = group(4, 2.0, 0), group(2, 1.0, 14)
+ALL_RIGHT, ALL_WRONG_OPEN, FRESH, CORNER = group(4, 4.0, 0), group(1, 0.0, 3), group(0, 0.0, 4), group(0, 0.0, 1)
 
 
 def test_contrast_goes_first_then_the_most_unfinished_then_the_order_of_start() -> None:
@@ -25,29 +29,21 @@ def test_only_finished_responses_that_differ_are_contrast() -> None:
 
 
 def test_groups_are_taken_whole_and_one_that_does_not_fit_is_passed_over() -> None:
-    groups = [ALL_RIGHT, CORNER, HALF]
-    assert choose_groups(groups, 9) == {0, 1, 2}
-    assert choose_groups(groups, 8) == {2, 1}
-    assert choose_groups(groups, 4) == {2}
-    assert choose_groups(groups, 3) == {1}
-    assert choose_groups(groups, 0) == set()
+    expected = {9: {0, 1, 2}, 8: {2, 1}, 4: {2}, 3: {1}, 0: set()}
+    assert {room: choose_groups([ALL_RIGHT, CORNER, HALF], [4, 1, 4], room) for room in expected} == expected
 
 
 def test_no_group_left_out_outranks_all_chosen_ones() -> None:
     """Groups left out did not fit after those of higher priority, at any capacity."""
     chance = random.Random(0)
     for _ in range(200):
-        groups = [
-            GroupProgress(
-                chance.randint(1, 8), finished := chance.randint(0, 8), chance.randint(0, finished), 8 - finished
-            )
-            for _ in range(10)
-        ]
+        sizes = [chance.randint(1, 8) for _ in range(10)]
+        groups = [group(done := chance.randint(0, 8), chance.randint(0, done), 8 - done) for _ in range(10)]
         room = chance.randint(0, 50)
-        chosen = choose_groups(groups, room)
-        assert sum(groups[index].num_windows for index in chosen) <= room
+        chosen = choose_groups(groups, sizes, room)
+        assert sum(sizes[index] for index in chosen) <= room
         order = contrast_first(groups)
         assert sorted(order) == list(range(10))
         for place, index in enumerate(order):
-            ahead = sum(groups[other].num_windows for other in order[:place] if other in chosen)
-            assert (index in chosen) == (ahead + groups[index].num_windows <= room)
+            ahead = sum(sizes[other] for other in order[:place] if other in chosen)
+            assert (index in chosen) == (ahead + sizes[index] <= room)
