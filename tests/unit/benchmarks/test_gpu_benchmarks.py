@@ -9,6 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.plan import memory
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.precision import LinearSizes, misfits
+
 
 @pytest.fixture(scope="module")
 def directory(repository: Path):
@@ -24,8 +32,6 @@ def step(directory):
 
 
 def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:
-    from megatron_dapo.precision import LinearSizes, misfits
-
     for name, billions in (("1.5b", 1.54), ("3b", 3.09)):
         a = step.architecture_of(name)
         assert a.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
@@ -43,47 +49,38 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("side", PRECISIONS)
-def test_the_memory_module_covers_what_a_device_measured(step, repository: Path, tmp_path: Path, side: str) -> None:
-    """A train step's peak on an H100, in benchmarks/results, is at most the computed one, and no less than 0.9 of it."""
-    from megatron_dapo.config.loader import load_config
-    from megatron_dapo.models.config_json import read_architecture
-    from megatron_dapo.plan import memory
-
-    file = repository / "benchmarks" / "results" / "gpu_step_nvidia_h100_80gb_hbm3.json"
+def measured(step, repository: Path, tmp_path: Path, benchmark: str, changes) -> tuple[dict, Config, ModelArchitecture]:
+    """Return what a benchmark found on an H100, in benchmarks/results, with the configuration and model of it."""
+    file = repository / "benchmarks" / "results" / f"gpu_{benchmark}_nvidia_h100_80gb_hbm3.json"
     found = json.loads(file.read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**step.QWEN, **step.MODELS[found["settings"]["model"]]}))
     config = load_config(repository / "examples" / "quickstart" / "quickstart.toml").config
-    changes = {
+    update = {k: getattr(config, k).model_copy(update=v) for k, v in changes(found["settings"]).items()}
+    return found["cases"], config.model_copy(update=update), read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("side", PRECISIONS)
+def test_the_memory_module_covers_what_a_device_measured(step, repository: Path, tmp_path: Path, side: str) -> None:
+    """A train step's peak is at most the computed one, and no less than 0.9 of it."""
+    cases, config, architecture = measured(step, repository, tmp_path, "step", lambda settings: {
         "parallel": {"tp_size": 1, "pp_size": 1},
-        "model": {"dtype": "bfloat16", "recompute_granularity": found["settings"]["recompute"]},
-        "training": {"micro_batch_tokens": found["settings"]["micro_batch_tokens"]},
+        "model": {"dtype": "bfloat16", "recompute_granularity": settings["recompute"]},
+        "training": {"micro_batch_tokens": settings["micro_batch_tokens"]},
         "precision": PRECISIONS[side],
-    }
-    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
-    computed = memory.model_memory(config, read_architecture(tmp_path), processes=1).training
-    assert 0.9 < found["cases"][side]["peak_gb"] * 1e9 / computed <= 1.0
+    })  # fmt: skip
+    computed = memory.model_memory(config, architecture, processes=1).training
+    assert 0.9 < cases[side]["peak_gb"] * 1e9 / computed <= 1.0
 
 
 def test_the_memory_module_gives_the_cache_that_a_server_had(step, repository: Path, tmp_path: Path) -> None:
-    """Tokens of an SGLang server's KV cache on an H100, in benchmarks/results, within a hundredth."""
-    from megatron_dapo.config.loader import load_config
-    from megatron_dapo.models.config_json import read_architecture
-    from megatron_dapo.plan import memory
-    from megatron_dapo.plan.cluster import Cluster
-
-    file = repository / "benchmarks" / "results" / "gpu_rollout_nvidia_h100_80gb_hbm3.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**step.QWEN, **step.MODELS[found["settings"]["model"]]}))
-    config = load_config(repository / "examples" / "quickstart" / "quickstart.toml").config
-    changes = {
+    """Tokens of an SGLang server's KV cache, within a hundredth."""
+    cases, config, architecture = measured(step, repository, tmp_path, "rollout", lambda settings: {
         "model": {"dtype": "bfloat16"},
         "rollout": {"engine": "sglang"},
         "sglang": {"placement": "disaggregated", "mem_fraction_static": 0.4},
-    }
-    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
-    engine = memory.engine_memory(config, read_architecture(tmp_path), Cluster())
-    assert engine.kv_tokens == pytest.approx(found["cases"]["alone"]["kv_tokens"], rel=0.01)
+    })  # fmt: skip
+    engine = memory.engine_memory(config, architecture, Cluster())
+    assert engine.kv_tokens == pytest.approx(cases["alone"]["kv_tokens"], rel=0.01)
 
 
 def test_flops_are_those_of_every_product(step) -> None:
