@@ -13,8 +13,7 @@ called as its README shows: `verify(parse(gold), parse(response))` with the answ
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.util
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 import math_verify
+import options
 
 from megatron_dapo.rewards.verifiers import lenient
 
@@ -280,7 +280,7 @@ def money_and_percentages(rng: random.Random) -> Iterator[Pair]:
     yield f"{cents}\\%", f"0.0{cents}", False
 
 
-def options(rng: random.Random) -> Iterator[Pair]:
+def multiple_choice(rng: random.Random) -> Iterator[Pair]:
     letter, other = rng.sample("ABCDE", 2)
     value = rng.randrange(2, 100)
     text = rng.choice(("a polygenic risk score", "the enzyme is inhibited", "both reactions stop", "it doubles"))
@@ -395,7 +395,7 @@ FAMILIES: tuple[Callable[[random.Random], Iterator[Pair]], ...] = (
     inequalities,
     units,
     money_and_percentages,
-    options,
+    multiple_choice,
     words_and_dates,
     ratios,
     bases,
@@ -458,38 +458,25 @@ def _matrix(rows: list[list[Any]], kind: str, column: str, row: str, argument: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
+    parser = options.parser(__doc__, "three values of each family")
     parser.add_argument("--rows", type=int, default=200, help="values of each family")
     parser.add_argument("--seed", type=int, default=0)
-    options_ = parser.parse_args()
-    rows = 3 if options_.tiny else options_.rows
-    examples: list[dict[str, Any]] = []
+    arguments = parser.parse_args()
+    rows = 3 if arguments.tiny else arguments.rows
+    errors: list[dict[str, Any]] = []
     families = {}
     for family in FAMILIES:
-        rng = random.Random(f"{options_.seed} {family.__name__}")
+        rng = random.Random(f"{arguments.seed} {family.__name__}")
         pairs = (pair for _ in range(rows) for pair in family(rng))
-        families[family.__name__] = compare(pairs, examples, family.__name__)
-    try:
-        import reasoning_gym  # noqa: F401
-    except ImportError:
+        families[family.__name__] = compare(pairs, errors, family.__name__)
+    if importlib.util.find_spec("reasoning_gym") is None:
         print("reasoning_gym is not installed: its sets are left out", file=sys.stderr)
     else:
         for name in REASONING_GYM:
-            families[f"reasoning_gym.{name}"] = compare(reasoning_gym_pairs(name, rows, options_.seed), examples, name)
+            pairs = reasoning_gym_pairs(name, rows, arguments.seed)
+            families[f"reasoning_gym.{name}"] = compare(pairs, errors, name)
     totals = {key: sum(counts[key] for counts in families.values()) for key in next(iter(families.values()))}
-    if options_.json:
-        print(json.dumps({**totals, "families": families, "errors": examples[:200]}, indent=1))
-        return
-    print(f"{'family':34}{'pairs':>7}   lenient FP / FN   math-verify FP / FN")
-    for name, counts in {**families, "all": totals}.items():
-        print(
-            f"{name:34}{counts['pairs']:7}{counts['false_positives']:10} / {counts['false_negatives']:<6}"
-            f"{counts['math_verify_false_positives']:12} / {counts['math_verify_false_negatives']:<6}"
-        )
-    for example in examples[:60]:
-        print(f"{example['family']}: {example['kind'][:-1].replace('_', ' ')}: {example['gold']!r} | {example['answer']!r}")
+    options.show({**totals, "families": families, "errors": errors[:200]}, arguments)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,13 @@ class Score:
     extracted: str | None = None  # the answer found in the response
     detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
 
+    @property
+    def failure(self) -> str:
+        """Why the reward timed out or failed, in a mixture any component's; "" if it did not."""
+        if self.outcome in ("timeout", "error"):
+            return str(self.detail.get("error", self.outcome))
+        return "; ".join(f"{name}: {reason}" for name, reason in self.detail.get("failed", {}).items())
+
 
 @dataclass(frozen=True)
 class Window:

@@ -18,6 +18,7 @@ from megatron_dapo.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 SELF_TEST_PROMPTS = 64  # spread over the data set
+NUM_TRIALS = 2  # a function of batches that returns one reward for all of them passes with one
 TRIAL_RESPONSE = "Answer: 42"  # a reward function of samples is tried with it
 
 
@@ -40,8 +41,8 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
 def self_test(reward: RewardConfig, tokenizer: Any, pool: Any, prompts: Sequence[Prompt]) -> None:
     """Check that prompts, some of those given, request the answer format that the verifier reads. ValueError if not.
 
-    A function of samples may reward whatever it likes: it is called once, and has to return a reward. Of a mixture each component
-    is tested.
+    A function of samples may reward whatever it likes: it is called with two (a function of batches with both at once), and has to
+    return a reward for each. Of a mixture each component is tested.
     """
     if isinstance(pool, MixturePool):
         for component in pool.components:
@@ -49,13 +50,16 @@ def self_test(reward: RewardConfig, tokenizer: Any, pool: Any, prompts: Sequence
         return
     if pool.takes_sample:
         completion = Completion("trial", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", ())
-        score = pool.score_many([score_request("trial/0", prompts[0], completion, TRIAL_RESPONSE, pool)])["trial/0"]
-        if score.outcome in ("error", "timeout"):
+        scores = pool.score_many(
+            [score_request(f"trial/{i}", prompts[0], completion, TRIAL_RESPONSE, pool) for i in range(NUM_TRIALS)]
+        )
+        failures = [score.failure for score in scores.values() if score.failure]
+        if failures:
             raise ValueError(
-                f"self-test: verifier {pool.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}: "
-                f"{score.detail.get('error', score.outcome)}"
+                f"self-test: verifier {pool.verifier!r} called with the first prompt and the response {TRIAL_RESPONSE!r}, "
+                f"{NUM_TRIALS} times: {failures[0]}"
             )
-        logger.info("self-test: verifier %s rewards a trial response by %g", pool.verifier, score.reward)
+        logger.info("self-test: verifier %s rewards a trial response by %g", pool.verifier, scores["trial/0"].reward)
         return
     # Spread over the data set: files of different sources may ask for different formats.
     checked = prompts[:: max(1, -(-len(prompts) // SELF_TEST_PROMPTS))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,31 @@ VERIFIER_PART = "verifier"
 RewardAddend = Callable[[Completion, str, Score], float]
 
 
+class RewardsFailed(RuntimeError):
+    """Every reward of as many responses as a train step has failed: there is nothing to learn from."""
+
+
+@dataclass
+class FailureStreak:
+    """Counts responses whose rewards failed one after another."""
+
+    limit: int  # responses of a train step
+    length: int = 0
+    first: str = ""  # why the first of them failed
+
+    def observe(self, scores: Iterable[Score]) -> None:
+        """Raise RewardsFailed once `limit` rewards in a row have failed or run out of time."""
+        for score in scores:
+            self.length = self.length + 1 if score.failure else 0
+            self.first = (self.first or score.failure) if score.failure else ""
+        if self.length >= self.limit:
+            raise RewardsFailed(
+                f"the rewards of {self.length} responses in a row failed, as many as a train step has ({self.limit}); the "
+                f"first: {self.first}. Mend the function or the service of reward.verifier, then start again: the run "
+                "goes on from its checkpoint"
+            )
+
+
 @dataclass(frozen=True)
 class SampleScorer:
     """Decodes responses, has them verified, and adds the other reward terms to the verifier's.
@@ -29,17 +54,20 @@ class SampleScorer:
             accuracy, by which groups are filtered.
         meter: the pool whose processes measure repetition during generation, when that delays no train step. None:
             this process measures it.
+        streak: ends a run whose rewards all fail. None: nothing does.
     """
 
     scorer: Scorer
     decode: Callable[[Any], str]  # takes token ids [T]
     addends: Mapping[str, RewardAddend] = field(default_factory=dict)
     meter: VerifierPool | ShadowedPool | None = None
+    streak: FailureStreak | None = None
 
     def score(self, responses: Sequence[tuple[Prompt, Completion]]) -> dict[str, ScoredSample]:
         """Return the scored responses by their request ids, which become the sample ids.
 
-        Raises ValueError if the verifier leaves a response out or calls a truncated one correct.
+        Raises ValueError if the verifier leaves a response out or calls a truncated one correct, RewardsFailed if all
+        rewards of a step's size have failed.
         """
         texts = {response.request_id: self.decode(response.token_ids) for _, response in responses}
         scores = self.scorer.score_many(
@@ -50,6 +78,8 @@ class SampleScorer:
             raise ValueError(
                 f"the verifier returned no score for {len(missing)} of {len(responses)} responses, such as {missing[0]}"
             )
+        if self.streak is not None:
+            self.streak.observe(scores[name] for name in texts)
         repetition = self._measure({response.request_id: response.token_ids for _, response in responses})
         return {
             response.request_id: self._scored(response, texts[name], scores[name], repetition[name])

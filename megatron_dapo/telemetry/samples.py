@@ -44,6 +44,7 @@ def sample_record(
         "finish_reason": sample.completion.finish_reason,
         "extracted": sample.score.extracted,
         "outcome": sample.score.outcome,
+        **({"error": sample.score.failure} if sample.score.failure else {}),
         "accuracy": sample.score.accuracy,
         "reward": sample.reward,
         "reward_parts": _parts(sample),

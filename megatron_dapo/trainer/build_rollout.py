@@ -30,7 +30,7 @@ from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
-from megatron_dapo.rollout.scoring import RewardAddend, SampleScorer
+from megatron_dapo.rollout.scoring import FailureStreak, RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import RunPaths
@@ -96,7 +96,8 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
     )
-    sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer)
+    streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
+    sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
     collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress)
     collector: Collector

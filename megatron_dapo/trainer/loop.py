@@ -320,7 +320,7 @@ class TrainingLoop:
         assert self._parts.data is not None, "rank 0 has the data"
         step, disagreement = self._progress.train_step, self._parts.data.disagreement_share()
         metrics = step_metrics(self._config, batch, step - 1, result.metrics, times, disagreement)
-        for warning in quality_warnings(metrics, self._config.quality):
+        for warning in quality_warnings(metrics, self._config.quality, batch.groups):
             logger.warning("train step %d: %s", step, warning)
         return metrics
 

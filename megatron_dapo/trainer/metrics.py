@@ -19,7 +19,7 @@ from megatron_dapo.rollout.group_collector import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
-from megatron_dapo.types import Group, Outcome, Score, ScoredSample, TrainSample, num_distinct
+from megatron_dapo.types import Group, Outcome, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
@@ -231,14 +231,20 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def quality_warnings(metrics: Mapping[str, float], config: QualityConfig) -> list[str]:
-    """Return a warning for each [quality] threshold that a step's metrics have crossed."""
+def quality_warnings(metrics: Mapping[str, float], config: QualityConfig, groups: Sequence[Group] = ()) -> list[str]:
+    """Return a warning for each [quality] threshold that a step's metrics have crossed.
+
+    The one for failed rewards has the text of the first failure in the step's `groups`.
+    """
+    failures = (sample.score.failure for group in groups for sample in group.samples if sample.score.failure)
+    first_failure = next(failures, "")
     limits = {f"quality.{name}": value for name, value in config.model_dump().items()}
     found = []
     for alarm in QUALITY_ALARMS:
         value, limit = metrics[alarm.metric], limits[str(alarm.limit)]
         if alarm.is_passed(value, limit):
-            found.append(f"{alarm.metric} is {value:.3g}, {alarm.side} {alarm.limit} {limit:.3g}")
+            reason = f"; the first: {first_failure}" if alarm.metric == "reward/failed_share" and first_failure else ""
+            found.append(f"{alarm.metric} is {value:.3g}, {alarm.side} {alarm.limit} {limit:.3g}{reason}")
     return found
 
 
@@ -280,15 +286,10 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
             for part in ("overlong", "perplexity", "format")
         },
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
-        "reward/failed_share": mean([has_failed(sample.score) for sample in worked_on]),
+        "reward/failed_share": mean([bool(sample.score.failure) for sample in worked_on]),
         "reward/disagreement_share": disagreement_share,
         **_own_parts(samples),
     }
-
-
-def has_failed(score: Score) -> bool:
-    """Return True if a reward timed out or failed; in a mixture, if any component did."""
-    return score.outcome in ("timeout", "error") or bool(score.detail.get("failed"))
 
 
 def _own_parts(samples: Sequence[ScoredSample]) -> dict[str, float]:

@@ -4,7 +4,7 @@ A user's function is called with (response, answer), with one `RewardSample` if 
 if that parameter is called `samples`; then it returns a list of results. A result is one of
 
 - `bool`: right or wrong, rewarded by the pool's reward map;
-- `float`: its own reward; right from 0.5 on (return a `RewardResult` to say otherwise);
+- `float`, `int` or a scalar of numpy or torch: its own reward; right from 0.5 on (return a `RewardResult` to say otherwise);
 - a `RewardResult`: score, named parts, extracted answer, is_correct;
 - `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`, or with the fields of a `RewardResult`;
 - a `Score` (its outcome decides: only "correct" is right).
@@ -141,6 +141,7 @@ def result_of(result: Any) -> VerifierResult:
     """Convert a user's return value. Raises ValueError for any other type or value."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
+    result = _plain(result)
     if isinstance(result, bool):  # before numbers: True is an int
         return VerifierResult("correct" if result else "wrong")
     if isinstance(result, (int, float)):
@@ -148,7 +149,21 @@ def result_of(result: Any) -> VerifierResult:
         return VerifierResult("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
     if isinstance(result, Mapping):
         return _result_of_mapping(result)
-    raise ValueError(f"a reward function returns bool, float, RewardResult, dict or Score, not {type(result).__name__}")
+    raise ValueError(
+        f"a reward function returns bool, int, float, RewardResult, dict or Score, not {_type_name(result)}; "
+        "return float(x) of a number"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a numpy or torch scalar, or an array of no dimension, as Python's number; anything else as it is."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def results_of(results: Any, expected: int) -> list[VerifierResult]:
@@ -156,6 +171,8 @@ def results_of(results: Any, expected: int) -> list[VerifierResult]:
 
     Raises ValueError if the number of results differs.
     """
+    if hasattr(results, "tolist") and getattr(results, "ndim", 0) == 1:  # of numpy or torch
+        results = results.tolist()
     if not isinstance(results, (list, tuple)) or len(results) != expected:
         found = len(results) if isinstance(results, (list, tuple)) else type(results).__name__
         raise ValueError(f"a reward function of {expected} samples returns a list of {expected} results; got {found}")

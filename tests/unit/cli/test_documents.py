@@ -137,7 +137,7 @@ def test_programs_and_their_options_exist() -> None:
 
 def siblings(path: Path) -> list[Path]:
     """Modules of its directory that a program shares options with."""
-    imported = re.findall(r"from (?:benchmarks\.)?([\w.]+) import", path.read_text(encoding="utf-8"))
+    imported = re.findall(r"(?m)^(?:from (?:benchmarks\.)?|import )([\w.]+)(?: import|$)", path.read_text(encoding="utf-8"))
     candidates = [ROOT / "benchmarks" / (name.replace(".", "/") + ".py") for name in imported]
     candidates += [path.parent / (name.rpartition(".")[2] + ".py") for name in imported]
     return [one for one in candidates if one.is_file()]

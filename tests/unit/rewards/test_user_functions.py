@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.rewards.build import self_test
 from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
 from megatron_dapo.types import Completion, Prompt
 
@@ -36,6 +37,15 @@ def fields(sample):
 
 def pair(response, answer="", more=3):
     return response == answer
+
+def scalar(sample):
+    import numpy as np
+    kinds = {"float32": np.float32(0.75), "int64": np.int64(2), "bool": np.bool_(True), "array": np.array(0.25)}
+    return kinds[sample.response]
+
+def array(samples):
+    import numpy as np
+    return np.arange(len(samples), dtype=np.float32)
 
 def three(a, b, c):
     return 1.0
@@ -109,6 +119,20 @@ def test_a_number_is_the_reward(own: str) -> None:
     with VerifierPool(f"{own}:length", RewardConfig()) as pool:
         scores = pool.score_many(items("12345", "1234567"))
     assert [scores[0].reward, scores[1].reward] == [0.0, -0.2] and scores[0].accuracy == 0.0
+
+
+def test_scalars_and_arrays_of_numpy_are_rewards(own: str) -> None:
+    with VerifierPool(f"{own}:scalar", RewardConfig()) as pool:
+        scores = pool.score_many(items("float32", "int64", "bool", "array"))
+    assert [(scores[i].reward, scores[i].accuracy) for i in range(4)] == [(0.75, 1.0), (2.0, 1.0), (1.0, 1.0), (0.25, 0.0)]
+    with VerifierPool(f"{own}:array", RewardConfig(batch_size=3)) as pool:
+        assert {score.outcome for score in pool.score_many(items("a", "b", "c")).values()} <= {"correct", "wrong"}
+
+
+def test_the_self_test_tries_a_function_of_batches_with_two(own: str) -> None:
+    with VerifierPool(f"{own}:too_few", RewardConfig(batch_size=4)) as pool:
+        with pytest.raises(ValueError, match="2 times: ValueError: .*returns a list of 2 results; got 1"):
+            self_test(RewardConfig(), None, pool, [Prompt("p", ({"role": "user", "content": "?"},), (1,), "4")])
 
 
 def test_parts_add_up_to_the_reward(own: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.scoring import FailureStreak, RewardsFailed, SampleScorer
 from megatron_dapo.types import Completion, Prompt, Score, VersionRange, Window
 
 PROMPT = Prompt("p", ({"role": "user", "content": "?"},), (1, 2), "7")
@@ -48,6 +48,24 @@ def test_rewards_are_the_sum_of_named_parts() -> None:
     assert scored["b"].reward_parts == {"verifier": 2.0, "overlong": -0.5} and scored["b"].reward == 1.5
     assert scored["b"].score.accuracy == 1.0  # shaping never touches it
     assert scored["c"].reward == -1.0 and scored["c"].text == "5"
+
+
+class Failing(Recorder):
+    """Fails for every response but those whose text ends with the answer."""
+
+    def score_many(self, items) -> dict:
+        scores = super().score_many(items)
+        failed = Score(0.0, -1.0, "error", detail={"error": "KeyError: 'tests'"})
+        return {name: score if score.accuracy else failed for name, score in scores.items()}
+
+
+def test_a_step_whose_rewards_all_fail_ends_the_run_with_the_first_reason() -> None:
+    scorer = SampleScorer(Failing(), decode, streak=FailureStreak(4))
+    scorer.score([sample(name, (5,)) for name in "abc"])
+    scorer.score([sample("d", (7,))])  # one that is scored: the count begins again
+    scorer.score([sample(name, (5,)) for name in "efg"])
+    with pytest.raises(RewardsFailed, match=r"rewards of 4 responses in a row failed.*first: KeyError: 'tests'"):
+        scorer.score([sample("h", (5,))])
 
 
 def test_without_a_penalty_there_is_no_such_part() -> None:

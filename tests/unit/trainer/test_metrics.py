@@ -200,8 +200,8 @@ def test_the_quality_section_by_outcome_and_its_warnings() -> None:
     failed = Score(1.0, 1.0, "correct", detail={"failed": {"judge": "status 500"}})
     groups = [Group("g", Prompt("p", (), (1,), "1"), (replace(samples[0], score=failed), *samples[1:]), 0, 1)]
     metrics["reward/failed_share"] = reward_metrics(groups, 0.0)["reward/failed_share"]
-    found = quality_warnings(metrics, QualityConfig(repetition_alarm=1, tail_loop_alarm=1))
-    assert found == ["reward/failed_share is 0.25, above quality.reward_failure_alarm 0.02"]
+    found = quality_warnings(metrics, QualityConfig(repetition_alarm=1, tail_loop_alarm=1), groups)
+    assert found == ["reward/failed_share is 0.25, above quality.reward_failure_alarm 0.02; the first: judge: status 500"]
     assert set(quality_metrics([]).values()) == {0.0}
 
 
