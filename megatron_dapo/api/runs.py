@@ -201,7 +201,8 @@ def _rendered(config: Config, inputs: Any, prompts: Sequence[str | Turns], is_re
     from megatron_dapo.data.template import PromptTemplate
 
     has_template = bool(getattr(inputs.tokenizer, "chat_template", None))
-    template = PromptTemplate(inputs.tokenizer, config.data.template if is_recipe or has_template else "plain")
+    name = config.data.template if is_recipe or has_template else "plain"
+    template = PromptTemplate(inputs.tokenizer, name, vocab_size=inputs.vocab_size)
     system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
     found = []
     for prompt in prompts:

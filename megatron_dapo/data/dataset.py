@@ -170,9 +170,9 @@ def prompt_id_of(messages: Messages, answer: str) -> str:
 # ---- from a recipe
 
 
-def prompt_template(data: DataConfig, tokenizer: Tokenizer) -> PromptTemplate:
+def prompt_template(data: DataConfig, tokenizer: Tokenizer, vocab_size: int | None = None) -> PromptTemplate:
     """Return the template that renders a run's prompts. ValueError if the tokenizer has none."""
-    return PromptTemplate(tokenizer, data.template, data.chat_template_options)
+    return PromptTemplate(tokenizer, data.template, data.chat_template_options, vocab_size)
 
 
 def shares_of(

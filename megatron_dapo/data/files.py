@@ -308,14 +308,9 @@ _READERS = {
 
 # ---- checks
 
-
 _IMAGE_COLUMNS = ("images", "image")
 
-
 def _check_columns(found: Sequence[str], columns: Columns, location: str) -> None:
-    pictures = [name for name in _IMAGE_COLUMNS if name in found]
-    if pictures:
-        raise ValueError(f"{location}: the column {pictures[0]} is for images, and only text is trained; remove it")
     missing = [name for name in columns.required if name not in found]
     if missing:
         raise ValueError(
@@ -326,11 +321,14 @@ def _check_columns(found: Sequence[str], columns: Columns, location: str) -> Non
 
 
 def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat) -> Row:
+    # Text subsets of published files have the column, with nothing in it.
+    if pictures := [name for name in _IMAGE_COLUMNS if not _is_empty(values.get(name))]:
+        raise ValueError(f"{location}: the column {pictures[0]} is for images, and only text is trained; remove it")
     answer = checked_answer(_field(values, row_format.answer, location), location) if row_format.answer else ""
     messages = checked_messages(_field(values, row_format.prompt, location), location)
     own = {row_format.prompt.partition(".")[0], row_format.answer.partition(".")[0], "data_source", "extra_info"}
     extra_info = values.get("extra_info")
-    extra = {name: value for name, value in values.items() if name not in own}
+    extra = {name: value for name, value in values.items() if name not in own and name not in _IMAGE_COLUMNS}
     extra |= extra_info if isinstance(extra_info, dict) else {"extra_info": extra_info}
     return Row(
         _formatted(messages, row_format),
@@ -339,6 +337,10 @@ def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat
         {str(name): _plain(value) for name, value in extra.items() if value is not None},
         location,
     )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, tuple)) and not value)
 
 
 def _field(values: Mapping[str, Any], name: str, location: str) -> Any:
@@ -377,8 +379,10 @@ def checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
         prompt = _parse_chat(prompt, location)
     if isinstance(prompt, str) and prompt.strip():
-        return ({"role": "user", "content": prompt},)
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        for message in prompt:
+            _check_unicode(message["content"], "prompt", location)
         return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
     if isinstance(prompt, list) and any(map(_has_parts, prompt)):
         raise ValueError(
@@ -415,5 +419,17 @@ def checked_answer(answer: Any, location: str) -> str:
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, str) and answer.strip():
+        _check_unicode(answer, "gold answer", location)
         return answer
     raise ValueError(f"{location}: unparsable gold answer: it must be a text, got {answer!r}")
+
+
+def _check_unicode(text: str, name: str, location: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON can hold, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{location}: {name} has half of a surrogate pair, {text[error.start]!r} at character {error.start}: write the whole "
+            "character, or remove it"
+        ) from error

@@ -23,6 +23,7 @@ class ModelInputs:
     path: Path
     tokenizer: Any
     stop_tokens: StopTokens
+    vocab_size: int | None = None  # rows of the embedding
 
     def decode(self, token_ids: Any) -> str:
         """Return the text of a response without special tokens."""
@@ -41,4 +42,4 @@ def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
         eos = getattr(config, "eos_token_id", None) or config.get_text_config().eos_token_id
         stop_tokens = resolve_stop_token_ids(eos, generation, tokenizer.eos_token_id)
     logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
-    return ModelInputs(path, tokenizer, stop_tokens)
+    return ModelInputs(path, tokenizer, stop_tokens, config.get_text_config().vocab_size)

@@ -64,12 +64,13 @@ class PromptTemplate:
     """Rendering of messages to token ids.
 
     `name` is "chat" (the tokenizer's own chat template) or "plain" (the bare text, for base models without one);
-    `options` go to the chat template unchanged, e.g. {"enable_thinking": False}.
+    `options` go to the chat template unchanged, e.g. {"enable_thinking": False}. `vocab_size`: rows of the model's embedding.
     """
 
     tokenizer: Tokenizer
     name: str = "chat"
     options: Mapping[str, Any] | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.name not in _TEMPLATES:
@@ -81,7 +82,10 @@ class PromptTemplate:
             )
 
     def render(self, messages: Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt for the model to continue. ValueError if the chat template rejects it."""
+        """Return the token ids of a prompt for the model to continue.
+
+        ValueError if the chat template rejects it, or a token is outside of the model's vocabulary.
+        """
         try:
             ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
         except TemplateError as error:
@@ -93,6 +97,11 @@ class PromptTemplate:
             ) from error
         if not ids:
             raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
+        if self.vocab_size is not None and max(ids) >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer gives token {max(ids)} ({self.tokenizer.decode([max(ids)])!r}), but the model's embedding has "
+                f"rows 0..{self.vocab_size - 1}: take the tokenizer that belongs to the model, or remove its added tokens"
+            )
         return ids
 
     @property

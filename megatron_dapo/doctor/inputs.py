@@ -268,7 +268,7 @@ def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violati
     problems: list[Violation] = []
     try:
         inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
-        template = prompt_template(config.data, inputs.tokenizer)
+        template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     except ValueError as error:
         return [UnusableInput("model.path", str(error), "copy the tokenizer's files again")]
     if config.algorithm.name == "sft":

@@ -15,7 +15,7 @@ from megatron_dapo.evaluation.protocol import EvaluationProtocol
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
     """Load the held-out problems, each once."""
-    template = prompt_template(config.data, inputs.tokenizer)
+    template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     return load_eval_sources(eval_sources(config.data), template, config.data.max_prompt_tokens, pool.validate_answers)
 
 

@@ -115,7 +115,7 @@ def _example_data(
     data = config.data
     examples = load_examples(
         data.train_paths,
-        prompt_template(data, inputs.tokenizer),
+        prompt_template(data, inputs.tokenizer, inputs.vocab_size),
         inputs.stop_tokens,
         data.max_prompt_tokens,
         config.rollout.max_response_tokens,
@@ -128,7 +128,7 @@ def _example_data(
 
 def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
     """Return the prompts that are generated anew for each epoch, by the names of their sources."""
-    template = prompt_template(config.data, inputs.tokenizer)
+    template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     limit = config.data.max_prompt_tokens
     return {one.name: FreshPrompts(one, template, limit) for one in train_sources(config.data) if one.is_fresh}
 
@@ -140,7 +140,7 @@ def prompt_injection(
     section = config.data.injection
     if not section.templates:
         return None, {}
-    template = prompt_template(config.data, inputs.tokenizer)
+    template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     injection, by_id = injection_of(
         prompts,
         section,
@@ -239,7 +239,7 @@ def build_evaluator(
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
     """Load the training prompts and check that they ask for the answer format that the verifier reads."""
     data = config.data
-    template = prompt_template(data, inputs.tokenizer)
+    template = prompt_template(data, inputs.tokenizer, inputs.vocab_size)
     dataset = load_sources(
         train_sources(data), template, data.max_prompt_tokens, data.deduplicate, pool.validate_answers
     )

@@ -9,6 +9,8 @@ if that parameter is called `samples`; then it returns a list of results. A resu
 - `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`, or with the fields of a `RewardResult`;
 - a `Score` (its outcome decides: only "correct" is right).
 
+Functions written for TRL and for verl are called as those call them, see `rewards.verifiers.adapters`.
+
 With `async def`, many answers are awaited at the same time; see `reward.concurrency`.
 
 Nothing here imports torch: this module is loaded by every verifier process.
@@ -27,6 +29,7 @@ from typing import Any
 
 from megatron_dapo.hooks import import_place
 from megatron_dapo.rewards.result import RewardResult, VerifierResult
+from megatron_dapo.rewards.verifiers.adapters import adapted
 
 USER_CORRECT_THRESHOLD = 0.5
 BATCH_PARAMETER = "samples"  # name of the only parameter of a function that takes a list of samples
@@ -91,6 +94,10 @@ def _load_user_function(path: str) -> Verifier:
     if not callable(function):
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"verifier {path!r}: {module_name} has no function {function_name!r}; it has {functions}")
+    try:
+        function = adapted(function)
+    except ValueError as error:
+        raise ValueError(f"verifier {path!r}: {error}") from error
     takes_sample = _number_of_arguments(path, function) == 1
     is_batched = takes_sample and next(iter(inspect.signature(function).parameters)) == BATCH_PARAMETER
     convert = list if is_batched else result_of

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_dapo.data.dataset import load_eval_sources, load_prompts, prompt_id_of
+from megatron_dapo.data.dataset import load_eval_sources, load_prompts, load_sources, prompt_id_of
 from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, read_rows
 from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import PromptTemplate
@@ -120,6 +120,29 @@ def test_images_are_refused(kind, write, row):
     path = write(f"data.{kind}", [{**row("<image> How many?", "1"), "images": ["a.png"]}])
     with pytest.raises(ValueError, match="the column images is for images, and only text is trained"):
         list(read_rows(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("empty", [None, []])
+def test_a_column_of_images_without_any_is_left_out(kind, empty, write, row):
+    found = list(read_rows(write(f"data.{kind}", [{**row("How many?", "1"), "images": empty}] * 2)))
+    assert len(found) == 2 and "images" not in found[0].extra
+
+
+def test_half_of_a_surrogate_pair_is_named_with_its_row(tmp_path, row):
+    for name, bad in (("prompt", row("How \ud83d many?", "1")), ("gold answer", row("How many?", "1\ude00"))):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, [row("1 + 1?", "2"), bad])))
+        with pytest.raises(ValueError, match=f"{path}, line 2: {name} has half of a surrogate pair"):
+            list(read_rows(path))
+
+
+def test_a_prompt_with_a_token_that_the_embedding_lacks_is_named(write, row, tokenizer):
+    path = write("data.jsonl", [row("How many?", "1")])
+    (longest,) = load_prompts([path], tokenizer, 100).prompts
+    template = PromptTemplate(tokenizer, "chat", vocab_size=max(longest.token_ids))
+    with pytest.raises(ValueError, match=f"{path}, line 1: the tokenizer gives token {max(longest.token_ids)} "):
+        load_sources([Source((path,), DAPO_FORMAT)], template, 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)

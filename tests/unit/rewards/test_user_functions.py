@@ -47,6 +47,21 @@ def array(samples):
     import numpy as np
     return np.arange(len(samples), dtype=np.float32)
 
+def of_trl(prompts, completions, wanted, **columns):
+    assert prompts[0][-1]["content"] == "2 + 2?" and set(columns) >= {"answer", "tests", "data_source"}
+    return [len(one[0]["content"]) / wanted[i] for i, one in enumerate(completions)]
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str == ground_truth
+    return {"score": 1.5 if right else -0.5, "acc": right, "pred": solution_str + data_source + str(extra_info["wanted"])}
+
+async def of_trl_later(completions, completion_ids, **columns):
+    await asyncio.sleep(0)
+    return [float(len(ids)) for ids in completion_ids]
+
+def swapped(answer, response):
+    return 1.0
+
 def three(a, b, c):
     return 1.0
 
@@ -133,6 +148,20 @@ def test_the_self_test_tries_a_function_of_batches_with_two(own: str) -> None:
     with VerifierPool(f"{own}:too_few", RewardConfig(batch_size=4)) as pool:
         with pytest.raises(ValueError, match="2 times: ValueError: .*returns a list of 2 results; got 1"):
             self_test(RewardConfig(), None, pool, [Prompt("p", ({"role": "user", "content": "?"},), (1,), "4")])
+
+
+def test_functions_of_trl_and_verl_are_called_as_there(own: str) -> None:
+    with VerifierPool(f"{own}:of_trl", RewardConfig(batch_size=2)) as pool:
+        scores = pool.score_many(items("12345", "1234567890"))
+    assert [scores[i].reward for i in range(2)] == [5 / FIELDS["extra_info"]["wanted"], 10 / FIELDS["extra_info"]["wanted"]]
+    with VerifierPool(f"{own}:of_verl", RewardConfig()) as pool:
+        scores = pool.score_many(items("right", "wrong"))
+    assert [(scores[i].reward, scores[i].accuracy) for i in range(2)] == [(1.5, 1.0), (-0.5, 0.0)]
+    assert scores[1].extracted == f"wrong{FIELDS['data_source']}{FIELDS['extra_info']['wanted']}"
+    with VerifierPool(f"{own}:of_trl_later", RewardConfig(token_ids=True)) as pool:
+        assert pool.takes_token_ids
+    with pytest.raises(ValueError, match=r"\(answer, response\): the response comes first"):
+        VerifierPool(f"{own}:swapped", RewardConfig())
 
 
 def test_parts_add_up_to_the_reward(own: str) -> None:
