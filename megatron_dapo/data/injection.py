@@ -132,7 +132,7 @@ class Injection:
         self._rewrites = rewrites
         self._template_of = {name: template for own in rewrites.values() for template, name in own.items()}
         self._at_visits = config.when == "visit"
-        self._config = config
+        self._rate, self._ramp_prompts = config.rate, config.ramp_prompts
         self._seed = seed
         self._batch_groups = batch_groups
         self._num_replaced = 0  # groups replaced by a rewrite
@@ -188,8 +188,7 @@ class Injection:
         self._outcomes = {name: [*two] for name, two in state["outcomes"].items()}
 
     def _rate_at(self, visit: int) -> float:
-        ramp = self._config.ramp_prompts
-        return self._config.rate * (min(1.0, visit / ramp) if ramp else 1.0)
+        return self._rate * (min(1.0, visit / self._ramp_prompts) if self._ramp_prompts else 1.0)
 
 
 def injection_of(

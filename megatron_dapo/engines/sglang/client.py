@@ -243,6 +243,7 @@ class SglangClient:
         """Drop all cached keys and values. The server refuses while it has work: tried until flush_s is over."""
         end = time.monotonic() + self.timeouts.flush_s
         pause = 0.05
+        refusal: EngineHttpError | None = None
         while True:
             left = max(0.1, end - time.monotonic())
             try:
@@ -251,6 +252,11 @@ class SglangClient:
             except EngineHttpError as error:
                 if error.status != 400 or time.monotonic() + pause >= end:
                     raise
+                refusal = error
+            except EngineTimeout:  # the last attempt has little time: what the server said before is the reason
+                if refusal is None:
+                    raise
+                raise refusal from None
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 

@@ -7,6 +7,7 @@ import pytest
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.disagreement import ShadowedPool
 from megatron_dapo.rewards.pool.pool import VerifierPool
+from megatron_dapo.rewards.verifiers import lenient
 
 ITEMS = [
     ("agree", "Answer: 42", "42", False),
@@ -39,7 +40,7 @@ def test_every_disagreement_is_recorded_and_the_reward_is_the_primarys(pool, rec
     assert record["response_tail"].endswith("Answer: **42**") and len(record["response_tail"]) == 300
     assert (record["answer"], record["outcome"], record["shadow_outcome"]) == ("42", "wrong", "correct")
     assert (record["extracted"], record["shadow_extracted"]) == ("**42**", "42**")
-    assert record["verifier"] == "dapo-1" and record["shadow_verifier"].startswith("lenient-2+")
+    assert record["verifier"] == "dapo-1" and record["shadow_verifier"].startswith(f"lenient-{lenient.REVISION}")
     assert pool.statistics().num_disagreements == 2
 
 
