@@ -159,17 +159,19 @@ def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(cli
 
 
 def abort_in_flight(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
-    """Abort, each time a little later, until some responses have tokens and are unfinished."""
+    """Abort, later if no response has tokens and earlier if all have ended, until some have tokens and are unfinished."""
     wait_s = 0.2
-    while True:
+    for _ in range(20):  # a busy machine may let all of them end
         engine.submit(requests)
         time.sleep(wait_s)
         partial = engine.abort()
-        reached = [len(done.token_ids) for done in partial]
-        assert {done.finish_reason for done in partial} <= {"abort", "stop", "length"}
-        if max(reached) > 3:
+        reasons = {done.finish_reason for done in partial}
+        assert reasons <= {"abort", "stop", "length"}
+        has_begun = max(len(done.token_ids) for done in partial) > 3
+        if has_begun and "abort" in reasons:
             return partial
-        wait_s *= 2
+        wait_s *= 0.6 if has_begun else 2
+    raise AssertionError("in 20 attempts no response was cut off after its first tokens")
 
 
 def test_an_aborted_response_continues_with_the_same_tokens(engine: SglangEngine, clients: list[SglangClient]) -> None:
@@ -177,7 +179,6 @@ def test_an_aborted_response_continues_with_the_same_tokens(engine: SglangEngine
     engine.submit(requests)
     whole = drain(engine)
     partial = {done.request_id: done for done in abort_in_flight(engine, requests)}
-    assert "abort" in {done.finish_reason for done in partial.values()}, "nothing was left to continue"
     for name, done in partial.items():
         assert done.token_ids.tolist() == whole[name].token_ids[: len(done.token_ids)].tolist()
         assert done.logprobs == pytest.approx(whole[name].logprobs[: len(done.token_ids)], abs=1e-5)
