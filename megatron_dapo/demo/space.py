@@ -27,6 +27,7 @@ MODULES = (
     "rewards/verifiers/lenient.py",
     "rewards/result.py",
     "rewards/verifiers/__init__.py",
+    "rewards/verifiers/adapters.py",
     "rewards/verifiers/verifier.py",
 )
 _REQUIREMENTS = ("torch", "transformers>=5.0", "safetensors", "numpy", "math-verify[antlr4_13_2]>=0.9")

@@ -112,7 +112,7 @@ def test_templates_whose_groups_are_kept_are_chosen_more_often(make_world: Calla
 def test_the_ramp_starts_at_nothing(make_world: Callable[..., World]) -> None:
     world = solved_world(make_world)
     injection = world.stream._injection
-    injection._config = injection._config.model_copy(update={"ramp_prompts": 400})
+    injection._ramp_prompts = 400
     counts = []
     while world.stream.num_drawn < 800:
         visits = world.stream.num_drawn
