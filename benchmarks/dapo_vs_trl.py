@@ -206,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
         "DAPO by TRL's GRPOTrainer and by this project on two cores.",
         f"{TINY_STEPS} steps on a few short responses, TRL only if it is installed",
     )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: speed alone")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: only the speed")
     parser.add_argument("--steps", type=int, default=20, help="train steps at most")
     parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
     parser.add_argument("--evaluation-interval", type=int, default=2, help="train steps between evaluations")

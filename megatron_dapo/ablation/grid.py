@@ -128,17 +128,17 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     Raises ConfigError with an entry for each unknown key, wrong type and conflicting variant.
     """
     table = _checked(read_toml(path), path)
-    name, beside = table.name or path.stem, path.parent
-    if problems := list(_problems(table, beside)):
+    name, directory = table.name or path.stem, path.parent
+    if problems := list(_problems(table, directory)):
         raise ConfigError(problems, str(path))
-    shared = overrides_of(table.set, beside)
+    shared = overrides_of(table.set, directory)
     built: dict[str, Variant] = {}
     own: dict[str, tuple[str, ...]] = {}
     for each in table.variants:
         inherited = own[each.after] if each.after else ()
-        own[each.name] = (*inherited, *overrides_of(each.set, beside))
+        own[each.name] = (*inherited, *overrides_of(each.set, directory))
         recipe = (
-            beside / each.recipe if each.recipe else built[each.after].recipe if each.after else beside / table.recipe
+            directory / each.recipe if each.recipe else built[each.after].recipe if each.after else directory / table.recipe
         )
         built[each.name] = Variant(
             name=each.name,
@@ -146,7 +146,7 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
             overrides=(*shared, *own[each.name], *overrides),
             written=_dotted(each.set),
             pretrains_value=each.pretrain_value,
-            program=(beside / each.program).resolve() if each.program else None,
+            program=(directory / each.program).resolve() if each.program else None,
         )
     output = Path(table.output_dir or f"runs/ablations/{name}")
     baseline = table.baseline or table.variants[0].name
@@ -173,7 +173,7 @@ def _violation(entry: Mapping[str, Any]) -> Violation:
     return Violation(where, rule, "change it", {where: entry.get("input")})
 
 
-def _problems(table: GridTable, beside: Path) -> Iterator[Violation]:
+def _problems(table: GridTable, directory: Path) -> Iterator[Violation]:
     names = [each.name for each in table.variants]
     if not names:
         yield Violation("variants", "at least one variant", "add a table [[variants]]")
@@ -191,10 +191,10 @@ def _problems(table: GridTable, beside: Path) -> Iterator[Violation]:
         if each.after and each.after not in names[:index]:
             fix = f"write one of {', '.join(names[:index])}" if index else "remove it"
             yield Violation(f"{where}.after", "an earlier variant", fix, {"after": each.after})
-        if each.program and not (beside / each.program).is_file():
-            yield Violation(f"{where}.program", "a file", "correct the path", {"program": str(beside / each.program)})
+        if each.program and not (directory / each.program).is_file():
+            yield Violation(f"{where}.program", "a file", "correct the path", {"program": str(directory / each.program)})
         if each.program and each.pretrain_value:
-            yield Violation(f"{where}.program", "no pretrain_value beside it", "remove one of the two")
+            yield Violation(f"{where}.program", "no pretrain_value with it", "remove one of the two")
     if table.baseline and table.baseline not in (*names, BEFORE_TRAINING):
         fix = f"write one of {', '.join((*names, BEFORE_TRAINING))}"
         yield Violation("baseline", "one of the variants", fix, {"baseline": table.baseline})

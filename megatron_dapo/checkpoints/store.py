@@ -71,7 +71,7 @@ class Checkpoint:
     directory: Path
     files: Mapping[str, FileEntry]
     metadata: Mapping[str, Any]
-    find_copy: Callable[[str], Path | None] = lambda name: None  # where to read a file in memory, if it is there
+    find_copy: Callable[[str], Path | None] = lambda name: None  # the copy of a file in memory; None: read the file
 
     def load_json(self, name: str) -> Any:
         return read_json(self._path(name))

@@ -126,7 +126,7 @@ def precision_lines(config: Config, architecture: ModelArchitecture, layout: Par
         f"{_numbers(first, last)} of {count}, {recipe.products}; {', '.join(others)} in {dtype}; log-prob head "
         f"{config.model.logprob_implementation}"
     )
-    experts = "; an expert's tokens where it multiplies them" if architecture.num_experts else ""
+    experts = "; each expert's tokens for its own products" if architecture.num_experts else ""
     yield (
         f"padding: micro-batches to a multiple of {layout.micro_batch_alignment} tokens ({recipe.token_multiple} on a "
         f"rank){experts}; both sizes of a rank's part of a weight are multiples of {recipe.size_multiple}"

@@ -18,7 +18,7 @@ def nodes(
     run: Annotated[Path, typer.Argument(help="a run's directory")],
     seconds: Annotated[int, typer.Option(min=1, help="newest seconds that are shown and searched")] = 900,
     metric: Annotated[
-        str | None, typer.Option(help="metric to show; default: an alert's, or where a node differs most")
+        str | None, typer.Option(help="metric to show; default: an alert's, or the one in which a node differs most")
     ] = None,
     continuity: Annotated[
         int, typer.Option(min=1, help="seconds that a node must stand out, for a run without alerts")

@@ -127,7 +127,7 @@ def plan_sync(
         int | None, typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.ep_size")
     ] = None,
     engines: Annotated[int | None, typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
-    device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
+    device: Annotated[str, typer.Option(help="device of the engines: cuda or cpu (they pad differently)")] = "cuda",
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
     gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
     network_gbit: NetworkOption = NETWORK_GBIT,

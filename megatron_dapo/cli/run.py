@@ -94,13 +94,13 @@ def _with_run_options(output_dir: str) -> Callable[[Callable[[RunOptions], None]
     return decorate
 
 
-@_with_run_options("where the run writes; replaces run.output_dir")
+@_with_run_options("output directory; replaces run.output_dir")
 def train(options: RunOptions) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
     _check_and_run(options, describe)
 
 
-@_with_run_options("where pretraining writes; default: value_pretraining in run.output_dir")
+@_with_run_options("output directory; default: value_pretraining in run.output_dir")
 def pretrain_value(options: RunOptions) -> None:
     """Train only the critic, on responses of the fixed policy; critic.path = OUTPUT_DIR/critic then starts a run from
     it."""
@@ -113,7 +113,7 @@ def pretrain_value(options: RunOptions) -> None:
     _check_and_run(options, describe_pretraining, "--pretrain-value", adapt)
 
 
-@_with_run_options("where it writes; default: sft in run.output_dir")
+@_with_run_options("output directory; default: sft in run.output_dir")
 def sft(options: RunOptions) -> None:
     """Learn given responses by maximum likelihood (supervised fine-tuning); model.path = OUTPUT_DIR/huggingface continues."""
     adapt = functools.partial(sft_config, directory=options.output_dir)
@@ -128,7 +128,7 @@ def _check_and_run(
 ) -> None:
     """Check a run, print its lines, and start it unless it is a dry run.
 
-    `mode`: the workers' flag of a run other than training, followed by the directory where it writes. `adapt`: makes
+    `mode`: the workers' flag of a run other than training, followed by its output directory. `adapt`: makes
     its configuration from the recipe's.
     """
     with refusing(ValueError):

@@ -227,7 +227,7 @@ class OffPolicyConfig(Section):
             yield Rule(
                 "algorithm.off_policy.low > 0",
                 'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
-                where='algorithm.off_policy.correction == "icepop"',
+                when='algorithm.off_policy.correction == "icepop"',
                 reason="icepop drops both tails",
             )
 
@@ -263,7 +263,7 @@ class GeneralizedKlConfig(Section):
             yield Rule(
                 "algorithm.gkl.weighted_mse + algorithm.gkl.cross_entropy > 0",
                 "set algorithm.gkl.weighted_mse = 1.0 and algorithm.gkl.cross_entropy = 1.0, or algorithm.gkl.coefficient = 0.0",
-                where="algorithm.gkl.coefficient > 0",
+                when="algorithm.gkl.coefficient > 0",
             )
 
 
@@ -315,14 +315,14 @@ class AlgorithmConfig(Section):
                 'algorithm.name == "dapo"',
                 'set algorithm.name = "dapo", or algorithm.advantage.name = "grpo"',
                 path="algorithm.advantage.name",
-                where='algorithm.advantage.name == "function"',
+                when='algorithm.advantage.name == "function"',
                 reason="a critic makes the advantages of the others",
             )
         if self.loss.name == "gspo" and self.off_policy.correction != "none" and self.off_policy.level == "token":
             yield Rule(
                 'algorithm.off_policy.level != "token"',
                 'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.loss.name = "gspo_token"',
-                where='algorithm.off_policy.correction != "none" and algorithm.loss.name == "gspo"',
+                when='algorithm.off_policy.correction != "none" and algorithm.loss.name == "gspo"',
                 reason="gspo takes one weight a sequence",
             )
         # Terms of rewards and losses that only the algorithms with a critic compute.
@@ -331,7 +331,7 @@ class AlgorithmConfig(Section):
                 yield Rule(
                     f"algorithm.{path} == 0",
                     f'set algorithm.{path} = 0, or algorithm.name = "vapo"',
-                    where='algorithm.name == "dapo"',
+                    when='algorithm.name == "dapo"',
                 )
 
     @property

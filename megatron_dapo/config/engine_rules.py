@@ -11,69 +11,69 @@ ENGINE_RULES = (
     Rule(
         "rollout.partial_rollout",
         "set rollout.partial_rollout = true, or rollout.max_staleness = 0",
-        where=f'{_SGLANG} and sglang.placement == "disaggregated" and rollout.max_staleness > 0',
+        when=f'{_SGLANG} and sglang.placement == "disaggregated" and rollout.max_staleness > 0',
         reason="generation continues during training: every update would throw all unfinished responses away",
     ),
     Rule(
         'sglang.api_key_file != ""',
         "set sglang.api_key_file to the file with the servers' API key",
-        where=_GIVEN_BY_URL,
+        when=_GIVEN_BY_URL,
     ),
     Rule(
         'sglang.weight_sync_transport != "shared_memory"',
         'set sglang.weight_sync_transport = "p2p" or "disk"',
-        where=_GIVEN_BY_URL,
+        when=_GIVEN_BY_URL,
         reason="shared memory reaches only servers that this run starts",
     ),
     # The devices of servers given by URL are unknown to this run.
-    Rule('sglang.placement == "disaggregated"', 'set sglang.placement = "disaggregated"', where=_GIVEN_BY_URL),
+    Rule('sglang.placement == "disaggregated"', 'set sglang.placement = "disaggregated"', when=_GIVEN_BY_URL),
     Rule(
         "sglang.tp_size % sglang.ep_size == 0",
         "set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",
-        where=_SGLANG,
+        when=_SGLANG,
     ),
     # SGLang would abort every response that outgrows its cache, and the batch would never fill.
     Rule(
         "sglang.max_total_tokens >= data.max_prompt_tokens + rollout.max_response_tokens",
         "set sglang.max_total_tokens = {data.max_prompt_tokens + rollout.max_response_tokens} or more, or 0",
-        where=f"{_SGLANG} and sglang.max_total_tokens > 0",
+        when=f"{_SGLANG} and sglang.max_total_tokens > 0",
     ),
     # The gate would end a healthy bfloat16 run at its first batch; the lower threshold for it is mismatch.alarm.
     Rule(
         "mismatch.step0_max_mean_abs >= 0.05",
         "set mismatch.step0_max_mean_abs = 0.05; mismatch.alarm = {mismatch.alarm} warns below it",
-        where=f'{_SGLANG} and model.dtype == "bfloat16"',
+        when=f'{_SGLANG} and model.dtype == "bfloat16"',
         reason="kernels of engine and trainer round apart by 0.01 to 0.04 nats",
     ),
     Rule(
         'algorithm.off_policy.correction != "none" or sglang.allow_quantization_bias',
         'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.allow_quantization_bias = true',
-        where='sglang.quantization != "none"',
+        when='sglang.quantization != "none"',
         reason="quantized servers sample from another policy than the one that is trained",
         path="sglang.quantization",
     ),
     Rule(
         _SGLANG,
         'set rollout.routing_replay = false, or rollout.engine = "sglang"',
-        where="rollout.routing_replay",
+        when="rollout.routing_replay",
         reason="the embedded engine does not say which experts it chose",
     ),
     Rule(
         '"moe" not in megatron.get("recompute_modules", ())',
         'leave "moe" out of megatron.recompute_modules, or set model.recompute_granularity = "full"',
         path="rollout.routing_replay",
-        where="rollout.routing_replay",
+        when="rollout.routing_replay",
         reason="a module that is computed again by itself has lost the experts of its micro-batch",
     ),
     Rule(
         'sglang.quantization == "none"',
         'set sglang.quantization = "none", or rollout.engine = "sglang"',
-        where='rollout.engine != "sglang"',
+        when='rollout.engine != "sglang"',
     ),
     Rule(
         'sglang.weight_sync_transport != "disk"',
         'set sglang.weight_sync_transport = "p2p", or "shared_memory" for servers on the trainer\'s nodes',
-        where='sglang.quantization != "none"',
+        when='sglang.quantization != "none"',
         reason="a directory holds the trained weights, not the quantized ones",
     ),
 )

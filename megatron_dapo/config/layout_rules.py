@@ -20,24 +20,24 @@ LAYOUT_RULES = (
         'parallel.sequence_parallel and model.dtype == "bfloat16" and not computes_in_fp8',
         "set megatron.tp_comm_overlap = false, or parallel.sequence_parallel = true with a bfloat16 model that computes in bf16",
         path="megatron",
-        where=_OVERLAPS,
+        when=_OVERLAPS,
         reason="tp_comm_overlap overlaps the gathers and scatters of sequence parallelism, in buffers of bf16",
     ),
     Rule(
         'model.offload == "none" and critic.offload == "none" and not optimizer.on_host and not critic.optimizer.on_host',
         "set megatron.nccl_ub = false, or offload nothing",
         path="megatron",
-        where='megatron.get("nccl_ub", False) or critic.megatron.get("nccl_ub", False)',
+        when='megatron.get("nccl_ub", False) or critic.megatron.get("nccl_ub", False)',
         reason="memory that comes back to the device is not the memory that NCCL has registered",
     ),
     # Transformer Engine owns the storage of FP8 weights: it cannot be freed and brought back.
     *(
-        Rule(f'{path} != "all"', f'set {path} = "optimizer"', where="precision.fp8_param")
+        Rule(f'{path} != "all"', f'set {path} = "optimizer"', when="precision.fp8_param")
         for path in ("model.offload", "critic.offload")
     ),
     # Quantizing FP8 params needs the maxima over all data ranks' shards at once.
     *(
-        Rule(f"not {path}", f"set {path} = false", where="precision.fp8_param")
+        Rule(f"not {path}", f"set {path} = false", when="precision.fp8_param")
         for path in ("optimizer.on_host", "critic.optimizer.on_host")
     ),
 )
@@ -52,25 +52,25 @@ def world_rules(layout: str, start: str = START_PROCESSES) -> tuple[Rule, ...]:
         Rule(
             "parallel.num_processes == processes",
             "start {parallel.num_processes + num_critic_processes} processes, or set parallel.num_processes = {processes} or 0",
-            where="parallel.num_processes > 0",
+            when="parallel.num_processes > 0",
         ),
         Rule(
             "processes % model_size == 0",
             f"{start}, or choose sizes whose product divides {{processes}}",
-            where=f"model_size == {layout}.tp_size * {layout}.pp_size * {layout}.cp_size",
+            when=f"model_size == {layout}.tp_size * {layout}.pp_size * {layout}.cp_size",
             path=f"{layout}.tp_size",
         ),
         Rule(
             f"expert_ranks % {layout}.ep_size == 0",
             f"set {layout}.ep_size = {{nearest_divisor(expert_ranks, {layout}.ep_size)}}",
-            where="processes % model_size == 0 and expert_ranks == "
+            when="processes % model_size == 0 and expert_ranks == "
             f"{layout}.tp_size / (parallel.etp_size or {layout}.tp_size) * data_parallel_size * {layout}.cp_size",
         ),
         # A rank without responses would still have to join every collective of the step.
         Rule(
             "training.mini_batch_prompts * rollout.group_size >= data_parallel_size",
             "set training.mini_batch_prompts = {ceil(data_parallel_size / rollout.group_size)} or more, or use fewer data-parallel ranks",
-            where="processes % model_size == 0",
+            when="processes % model_size == 0",
             reason="each rank trains a response in every optimizer step",
         ),
     )
@@ -88,9 +88,9 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
             Rule(
                 f"{size} % {layout}.tp_size == 0",
                 f"set {layout}.tp_size = {{nearest_divisor({_COMMON_SIZE}, {layout}.tp_size)}}",
-                where=where,
+                when=when,
             )
-            for size, where in (
+            for size, when in (
                 ("num_attention_heads", "True"),
                 ("num_key_value_heads", "True"),
                 ("intermediate_size", "has_dense_layers"),
@@ -101,21 +101,21 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
             "num_attention_heads % sglang.tp_size == 0 and "
             "(num_key_value_heads % sglang.tp_size == 0 or sglang.tp_size % num_key_value_heads == 0)",
             "set sglang.tp_size = {nearest_divisor(gcd(num_attention_heads, num_key_value_heads), sglang.tp_size)}",
-            where='rollout.engine == "sglang"',
+            when='rollout.engine == "sglang"',
         ),
         Rule(
             f"num_layers % ({layout}.pp_size * {layout}.vpp_size) == 0",
             f"choose pp_size * vpp_size = {{nearest_divisor(num_layers, {layout}.pp_size * {layout}.vpp_size)}}, or set "
             "parallel.first_stage_layers and parallel.last_stage_layers",
             path=f"{layout}.pp_size",
-            where="not parallel.first_stage_layers and not parallel.last_stage_layers",
+            when="not parallel.first_stage_layers and not parallel.last_stage_layers",
         ),
         Rule(
             "stages_fit(num_layers, parallel.pp_size, parallel.vpp_size, parallel.first_stage_layers, parallel.last_stage_layers)",
             "choose them so that the stages between share num_layers - first_stage_layers - last_stage_layers evenly, each a "
             "multiple of vpp_size; pp_size is {parallel.pp_size}, vpp_size {parallel.vpp_size}, num_layers {num_layers}",
             path="parallel.first_stage_layers",
-            where="parallel.first_stage_layers or parallel.last_stage_layers",
+            when="parallel.first_stage_layers or parallel.last_stage_layers",
         ),
         # Strictly below, because a response needs a position, too.
         Rule(
@@ -126,9 +126,9 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
             Rule(
                 f"data.max_prompt_tokens + {path} <= max_position_embeddings",
                 f"set {path} = {{max_position_embeddings - data.max_prompt_tokens}} or less, or use a model with more positions",
-                where=f"data.max_prompt_tokens < max_position_embeddings{where}",
+                when=f"data.max_prompt_tokens < max_position_embeddings{condition}",
             )
-            for path, where in (
+            for path, condition in (
                 ("rollout.max_response_tokens", ""),
                 ("evaluation.max_response_tokens", " and data.eval_paths and evaluation.max_response_tokens > 0"),
             )
@@ -136,24 +136,24 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
         Rule(
             f"num_experts > 0 and num_experts % {layout}.ep_size == 0",
             f"set {layout}.ep_size = {{nearest_divisor(num_experts, {layout}.ep_size)}}",
-            where=f"{layout}.ep_size > 1",
+            when=f"{layout}.ep_size > 1",
             reason="a dense model has no experts",
         ),
         Rule(
             f"moe_intermediate_size % {expert_cut} == 0",
             f"set parallel.etp_size = {{nearest_divisor(moe_intermediate_size, {expert_cut})}}",
-            where="num_experts > 0",
+            when="num_experts > 0",
         ),
         Rule(
             "parallel.sequence_parallel",
             "set parallel.sequence_parallel = true",
-            where="num_experts > 0 and parallel.tp_size > 1",
+            when="num_experts > 0 and parallel.tp_size > 1",
             reason="Megatron-core needs it for experts with tensor parallelism",
         ),
         Rule(
             "num_experts > 0",
             "set rollout.routing_replay = false",
-            where="rollout.routing_replay",
+            when="rollout.routing_replay",
             reason="a dense model chooses no experts",
         ),
     )
@@ -167,14 +167,14 @@ PRECISION_RULES = (
     Rule(
         "model.dtype == recipe_dtype",
         'set precision.recipe = "", or model.dtype = "{recipe_dtype}"',
-        where='recipe_dtype != ""',
+        when='recipe_dtype != ""',
     ),
     # Without FP8 these keys would have no effect, so they are refused rather than ignored.
     *(
         Rule(
             f"{path} == {off}",
             f'set {path} = {off.lower()}, or precision.recipe = "fp8_blockwise"',
-            where="not computes_in_fp8",
+            when="not computes_in_fp8",
             path=path,
         )
         for path, off in ((_LAYER_FIELDS[0], "0"), (_LAYER_FIELDS[1], "0"), ("precision.fp8_param", "False"))
@@ -182,14 +182,14 @@ PRECISION_RULES = (
     Rule(
         "parallel.use_distributed_optimizer",
         "set parallel.use_distributed_optimizer = true, or precision.fp8_param = false",
-        where=_FP8_PARAM,
+        when=_FP8_PARAM,
         reason="it makes FP8 weights of the main params",
         path="precision.fp8_param",
     ),
     Rule(
         'model.dtype == "bfloat16"',
         'set model.dtype = "bfloat16", or precision.fp8_param = false',
-        where=_FP8_PARAM,
+        when=_FP8_PARAM,
         reason="a float32 weight is its own main param",
         path="precision.fp8_param",
     ),
@@ -200,7 +200,7 @@ PRECISION_ARCHITECTURE_RULES = (
         Rule(
             f"{path} <= num_layers // parallel.pp_size",
             f"set {path} = {{num_layers // parallel.pp_size}} or less",
-            where="computes_in_fp8",
+            when="computes_in_fp8",
             reason="Megatron-core keeps them in one stage",
         )
         for path in _LAYER_FIELDS
@@ -208,7 +208,7 @@ PRECISION_ARCHITECTURE_RULES = (
     Rule(
         f"{_LAYER_FIELDS[0]} + {_LAYER_FIELDS[1]} < num_layers",
         'lower them, or set precision.recipe = ""',
-        where="computes_in_fp8",
+        when="computes_in_fp8",
         reason="else nothing is computed in FP8",
         path=_LAYER_FIELDS[0],
     ),

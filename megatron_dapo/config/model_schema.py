@@ -120,25 +120,25 @@ class ParallelConfig(Section):
             yield Rule(
                 "parallel.vpp_size == 1",
                 "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
-                where="parallel.pp_size == 1",
+                when="parallel.pp_size == 1",
             )
         if self.sequence_parallel and not self.tp_size > 1:
             yield Rule(
                 "parallel.tp_size > 1",
                 "set parallel.sequence_parallel = false, or parallel.tp_size = 2 or more",
-                where="parallel.sequence_parallel",
+                when="parallel.sequence_parallel",
             )
         if self.etp_size > 0 and self.tp_size % self.etp_size:
             yield Rule(
                 "parallel.tp_size % parallel.etp_size == 0",
                 f"set parallel.etp_size = {nearest_divisor(self.tp_size, self.etp_size)}",
-                where="parallel.etp_size > 0",
+                when="parallel.etp_size > 0",
             )
         elif self.etp_size > 0 and self.ep_size == 1 and self.etp_size != self.tp_size:
             yield Rule(
                 "parallel.etp_size == parallel.tp_size",
                 "set parallel.etp_size = 0, or parallel.ep_size = 2 or more",
-                where="parallel.etp_size > 0 and parallel.tp_size % parallel.etp_size == 0 and parallel.ep_size == 1",
+                when="parallel.etp_size > 0 and parallel.tp_size % parallel.etp_size == 0 and parallel.ep_size == 1",
             )
 
 
@@ -170,7 +170,7 @@ class PrecisionConfig(Section):
             yield Rule(
                 "precision.num_layers_at_start_in_bf16 == precision.num_layers_at_end_in_bf16 == 0",
                 'set both to 0, or precision.recipe = "fp8_blockwise"',
-                where='precision.recipe == "fp8_delayed"',
+                when='precision.recipe == "fp8_delayed"',
                 reason="the maxima of delayed scaling are reduced over all layers at once",
             )
 

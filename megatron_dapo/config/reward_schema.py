@@ -50,7 +50,7 @@ class OverlongPunishmentConfig(Section):
                 "reward.overlong_punishment.max_length > reward.overlong_punishment.cache_length",
                 f"set reward.overlong_punishment.cache_length = {max(1, self.max_length // 4)}: it starts at max_length - "
                 "cache_length",
-                where="reward.overlong_punishment.enabled",
+                when="reward.overlong_punishment.enabled",
             )
 
 
@@ -85,13 +85,13 @@ class PerplexityPenaltyConfig(Section):
             yield Rule(
                 "reward.perplexity_penalty.end > reward.perplexity_penalty.start",
                 f"set reward.perplexity_penalty.end above {self.start}",
-                where="reward.perplexity_penalty.enabled",
+                when="reward.perplexity_penalty.enabled",
             )
         if self.enabled and self.low_start > 0 and not self.low_end < self.low_start <= self.start:
             yield Rule(
                 "reward.perplexity_penalty.low_end < reward.perplexity_penalty.low_start <= reward.perplexity_penalty.start",
                 f"set reward.perplexity_penalty.low_start = 0.0 (off), or low_end below it and it at most {self.start}",
-                where="reward.perplexity_penalty.enabled and reward.perplexity_penalty.low_start > 0",
+                when="reward.perplexity_penalty.enabled and reward.perplexity_penalty.low_start > 0",
             )
 
 
@@ -351,7 +351,7 @@ class RewardConfig(Section):
             yield Rule(
                 "reward.shadow_verifier in verifier_presets or is_function_path(reward.shadow_verifier)",
                 'set reward.shadow_verifier = "dapo"',
-                where='reward.shadow_verifier != ""',
+                when='reward.shadow_verifier != ""',
                 reason="a preset, package.module:function, or path/to/file.py:function",
                 values=presets,
             )
@@ -413,21 +413,21 @@ class RewardConfig(Section):
             yield Rule(
                 "reward.timeout_seconds > 1 + reward.code.seconds_per_test",
                 f"set reward.timeout_seconds = {4 * code.seconds_per_test + 1}",
-                where=is_used,
+                when=is_used,
                 reason="all tests of a response together have one second less",
             )
         if code.memory_limit_mb > self.memory_limit_mb:
             yield Rule(
                 "reward.code.memory_limit_mb <= reward.memory_limit_mb",
                 f"set reward.code.memory_limit_mb = {self.memory_limit_mb}, or raise reward.memory_limit_mb",
-                where=is_used,
+                when=is_used,
                 reason="a program is a child of a verifier process",
             )
         if code.max_processes + 4 > self.max_processes:
             yield Rule(
                 "reward.code.max_processes + 4 <= reward.max_processes",
                 f"set reward.max_processes = {code.max_processes + 4}",
-                where=is_used,
+                when=is_used,
                 reason="a program is a child of a verifier process, and its sandbox adds three",
             )
 
@@ -442,15 +442,15 @@ class RewardConfig(Section):
         }
         for name, service in services.items():
             # Without a server, each verifier process loads the classifier.
-            where = f'"{name}" in reward.verifiers' + (" and reward.reward_model.url" if name == "reward_model" else "")
+            when = f'"{name}" in reward.verifiers' + (" and reward.reward_model.url" if name == "reward_model" else "")
             if not service.url.startswith("http") and (service.url or name != "reward_model"):
                 fix = f"set reward.{name}.url to {expected[name]}"
-                yield Rule(f'reward.{name}.url.startswith("http")', fix, where=where)
+                yield Rule(f'reward.{name}.url.startswith("http")', fix, when=when)
             if service.url and service.request_seconds > self.timeout_seconds:
                 yield Rule(
                     f"reward.{name}.request_seconds <= reward.timeout_seconds",
                     f"set reward.timeout_seconds = {service.request_seconds * (1 + service.retries)}",
-                    where=f'"{name}" in reward.verifiers and reward.{name}.url',
+                    when=f'"{name}" in reward.verifiers and reward.{name}.url',
                     reason="all attempts of a request together have that long",
                 )
         if self.judge.score_key and self.judge.score_pattern:
@@ -463,7 +463,7 @@ class RewardConfig(Section):
             yield Rule(
                 'reward.reward_model.path != ""',
                 "set reward.reward_model.path to the directory of a sequence classifier",
-                where='"reward_model" in reward.verifiers',
+                when='"reward_model" in reward.verifiers',
             )
 
     def _broken_rules_of_format(self) -> Iterator[Rule]:
@@ -473,7 +473,7 @@ class RewardConfig(Section):
             yield Rule(
                 'reward.format.markers != () or reward.format.pattern != ""',
                 "set reward.format.markers or reward.format.pattern",
-                where='"format" in reward.verifiers',
+                when='"format" in reward.verifiers',
             )
         if self.format.reward != 0:
             yield Rule(

@@ -162,14 +162,14 @@ class DataConfig(Section):
             yield Rule(
                 "not data.chat_template_options",
                 'leave data.chat_template_options out, or set data.template = "chat"',
-                where='data.template == "plain"',
+                when='data.template == "plain"',
                 reason="the plain template is no chat template and takes none",
             )
         if self.injection.when == "visit" and "answer_range" in self.injection.templates:
             yield Rule(
                 '"answer_range" not in data.injection.templates',
                 'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
-                where='data.injection.when == "visit"',
+                when='data.injection.when == "visit"',
                 reason="it is for prompts that were not solved",
             )
         if "{prompt}" not in self.prompt_template:
@@ -200,14 +200,14 @@ class DataConfig(Section):
             yield Rule(
                 "not data.sources",
                 'set data.order = "", or name all files in data.train_paths',
-                where="data.order",
+                when="data.order",
                 reason="each of several sources has separate epochs",
             )
         if self.injection.templates and any(source.makes_fresh_problems for source in self.sources):
             yield Rule(
                 "not any(source.makes_fresh_problems for source in data.sources)",
                 "set fresh = false in the tables of data.sources that name a task, or data.injection.templates = []",
-                where="data.injection.templates",
+                when="data.injection.templates",
                 reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
             )
 
@@ -359,7 +359,7 @@ class RolloutConfig(Section):
                 "set rollout.filter_groups = true, rollout.oversample = 1.0 and rollout.max_staleness = 0, or "
                 'rollout.dynamic_sampling = "hard"',
                 path="rollout.dynamic_sampling",
-                where='rollout.dynamic_sampling == "soft"',
+                when='rollout.dynamic_sampling == "soft"',
                 reason="a batch is what passes of the prompts started for it",
             )
         if self.replay_order != "oldest" and not self.oversample > 1:
@@ -367,7 +367,7 @@ class RolloutConfig(Section):
                 "rollout.oversample > 1",
                 'set rollout.oversample = 2.0, or rollout.replay_order = "oldest"',
                 path="rollout.replay_order",
-                where='rollout.replay_order != "oldest"',
+                when='rollout.replay_order != "oldest"',
                 reason="else no group waits that another could be preferred to",
             )
 
@@ -379,7 +379,7 @@ class RolloutConfig(Section):
                 yield Rule(
                     "any(rollout.accuracy_min < k / rollout.group_size < rollout.accuracy_max for k in range(rollout.group_size + 1))",
                     "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
-                    where="rollout.filter_groups and rollout.group_size > 1",
+                    when="rollout.filter_groups and rollout.group_size > 1",
                     reason="else every group is filtered",
                 )
         if self.group_filter and not self.filter_groups:
@@ -387,7 +387,7 @@ class RolloutConfig(Section):
                 "rollout.filter_groups",
                 'set rollout.filter_groups = true, or rollout.group_filter = ""',
                 path="rollout.group_filter",
-                where="rollout.group_filter",
+                when="rollout.group_filter",
                 reason="it takes the place of the bounds on accuracy",
             )
         if budget.enabled and not budget.min_size <= size <= budget.max_size:
@@ -395,7 +395,7 @@ class RolloutConfig(Section):
                 "rollout.budget.min_size <= rollout.group_size <= rollout.budget.max_size",
                 f"set rollout.budget.min_size = {min(budget.min_size, size)} and "
                 f"rollout.budget.max_size = {max(budget.max_size, size)}",
-                where="rollout.budget.enabled",
+                when="rollout.budget.enabled",
                 reason="group_size is the mean",
             )
 
@@ -577,7 +577,7 @@ class RejectionSamplingConfig(Section):
             yield Rule(
                 'rejection_sampling.encoder_path != ""',
                 'set rejection_sampling.encoder_path to a Hugging Face directory, or rejection_sampling.embedding = "hidden_states"',
-                where='rejection_sampling.embedding == "encoder"',
+                when='rejection_sampling.embedding == "encoder"',
             )
         if self.length_quantiles[0] > self.length_quantiles[1]:
             yield Rule(

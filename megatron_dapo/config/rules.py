@@ -97,15 +97,15 @@ _FUNCTIONS = {
 def fields_of(rule: Rule) -> list[str]:
     """Return the dotted paths of all fields that a rule is about, the one to change first."""
     # A fix names the field to change first; dict.fromkeys preserves that order.
-    texts = (rule.path or rule.fix, rule.formula, rule.where, rule.reason)
+    texts = (rule.path or rule.fix, rule.formula, rule.when, rule.reason)
     return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
 
 
 def violation_of(rule: Rule, fix: str, config: Config, facts: Mapping[str, Any]) -> Violation:
     """Return the violation of a rule, with its complete fix. `facts`: values of names that are no fields."""
     fields = fields_of(rule)
-    words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]
-    condition = f" if {rule.where}" if rule.where != "True" else ""
+    words = [name for text in (rule.formula, rule.when) for name in _NAME.findall(text)]
+    condition = f" if {rule.when}" if rule.when != "True" else ""
     return Violation(
         path=rule.path or fields[0],
         formula=rule.formula + condition + (f" ({rule.reason})" if rule.reason else ""),
@@ -128,7 +128,7 @@ def broken(
     names = {"__builtins__": {}, **_FUNCTIONS, **sections, **facts}
     for rule in rules:
         # A field outside its range is already reported; computing with it could only divide by 0 or mislead.
-        if not out_of_range.isdisjoint(fields_of(rule)) or not eval(rule.where, names) or eval(rule.formula, names):
+        if not out_of_range.isdisjoint(fields_of(rule)) or not eval(rule.when, names) or eval(rule.formula, names):
             continue
         fix = re.sub(r"{(.+?)}", lambda match: str(eval(match[1], names)), rule.fix)
         yield violation_of(rule, fix, config, facts)

@@ -184,7 +184,7 @@ class CheckpointConfig(Section):
             yield Rule(
                 "checkpoint.interval > 0 and checkpoint.keep_every % checkpoint.interval == 0",
                 f"set checkpoint.keep_every = {round_up(self.keep_every, interval)} and checkpoint.interval = {interval}",
-                where="checkpoint.keep_every > 0",
+                when="checkpoint.keep_every > 0",
                 reason="only what is saved can be kept",
             )
 

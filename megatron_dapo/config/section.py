@@ -78,7 +78,7 @@ InputPath = Annotated[Path, RelativeToRecipe()]
 
 @dataclass(frozen=True)
 class Rule:
-    """A relation that must hold if `where` holds, as users read it: Python expressions over the configuration's sections.
+    """A relation that must hold if `when` holds, as users read it: Python expressions over the configuration's sections.
 
     A section yields its own rules that do not hold (`Section.broken_rules`). `rules.broken` evaluates those between
     sections, and expressions in braces in their `fix`.
@@ -86,7 +86,7 @@ class Rule:
 
     formula: str
     fix: str
-    where: str = "True"
+    when: str = "True"
     reason: str = ""
     path: str = ""  # the field to change; "": the first one that `fix` names
     values: Mapping[str, Any] = field(default_factory=dict)  # of names in the formula that are no fields

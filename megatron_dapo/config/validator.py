@@ -160,17 +160,17 @@ def _schedule_steps(
     return train_steps * (config.rollout.prompts_per_step // max(mini_batch_prompts, 1)) * epochs
 
 
-def _schedule_rules(path: str, steps: str, where: str) -> tuple[Rule, Rule]:
+def _schedule_rules(path: str, steps: str, condition: str) -> tuple[Rule, Rule]:
     """Return the rules of the learning-rate schedule at `path`; the fact `steps` is the length of the run in its unit."""
-    decays = f'{where}{path}.schedule != "constant"'
+    decays = f'{condition}{path}.schedule != "constant"'
     return (
         Rule(
             f"{path}.warmup_steps < {steps}",
             f"set {path}.warmup_steps below {{{steps}}}",
-            where=f"{decays} and {steps} >= 1",
+            when=f"{decays} and {steps} >= 1",
             reason=f"run.total_steps in {path}.warmup_unit; else nothing is left to decay over",
         ),
-        Rule(f"{path}.min_learning_rate <= {path}.learning_rate", f"lower {path}.min_learning_rate", where=decays),
+        Rule(f"{path}.min_learning_rate <= {path}.learning_rate", f"lower {path}.min_learning_rate", when=decays),
     )
 
 
@@ -187,13 +187,13 @@ RULES = (
     Rule(
         "not data.sources",
         'set data.train_paths instead of data.sources, or algorithm.name = "dapo"',
-        where='algorithm.name == "sft"',
+        when='algorithm.name == "sft"',
         reason="given responses are read from files, in their order",
     ),
     Rule(
         "not data.injection.templates",
         'set data.injection.templates = [], or algorithm.name = "dapo"',
-        where='algorithm.name == "sft"',
+        when='algorithm.name == "sft"',
         reason="a given response answers the prompt of its own row, not a rewrite of it",
     ),
     Rule(
@@ -208,51 +208,51 @@ RULES = (
     Rule(
         "rollout.group_size >= 2",
         "set rollout.group_size = 8 or more",
-        where='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name not in ("reinforce_pp", "function"))',
+        when='rollout.filter_groups or (algorithm.name == "dapo" and algorithm.advantage.name not in ("reinforce_pp", "function"))',
         reason="responses are compared within their group",
     ),
     Rule(
         "len(data.sources) < 2",
         'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
-        where='rollout.prompt_order == "priority"',
+        when='rollout.prompt_order == "priority"',
         reason="an order by priority does not keep the weights of several sources",
     ),
     Rule(
         "rollout.max_num_gen_batches >= 1 or data.max_epochs >= 1",
         "set rollout.max_num_gen_batches = 10, or data.max_epochs = 1 or more",
-        where="rollout.filter_groups",
+        when="rollout.filter_groups",
         reason="a batch that no group passes into would be collected forever",
     ),
     Rule(
         "rollout.filter_groups",
         'set rollout.filter_groups = true, or data.injection.when = "visit"',
         path="data.injection.when",
-        where='data.injection.templates and data.injection.when == "filtered"',
+        when='data.injection.templates and data.injection.when == "filtered"',
         reason="rewrites take the place of groups that are filtered",
     ),
     Rule(
         "data.injection.rate * rollout.prompts_per_step >= 1",
         "set data.injection.rate = {ceil(100 / rollout.prompts_per_step) / 100}, or data.injection.templates = []",
-        where='data.injection.templates and data.injection.when == "filtered"',
+        when='data.injection.templates and data.injection.when == "filtered"',
         reason="else no group of a batch may be of a rewrite",
     ),
     *(
         Rule(
             "not any(source.makes_fresh_problems for source in data.sources)",
             f"set fresh = false in the tables of data.sources that name a task, or {instead}",
-            where=where,
+            when=when,
             reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
         )
-        for where, instead in _USES_OF_HISTORY
+        for when, instead in _USES_OF_HISTORY
     ),
     *(
         Rule(
             "not data.injection.templates",
             f"set data.injection.templates = [], or {instead}",
-            where=where,
+            when=when,
             reason="rewrites are drawn by their share of a batch, not by a history of pass rates",
         )
-        for where, instead in _USES_OF_HISTORY
+        for when, instead in _USES_OF_HISTORY
     ),
     Rule(
         'rollout.max_staleness == 0 or algorithm.off_policy.correction != "none"',
@@ -262,19 +262,19 @@ RULES = (
     Rule(
         "data.max_epochs == 0",
         "set data.max_epochs = 0",
-        where='rollout.prompt_order == "priority"',
+        when='rollout.prompt_order == "priority"',
         reason="the first epoch is followed by prompts in order of their priority, without an end",
     ),
     Rule(
         "rollout.oversample == 1 or rollout.max_staleness > 0",
         'set rollout.oversample = 1.0, or rollout.max_staleness = 1 and algorithm.off_policy.correction = "tis"',
-        where='algorithm.name != "tppo"',
+        when='algorithm.name != "tppo"',
         reason="surplus groups cannot be carried over and would be thrown away",
     ),
     Rule(
         f"{_PUNISHMENT}.max_length <= rollout.max_response_tokens",
         f"set {_PUNISHMENT}.max_length = {{rollout.max_response_tokens}}",
-        where=f"{_PUNISHMENT}.enabled",
+        when=f"{_PUNISHMENT}.enabled",
         reason="else the full punishment is never reached",
     ),
     Rule(
@@ -285,7 +285,7 @@ RULES = (
     Rule(
         'data.columns.answer != "" or reward.code.tests != ""',
         "set reward.code.tests to the column of the tests, or data.columns.answer if gold answers hold them",
-        where='"code" in reward.verifiers',
+        when='"code" in reward.verifiers',
     ),
     Rule(
         "rejection_sampling.min_tokens <= (rejection_sampling.max_tokens or rollout.max_response_tokens)",
@@ -296,35 +296,35 @@ RULES = (
     *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name not in ("dapo", "sft") and '),
     # at_start and at_end are on by default; without eval_paths they have no effect, so a recipe with only model and
     # data is valid.
-    Rule("data.eval_paths != ()", "set data.eval_paths, or evaluation.interval = 0", where="evaluation.interval > 0"),
+    Rule("data.eval_paths != ()", "set data.eval_paths, or evaluation.interval = 0", when="evaluation.interval > 0"),
     Rule(
         'model.recompute_granularity == "selective"',
         'set model.recompute_granularity = "selective"',
-        where='"recompute_modules" in megatron or "recompute_modules" in critic.megatron',
+        when='"recompute_modules" in megatron or "recompute_modules" in critic.megatron',
         reason="they are the modules that selective recomputation computes again",
     ),
     Rule(
         "parallel.use_distributed_optimizer",
         "set parallel.use_distributed_optimizer = true",
-        where='any(table.get("overlap_param_gather") for table in (megatron, critic.megatron))',
+        when='any(table.get("overlap_param_gather") for table in (megatron, critic.megatron))',
         reason="else no rank has to gather weights that others have stepped",
     ),
     Rule(
         'model.recompute_granularity == "full"',
         'set model.recompute_granularity = "full"',
-        where='any(key in table for key in ("recompute_method", "recompute_num_layers") for table in (megatron, critic.megatron))',
+        when='any(key in table for key in ("recompute_method", "recompute_num_layers") for table in (megatron, critic.megatron))',
         reason="they choose among whole layers",
     ),
     Rule(
         "checkpoint.keep_best in evaluation_metrics",
         'set checkpoint.keep_best = "eval/avg_at_k"',
-        where='checkpoint.keep_best != ""',
+        when='checkpoint.keep_best != ""',
     ),
     Rule(
         "checkpoint.interval > 0 and evaluation.interval > 0 and "
         "(evaluation.interval % checkpoint.interval == 0 or checkpoint.interval % evaluation.interval == 0)",
         "set evaluation.interval = {checkpoint.interval or 20} and checkpoint.interval = {checkpoint.interval or 20}",
-        where='checkpoint.keep_best != ""',
+        when='checkpoint.keep_best != ""',
         reason="the best checkpoint is one that was evaluated",
         path="checkpoint.keep_best",
     ),

@@ -230,7 +230,7 @@ def _sampled_lines(path: Path, sample: RowSample) -> Iterator[tuple[str, bytes]]
         return
     with path.open("rb") as file:
         for place in _places(size, sample.places):
-            # The last place is the end, where a truncated copy is damaged.
+            # The last place is the end of the file: a truncated copy is damaged there.
             file.seek(min(place, size - _TAIL_BYTES))
             if place:
                 file.readline()  # the rest of a line

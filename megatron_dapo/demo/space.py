@@ -25,6 +25,7 @@ MODULES = (
     "rewards/__init__.py",
     "rewards/verifiers/dapo.py",
     "rewards/verifiers/lenient.py",
+    "rewards/verifiers/math_answers.py",
     "rewards/result.py",
     "rewards/verifiers/__init__.py",
     "rewards/verifiers/adapters.py",

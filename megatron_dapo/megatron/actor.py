@@ -159,11 +159,11 @@ class MegatronActor(TrainedModel):
         layout: ParallelLayout,
         settings: ActorSettings,
         load: Loader,
-        beside: Sequence[TrainedModel] = (),
+        running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> None:
         """See `TrainedModel`."""
-        super().__init__(architecture, layout, settings, load, beside, part)
+        super().__init__(architecture, layout, settings, load, running_models, part)
         self.replays_routing = settings.replays_routing
         for chunk in self.chunks if self.replays_routing else ():
             replay_routing(unwrap(chunk))
@@ -181,7 +181,7 @@ class MegatronActor(TrainedModel):
         model_dir: str | Path,
         layout: ParallelLayout,
         settings: ActorSettings,
-        beside: Sequence[TrainedModel] = (),
+        running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
         random_seed: int | None = None,
     ) -> MegatronActor:
@@ -195,7 +195,7 @@ class MegatronActor(TrainedModel):
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
 
-        return cls(read_architecture(model_dir), layout, settings, load, beside, part)
+        return cls(read_architecture(model_dir), layout, settings, load, running_models, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
         """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's token order

@@ -51,7 +51,7 @@ class MegatronCritic(TrainedModel):
         settings: CriticSettings,
         *,
         policy_dir: str | Path | None = None,
-        beside: Sequence[TrainedModel] = (),
+        running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
         random_seed: int | None = None,
     ) -> MegatronCritic:
@@ -68,7 +68,7 @@ class MegatronCritic(TrainedModel):
             else:
                 initialize_critic_randomly(random_seed, tensors, rank, parameters, settings.head)
 
-        return cls(critic_architecture(directory, policy_dir), layout, settings, load, beside, part)
+        return cls(critic_architecture(directory, policy_dir), layout, settings, load, running_models, part)
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Compute the values of each micro-batch, fp32 [P_local] in this context rank's token order

@@ -199,7 +199,7 @@ class ModelState:
     ) -> None:
         """Load a state saved by any layout. Collective among the model's ranks.
 
-        `find_copy`: returns where to read a file instead of `directory`, if anywhere. Files with `checksums` are verified
+        `find_copy`: returns the copy to read instead of a file of `directory`, or None. Files with `checksums` are verified
         while they are read. Random states and scales of FP8 modules belong to ranks, so they are loaded only if the
         layout is the same. All ranks raise DamagedError if a file is not what was written, and ValueError if the state
         does not fit this model or cannot be read; the model may then be partly loaded.

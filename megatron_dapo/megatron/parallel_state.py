@@ -69,7 +69,7 @@ class ParallelState:
         if not self.is_alive:
             raise ValueError(
                 f"the process groups of {self.layout.describe()} were destroyed when a model on another layout was "
-                "built; pass the models that continue to run as that model's `beside`"
+                "built; pass the models that continue to run as that model's `running_models`"
             )
         vars(mpu).update(self.variables)
 

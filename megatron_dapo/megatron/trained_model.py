@@ -87,13 +87,13 @@ class TrainedModel:
         layout: ParallelLayout,
         settings: TrainingSettings,
         load: Loader,
-        beside: Sequence[TrainedModel] = (),
+        running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> None:
         """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters,
         which hold NaN until then. The buffers become the main params, and rounded to the model's type, the parameters.
 
-        Models with the same layout share process groups. `beside` lists models on other layouts that will run again and
+        Models with the same layout share process groups. `running_models` lists models on other layouts that will run again and
         keep their groups; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
         """
         assert architecture.head == self.head, (
@@ -110,7 +110,7 @@ class TrainedModel:
             layout,
             settings.seed,
             settings.collective_timeout_s,
-            keep=[model.parallel_state for model in beside],
+            keep=[model.parallel_state for model in running_models],
             part=self.part,
         )
         self.config = transformer_config(architecture, layout, settings.model)

@@ -30,19 +30,19 @@ CLUSTER_RULES = (
     Rule(
         "not is_loopback(sglang.host)",
         'set sglang.host = "auto", by which each node advertises its own address',
-        where=f"{_STARTED} and num_nodes > 1",
+        when=f"{_STARTED} and num_nodes > 1",
         reason="loopback reaches no other node's servers",
     ),
     Rule(
         "not any(is_loopback(url) for url in sglang.urls)",
         "set sglang.urls to addresses that every node reaches",
-        where=f"{_SGLANG} and num_nodes > 1",
+        when=f"{_SGLANG} and num_nodes > 1",
         reason="loopback is another machine on each node",
     ),
     Rule(
         "processes % num_nodes == 0",
         "start {padded(processes, num_nodes)} processes, or run on {nearest_divisor(processes, num_nodes)} nodes",
-        where="num_nodes > 1",
+        when="num_nodes > 1",
         reason="every node starts equally many",
         path="parallel.num_processes",
     ),
@@ -50,19 +50,19 @@ CLUSTER_RULES = (
         "processes <= num_nodes * gpus_per_node",
         "use a layout for {num_nodes * gpus_per_node} processes, or start one worker a GPU on "
         "{ceil(processes / gpus_per_node)} nodes (examples/launch)",
-        where=_ON_GPUS,
+        when=_ON_GPUS,
         path="parallel",
     ),
     Rule(
         "sglang.tp_size <= gpus_per_node",
         "set sglang.tp_size = {gpus_per_node} or less",
-        where=f"{_STARTED} and {_ON_GPUS}",
+        when=f"{_STARTED} and {_ON_GPUS}",
         reason="a server lives on one node",
     ),
     Rule(
         "sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
         "set sglang.servers_per_node = {gpus_per_node // sglang.tp_size}",
-        where=f"{_COLOCATED} and sglang.tp_size <= gpus_per_node",
+        when=f"{_COLOCATED} and sglang.tp_size <= gpus_per_node",
     ),
     # The trainer's processes use the first GPUs of a node; servers with separate GPUs use the ones after them.
     Rule(
@@ -70,7 +70,7 @@ CLUSTER_RULES = (
         "set sglang.servers_per_node = {max(1, (gpus_per_node - processes_per_node) // sglang.tp_size)}, or start "
         "{max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size)} trainer processes a node, on "
         "{ceil(processes / max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size))} nodes",
-        where=f"{_DISAGGREGATED} and sglang.tp_size <= gpus_per_node and processes_per_node <= gpus_per_node",
+        when=f"{_DISAGGREGATED} and sglang.tp_size <= gpus_per_node and processes_per_node <= gpus_per_node",
     ),
 )
 
@@ -79,20 +79,20 @@ MEMORY_RULES = (
     Rule(
         "engine_weights_gib < static_gib",
         "set sglang.tp_size = {2 * sglang.tp_size} or more, or raise sglang.mem_fraction_static",
-        where=_STARTED,
+        when=_STARTED,
         reason="mem_fraction_static of what is free at a server's start holds its weights before any cache",
     ),
     Rule(
         "kv_tokens >= fewest_sequences * (sequence_tokens + spare_positions)",
         "set sglang.tp_size = {2 * sglang.tp_size} or more with fewer servers_per_node, raise sglang.mem_fraction_static, "
         "or lower sglang.max_running_requests below {fewest_sequences}",
-        where=f"{_STARTED} and engine_weights_gib < static_gib and sglang.max_total_tokens == 0",
+        when=f"{_STARTED} and engine_weights_gib < static_gib and sglang.max_total_tokens == 0",
         reason="a server holds so few responses of full length that most wait, and the last ones until their deadline",
     ),
     Rule(
         "generating_gib <= gpu_gib",
         "{engine_fix}",
-        where=_STARTED,
+        when=_STARTED,
         reason="weights, cache, CUDA graphs and activations of a server, and what the trainer keeps next to it",
         path="sglang.mem_fraction_static",
     ),
@@ -109,7 +109,7 @@ DEADLINE_RULES = (
         Rule(
             f"{path} >= response_seconds",
             f"set {path} = {{2 * response_seconds}} or more",
-            where=_STARTED,
+            when=_STARTED,
             reason="the estimate for a batch of longest responses that all begin together",
         )
         for path in ("sglang.request_timeout_seconds", "run.wait_timeout_seconds")
@@ -117,7 +117,7 @@ DEADLINE_RULES = (
     Rule(
         "sglang.weight_sync_timeout_seconds >= 2 * sync_seconds",
         "set sglang.weight_sync_timeout_seconds = {4 * sync_seconds} or more",
-        where=_STARTED,
+        when=_STARTED,
         reason="twice the estimate for the bytes of a node's servers",
     ),
 )

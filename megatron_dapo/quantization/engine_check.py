@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.engines.sglang.alone import started
+from megatron_dapo.engines.sglang.standalone import started
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server_settings import ServerSettings

@@ -170,8 +170,8 @@ def _build_critic(config: Config, topology: RunTopology, others: Sequence[Traine
         head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
-        return MegatronCritic.build(start, layout, settings, beside=others, part=part, random_seed=config.run.seed)
-    critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=others, part=part)
+        return MegatronCritic.build(start, layout, settings, running_models=others, part=part, random_seed=config.run.seed)
+    critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, running_models=others, part=part)
     if load_training_state(start, critic.saved_state):
         logger.info("the critic resumes with the optimizer state of %s", start)
     return critic

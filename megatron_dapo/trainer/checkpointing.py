@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything needed to resume bit for bit as if it had never stopped.
 
 policy_00000.safetensors, ...          each rank's policy parameters, fp32 main params, moments and steps; no replicas
-policy.json                            where each slice of each tensor is (`checkpoints.formats.saved_model`); any layout loads it
+policy.json                            index of the slices of all tensors (`checkpoints.formats.saved_model`); any layout loads it
 critic_00000.safetensors, critic.json  the same for the critic, if there is one, numbered by the critic's ranks
 run.json                               counters and the measurements so far
 collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors

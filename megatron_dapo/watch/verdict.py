@@ -37,7 +37,7 @@ _FRESH_S = 4.0  # without contact to a node, after which its last message may be
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """All times of a watcher, in seconds: after which something counts as wrong, then those of its own work."""
+    """All times of a watcher in seconds: the deadlines after which something is wrong, then the periods of its work."""
 
     stopped_s: float = 8.0  # in state T
     silent_s: float = 13.0  # without CPU time, data or a collective

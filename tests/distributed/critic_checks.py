@@ -318,8 +318,8 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
     lonely = MegatronCritic.build(want.directory, layouts[1], settings[1])
     train(lonely, STEPS[:2])
     actor = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
-    critic = MegatronCritic.build(want.directory, layouts[1], settings[1], beside=[actor])
-    sharing = MegatronActor.build(arguments["policy"], layouts[0], settings[0], beside=[actor, critic])
+    critic = MegatronCritic.build(want.directory, layouts[1], settings[1], running_models=[actor])
+    sharing = MegatronActor.build(arguments["policy"], layouts[0], settings[0], running_models=[actor, critic])
     for seed in STEPS[:2]:
         actor_step(actor, seed)
         critic.forward_values(of_rank(layouts[1], seed))
@@ -329,7 +329,7 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
         "actor": len(differing(snapshot(alone), snapshot(actor))),
         "critic": len(differing(snapshot(lonely), snapshot(critic))),
     }
-    MegatronCritic.build(want.directory, ParallelLayout(world_size=2), settings[1], beside=[actor])
+    MegatronCritic.build(want.directory, ParallelLayout(world_size=2), settings[1], running_models=[actor])
     refused = ""
     try:
         critic.forward_values(of_rank(layouts[1]))

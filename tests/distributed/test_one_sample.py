@@ -9,18 +9,16 @@ import torch
 from launcher import run_distributed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture_page import listed
+
 WORKER = Path(__file__).with_name("sample_trace.py")
-SECTION = "## One sample, from the prompt to the micro-batch"
+SECTION = "One sample, from the prompt to the micro-batch"
 
 
 def documented() -> tuple[list[str], list[str]]:
     """Types and files that the document lists."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split(SECTION)[1].split("\n## ")[0]
-    items = re.findall(r"^\d+\. .*$", section, re.MULTILINE)
-    types = [re.findall(r"`(\w+)`", item)[0] for item in items]
-    return types, re.findall(r"`([\w/]+\.py)`", "\n".join(items))
+    items = listed(SECTION)
+    return [re.findall(r"`(\w+)`", item)[0] for item in items], re.findall(r"`([\w/]+\.py)`", "\n".join(items))
 
 
 def test_a_sample_passes_the_documented_types_and_files(tmp_path: Path) -> None:

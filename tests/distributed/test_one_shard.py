@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
 from launcher import run_distributed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture_page import listed_files
+
 WORKER = Path(__file__).with_name("shard_trace.py")
-SECTION = "## One shard, from the actor to the engine"
-
-
-def documented() -> list[str]:
-    """Files that the document lists, in order."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split(SECTION)[1].split("\n## ")[0]
-    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+SECTION = "One shard, from the actor to the engine"
 
 
 def test_a_shard_passes_the_documented_files(tmp_path: Path) -> None:
@@ -37,10 +30,10 @@ def test_a_shard_passes_the_documented_files(tmp_path: Path) -> None:
     (tmp_path / "arenas").mkdir()
     arguments = {"model": str(tmp_path / "model"), "arenas": str(tmp_path / "arenas")}
     traced = run_distributed(f"{WORKER}:trace", 1, arguments)
-    assert traced == documented()
+    assert traced == listed_files(SECTION)
 
 
 def test_the_path_is_short() -> None:
-    files = documented()
+    files = listed_files(SECTION)
     assert len(files) == len(set(files)) <= 12
     assert len({file.split("/")[0] for file in files}) <= 3

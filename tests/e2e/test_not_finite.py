@@ -23,7 +23,7 @@ def test_one_rank_s_nan_holds_every_rank_of_that_model_back(spoilt: str, tmp_pat
         clean, nan_on_1, nan_on_0, clean_again = (changed[spoilt] for changed in seen["changed"])
         assert clean > 0 and clean_again > 0 and nan_on_1 == nan_on_0 == 0, rank
         skips = {name: (one["optimizer_steps"], one["skipped_steps"]) for name, one in seen["counters"].items()}
-        # A critic's NaN skips the critic's step alone: the policy trains in every step.
+        # A NaN in the critic skips only the critic's step: the policy trains in every step.
         assert skips == ({"policy": (2, 2)} if spoilt == "policy" else {"policy": (4, 0), "critic": (2, 2)}), rank
         assert seen["counters"][spoilt]["consecutive_skips"] == 0, rank
         assert f"{spoilt}: 3 optimizer steps in a row" in seen["error"], rank

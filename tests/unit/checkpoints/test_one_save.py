@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -16,18 +15,11 @@ import torch
 from megatron_dapo.checkpoints.save import BackgroundSaves
 from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, newest_valid
 from megatron_dapo.files.process import FileProcess
+from tests.architecture_page import listed_files
 from tests.unit.checkpoints.file_trace import FileTrace
 
-ROOT = Path(__file__).resolve().parents[3]
 TRACER = Path(__file__).with_name("file_trace.py")
-SECTION = "## One save, from a rank's tensors to the disk"
-
-
-def documented() -> list[str]:
-    """Files that the document lists, in order."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split(SECTION)[1].split("\n## ")[0]
-    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+SECTION = "One save, from a rank's tensors to the disk"
 
 
 @pytest.mark.skipif(not FileProcess.IS_POSSIBLE, reason="needs Linux's memfd")
@@ -64,10 +56,10 @@ def test_a_save_passes_the_documented_files(tmp_path: Path, monkeypatch: pytest.
     assert checkpoint is not None and torch.equal(checkpoint.load_tensors("policy_00000.safetensors")["weight"], weight)
     of_file_process = json.loads((tmp_path / "traced.json").read_text(encoding="utf-8"))
     assert of_file_process, "the file process was not traced"
-    assert sorted({*trace.files, *of_file_process}) == sorted(documented())
+    assert sorted({*trace.files, *of_file_process}) == sorted(listed_files(SECTION))
 
 
 def test_the_path_is_short() -> None:
-    files = documented()
+    files = listed_files(SECTION)
     assert len(files) == len(set(files)) <= 8
     assert len({file.split("/")[0] for file in files if "/" in file}) <= 2

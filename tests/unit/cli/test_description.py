@@ -25,7 +25,7 @@ def test_layers_padding_and_main_params_of_experts_in_fp8() -> None:
     precision, padding = lines_of(EXPERTS, layout, "bfloat16", **sections)
     assert "fp8_blockwise: projections of attention and experts in layers 2 to 4 of 4, e4m3 x e4m3" in precision
     assert "layer 1, embedding, norms, router, attention in bfloat16" in precision
-    assert "to a multiple of 256 tokens (128 on a rank); an expert's tokens where it multiplies them" in padding
+    assert "to a multiple of 256 tokens (128 on a rank); each expert's tokens for its own products" in padding
 
 
 def test_a_float32_model_is_named_by_its_type() -> None:

@@ -25,7 +25,7 @@ def by_path(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
 
 
-# From the paper (arXiv 2503.14476) and, where it is silent, from the published script of the reproduction.
+# From the paper (arXiv 2503.14476) and, for what it does not state, from the published script of the reproduction.
 CLIP_HIGHER = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 AIME_50 = by_path(
     {

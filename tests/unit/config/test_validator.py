@@ -450,7 +450,7 @@ def test_rules_of_the_value_path(algorithm: str, overrides: str, path: str) -> N
     assert paths(make(f"{base} {overrides}")) == [path]
 
 
-def test_the_critic_is_cut_as_the_policy_where_nothing_else_is_said() -> None:
+def test_the_critic_is_cut_as_the_policy_by_default() -> None:
     config = make(parallel__tp_size=2, parallel__pp_size=2, parallel__vpp_size=2, parallel__sequence_parallel=True)
     assert config.critic_parallel == config.parallel
     other = make(
@@ -515,16 +515,16 @@ ALL_RULES = (
 
 
 def test_every_expression_of_a_rule_can_be_evaluated() -> None:
-    """Expressions of `where` and `fix` that no broken configuration of these tests reaches must evaluate, too."""
-    # Sizes whose 0 stands for another field are given: `where` keeps 0 from a formula that divides by it.
+    """Expressions of `when` and `fix` that no broken configuration of these tests reaches must evaluate, too."""
+    # Sizes whose 0 stands for another field are given: `when` keeps 0 from a formula that divides by it.
     sizes = dict.fromkeys(("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size"), 1)
     config = make(
         algorithm__name="tppo", parallel__etp_size=1, critic__mini_batch_prompts=4, critic__parallel=sizes
     )
     facts = facts_of(config)
     for rule in ALL_RULES:
-        for formula, where in (("False", "True"), (rule.formula, "True"), (rule.formula, rule.where)):
-            found = list(broken([replace(rule, formula=formula, where=where)], config, facts))
+        for formula, when in (("False", "True"), (rule.formula, "True"), (rule.formula, rule.when)):
+            found = list(broken([replace(rule, formula=formula, when=when)], config, facts))
             assert not found or (found[0].path and "{" not in found[0].suggestion), rule.formula
 
 
@@ -532,7 +532,7 @@ def facts_of(config: Config) -> dict[str, Any]:
     return {**validator.facts_of(config, 1), **architecture_facts(QWEN_32B)}
 
 
-def test_a_rule_is_silent_where_a_field_it_names_is_out_of_its_range() -> None:
+def test_a_rule_is_silent_if_a_field_it_names_is_out_of_range() -> None:
     """A divisor of 0 has its own line; -3 would make two of one mistake."""
     for number in (0, -3):
         assert paths(make(training__mini_batch_prompts=number)) == ["training.mini_batch_prompts"]

@@ -264,7 +264,7 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         "a vision model": (model_config(model_type="qwen2_vl"), (), "qwen2_vl", "supported are"),
         "a missing part of the weights": (without_weight_file, (), "1 of 1 weights files are missing"),
         "pickled weights": (pickled, (), ".bin files are pickles"),
-        "weights with bytes behind them": (longer(WEIGHTS, 9), (), "its header asks for"),
+        "weights with trailing bytes": (longer(WEIGHTS, 9), (), "its header asks for"),
         "weights of a pointer file": (
             written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"),
             (),
@@ -325,7 +325,7 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         ),
     },
     "data.sources": {
-        "sources beside files": (nothing, ("data.sources=[{path='OWN/train.jsonl'}]",), "data.train_paths"),
+        "sources and files": (nothing, ("data.sources=[{path='OWN/train.jsonl'}]",), "data.train_paths"),
         "a source without weight": (
             nothing,
             ("data.train_paths=[]", "data.sources=[{path='OWN/train.jsonl', weight=0.0}]"),

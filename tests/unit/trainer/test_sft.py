@@ -33,7 +33,7 @@ def test_every_example_comes_once_an_epoch_with_all_its_tokens() -> None:
     assert [len(batch) for batch in drawn] == [4] * 5 + [0]
     assert Counter(name for batch in drawn for name in names(batch)) == dict.fromkeys(TEN, 2)
     for batch in drawn:
-        assert len({sample.group_index for sample in batch}) == len(batch), "each is a group of its own"
+        assert len({sample.group_index for sample in batch}) == len(batch), "each is a separate group"
         for name, sample in zip(names(batch), batch):
             assert sample.tokens.tolist() == [1, 2, *TEN[name].token_ids.tolist()]
             assert torch.equal(sample.loss_mask, torch.ones(sample.num_response_tokens))
