@@ -103,7 +103,7 @@ def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[
     result = two_ranks["beside"]
     assert result["actor"] == 0 and result["critic"] == 0  # bit for bit as each alone
     assert result["shared"]
-    assert "TP1 PP2 CP1 DP1 were destroyed" in result["refused"] and "`beside`" in result["refused"]
+    assert "TP1 PP2 CP1 DP1 were destroyed" in result["refused"] and "`running_models`" in result["refused"]
 
 
 def test_an_exported_critic_equals_its_source_and_loads_in_transformers(
