@@ -1,5 +1,6 @@
-"""The `megatron-dapo` command: parse, load, check, then call. Heavy libraries are imported inside the commands that
-need them.
+"""Reinforcement learning for reasoning models on Megatron-core: train, evaluate and look at runs.
+
+Commands parse, load, check, then call. Heavy libraries are imported inside the commands that need them.
 
 Exit codes: 0 done, 1 failed (a check did not hold, a process failed in a way that would repeat), 2 refused (everything
 that is wrong is listed), 75 not at its end and worth starting again: a signal stopped it, or a failure that may pass.
@@ -11,9 +12,10 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_dapo._version import __version__
 from megatron_dapo.checkpoints.disk_space import size
@@ -37,15 +39,53 @@ from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, re
 from megatron_dapo.config import load_config
 from megatron_dapo.run.plan import machines_of
 
+# The panels of --help with their commands, in order.
+PANELS = {
+    "Train": (
+        *("init", "try", "train", "eval", "quickstart", "recipes", "data"),
+        *("sft", "pretrain-value", "rejection-sample", "rounds", "replay", "ablate"),
+    ),
+    "Look": ("report", "compare", "demo", "nodes", "checkpoint"),
+    "Cluster": ("plan", "doctor", "preflight", "check-loss", "version"),
+    "Convert": ("export", "convert", "quantize"),
+}
+
+
+class Commands(TyperGroup):
+    """The top-level commands in the panels of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of --help."""
+        panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+        for name, command in self.commands.items():
+            command.rich_help_panel = panel_of[name]  # type: ignore[attr-defined]
+        return [name for name in panel_of if name in self.commands]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with no type next to those that are switches, here and in every command."""
+        _hide_types_of_switches(self, ctx)
+        return super().get_params(ctx)
+
+
+def _hide_types_of_switches(command: Any, ctx: Any) -> None:
+    """Leave <bool> out of the help of a command and of those below it."""
+    for option in (*command.params, command.get_help_option(ctx)):
+        if getattr(option, "is_bool_flag", False) and option.metavar is None:
+            option.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _hide_types_of_switches(each, ctx)
+
+
 app = typer.Typer(
     name="megatron-dapo",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help=__doc__.splitlines()[0],
 )
 
 app.add_typer(plan_app, name="plan")
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints of runs.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="List, verify and compare the checkpoints of runs.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(convert_app, name="convert")
@@ -277,8 +317,18 @@ def version() -> None:
             typer.echo(f"{name} not installed")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def configure() -> None:
+def configure(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 

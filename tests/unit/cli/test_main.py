@@ -9,9 +9,10 @@ import types
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from megatron_dapo.cli.main import app
+from megatron_dapo.cli.main import PANELS, app
 from megatron_dapo.config import load_config
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.run import start as whole_run
@@ -196,8 +197,20 @@ def test_the_shell_completes_commands() -> None:
     assert result.output.split() == ["hf-to-megatron"]
 
 
-def test_version() -> None:
-    result = runner.invoke(app, ["version"])
+def test_help_has_every_command_in_a_panel_and_no_types_of_switches() -> None:
+    result = runner.invoke(app, ["--help"])
+    lines = result.output.splitlines()
+    panels = [line.split()[1] for line in lines if line.startswith("╭")]
+    assert panels == ["Options", *PANELS] and "import" not in " ".join(lines[:5])
+    shown = {line.split()[1] for line in lines if line.startswith("│ ") and line[2] not in " -"}
+    assert shown == set(get_command(app).commands)  # type: ignore[attr-defined]
+    train_help = runner.invoke(app, ["train", "--help"]).output
+    assert "<bool>" not in result.output + train_help and "--dry-run" in train_help
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version(arguments: list[str]) -> None:
+    result = runner.invoke(app, arguments)
     assert result.exit_code == 0 and "megatron-dapo 0." in result.output and "torch 2" in result.output
 
 
