@@ -28,6 +28,7 @@ from megatron_dapo.cli.options import (
     DryRunOption,
     JsonOption,
     LayoutOption,
+    OptionalRecipe,
     SetOption,
     refuse,
     refusing,
@@ -94,12 +95,12 @@ app.add_typer(recipes_app, name="recipes")
 
 @app.command()
 def doctor(
-    recipe: Annotated[Path | None, typer.Argument(help="check also what this recipe needs")] = None,
+    recipe: OptionalRecipe = None,
     overrides: SetOption = None,
     layout: LayoutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check packages, GPUs and their libraries, and what a recipe needs; the first conflict is the last line.
+    """Check packages, GPUs and their libraries, and what a recipe needs, if one is given; the first conflict is the last line.
 
     Exit code: 0 no conflict (warnings do not count), 1 a conflict, 2 arguments that cannot be read.
     """
@@ -279,12 +280,13 @@ def check_loss(
 
 @app.command()
 def preflight(
-    recipe: Annotated[Path | None, typer.Argument(help="recipe or layout whose groups are measured too")] = None,
+    recipe: OptionalRecipe = None,
     overrides: SetOption = None,
     directory: Annotated[Path, typer.Option(help="where runs write: the disk that is measured")] = Path("runs"),
     tolerance: Annotated[float, typer.Option(help="share of the median below which a node is slow")] = 0.6,
 ) -> None:
-    """Measure every node before a run, under srun or torchrun: matrix product, memory, all-reduce and disk against the median.
+    """Measure every node before a run, under srun or torchrun: matrix product, memory, all-reduce and disk against the median,
+    and the groups of a recipe's layout, if one is given.
 
     Exit code: 0 all nodes are alike, 1 slow ones are named, 2 arguments or environment that cannot be used.
     """

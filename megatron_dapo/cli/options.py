@@ -11,7 +11,19 @@ import typer
 
 REFUSED = 2
 
-RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
+
+def _shipped_if_absent(recipe: Path | None) -> Path | None:
+    """Return the recipe of the package with that name if there is no such file."""
+    if recipe is None or recipe.exists():
+        return recipe
+    from megatron_dapo.cli.recipes import shipped_recipe
+
+    return shipped_recipe(recipe) or recipe
+
+
+_RECIPE_HELP = "TOML recipe, or the name of one that `megatron-dapo recipes` lists"
+RecipeArgument = Annotated[Path, typer.Argument(help=_RECIPE_HELP, callback=_shipped_if_absent)]
+OptionalRecipe = Annotated[Path | None, typer.Argument(help=_RECIPE_HELP, callback=_shipped_if_absent)]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
 ]

@@ -70,6 +70,18 @@ def find_shipped(name: str) -> list[Path]:
     return sorted(needed)
 
 
+def shipped_recipe(name: Path) -> Path | None:
+    """Return the recipe or layout of the package with that name, or with that path in a checkout; None for another name."""
+    wanted = name.as_posix().removeprefix("./").removeprefix("examples/").removesuffix(".toml")
+    found = [
+        path
+        for key, path in shipped_files().items()
+        if path.suffix == ".toml" and path.parent.name != "grids" and wanted in (key, path.stem)
+    ]
+    main = [path for path in found if path.parent.name == path.stem]  # smollm2/smollm2 before gpu/smollm2
+    return next((few[0] for few in (found, main) if len(few) == 1), None)
+
+
 def _files_in(directory: Path) -> Iterator[Path]:
     skipped = ("__pycache__", "runs")
     return (p for p in directory.rglob("*") if p.is_file() and not any(part in skipped for part in p.parts))

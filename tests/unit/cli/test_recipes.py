@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.recipes import find_shipped, shipped_directory, shipped_files
+from megatron_dapo.cli.recipes import find_shipped, shipped_directory, shipped_files, shipped_recipe
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.loader import read_toml
 
@@ -58,6 +58,22 @@ def test_a_copy_loads_as_the_original_does(name: str, tmp_path: Path) -> None:
             Path(there).exists() for here, there in pairs if SHIPPED in Path(here).parents and Path(here).exists()
         )
     assert found["optimizer"] == original["optimizer"] and found["rollout"] == original["rollout"]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "examples/smollm2/smollm2.toml", "quickstart/quickstart_ppo", "nothing.toml", "short"])
+def test_a_recipe_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an installation the path that documents print does not exist; a grid is no recipe, and a file comes first."""
+    monkeypatch.chdir(tmp_path)
+    found = shipped_recipe(Path(name))
+    assert (found is None) == (name in ("nothing.toml", "short"))
+    if found is None:
+        return
+    command = ["plan", name, "--set", f"model.path={SHIPPED / 'quickstart/base_model'}", "--json"]
+    assert runner.invoke(app, command).exit_code in (0, 1)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text("[nonsense]\nkey = 1\n")
+    result = runner.invoke(app, command)
+    assert result.exit_code == 2 and "nonsense" in result.output
 
 
 def test_a_name_that_is_not_there_and_one_of_two(tmp_path: Path) -> None:
