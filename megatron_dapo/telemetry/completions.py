@@ -1,0 +1,90 @@
+"""Completions in a terminal: a small table of responses to one prompt with their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from megatron_dapo.untrusted import one_line
+
+Record = Mapping[str, Any]  # of a response, see `samples.sample_record`
+
+_MAX_TASK = 300  # characters of a prompt
+_MAX_RESPONSE = 240
+_STYLES = {"correct": "green", "wrong": "red", "unparsable": "red"}
+
+
+def completions_table(
+    records: Sequence[Record], labels: Sequence[str] = (), title: str = "", task: str | None = None
+) -> Table:
+    """Return a table of responses to one prompt: reward with its parts, outcome, and begin and end of the text.
+
+    `labels`: one for each response, such as "best" and "worst". `task`: the text of the prompt to show, see
+    `distinct_tasks`; None: all of its last turn.
+    """
+    first = records[0]
+    shown = task_of(first) if task is None else task
+    head = f"{title}: " if title else ""
+    expected = f" [expected: {one_line(first['answer'], 60)}]" if first["answer"] else ""
+    caption = Text(f"{head}{excerpt(shown, _MAX_TASK)}{expected}", style="bold")
+    table = Table(title=caption, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+    if labels:
+        table.add_column("")
+    for name in ("reward", "outcome", "response"):
+        table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")
+    for place, record in enumerate(records):
+        outcome = outcome_of(record)
+        cells = [reward_of(record), Text(outcome, _STYLES.get(outcome, "yellow")), Text(excerpt(record["response"]))]
+        table.add_row(*([labels[place]] if labels else []), *cells)
+    return table
+
+
+def best_and_worst(records: Sequence[Record]) -> list[Record]:
+    """Return the response with the highest and the one with the lowest reward, the first of equals."""
+    return [max(records, key=lambda each: each["reward"]), min(records, key=lambda each: each["reward"])]
+
+
+def task_of(record: Record) -> str:
+    """Return the text of the prompt's last turn."""
+    return str(record["prompt"][-1]["content"]) if record["prompt"] else ""
+
+
+def distinct_tasks(prompts: Sequence[str]) -> list[str]:
+    """Return each prompt without the lines at its begin and its end that all prompts share: the instructions around a task."""
+    rows = [prompt.splitlines() for prompt in prompts]
+    shortest = min(map(len, rows), default=0)
+    start = next((place for place in range(shortest) if len({row[place] for row in rows}) > 1), shortest)
+    if start == shortest:  # nothing would be left of one of them
+        return list(prompts)
+    end = next(place for place in range(1, shortest + 1) if place == shortest - start or len({row[-place] for row in rows}) > 1)
+    return ["\n".join(row[start : len(row) - end + 1]).strip() for row in rows]
+
+
+def excerpt(text: str, limit: int = _MAX_RESPONSE) -> str:
+    """Return a text in one line of about `limit` characters. Of a long one, the end is longer than the begin: it has the
+    answer."""
+    line = one_line(text, 6 * len(text))  # an escaped character has six
+    if len(line) <= limit:
+        return line
+    head = limit // 3
+    return f"{line[:head].rstrip()} ... {line[head - limit :].lstrip()}"
+
+
+def outcome_of(record: Record) -> str:
+    """Return the verifier's outcome in words; of a response that was cut off, at which length."""
+    if record.get("error"):
+        return one_line(f"{record['outcome']}: {record['error']}", 120)
+    if record["finish_reason"] == "length":
+        return f"cut at {len(record['response_ids']):,} tokens"
+    return str(record["outcome"])
+
+
+def reward_of(record: Record) -> str:
+    """Return a reward, and a line for each of its parts if several are not 0."""
+    parts = {name: value for name, value in record["reward_parts"].items() if value}
+    lines = [f"{name} {value:+.2f}" for name, value in parts.items()] if len(parts) > 1 else []
+    return "\n".join([f"{record['reward']:.2f}", *lines])
