@@ -1,4 +1,7 @@
-"""Sizes rounded up to a multiple, or to a divisor nearby."""
+"""Sizes rounded up to a multiple, or to a divisor nearby, and binary units."""
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 def round_up(size: int, multiple: int) -> int:

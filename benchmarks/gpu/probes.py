@@ -56,6 +56,7 @@ from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.reshard.planner import plan
+from megatron_dapo.rounding import GIB
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape
 
 PACKAGES = ("torch", "megatron-core", "transformer_engine", "sglang")
@@ -63,7 +64,6 @@ CASES = ("queues", "colocated", "retraction")
 SPIN = 1 << 30  # cycles: about 0.6 s
 HEALTH_S, SETTLE_S = 5.0, 3.0
 START_MARGIN_S = 60.0  # part of a case's time reserved for everything but the server's start
-GIB = 1 << 30
 
 # Prints the milliseconds until the short kernel is done, and until the spinning one is.
 QUEUES = """

@@ -252,7 +252,7 @@ def counted(case: dict[str, Any], ledger: Ledger, neighbors: Neighbors | None) -
         stack.enter_context(patch(CountedP2P, "ledger", ledger, create=True))
         stack.enter_context(patch(CountedP2P, "nccl", {}, create=True))
         stack.enter_context(patch(connect_engines, "P2PTransport", CountedP2P))
-        stack.enter_context(patch(connect_engines, "MEBIBYTE", (1 << 20) // SCALE))
+        stack.enter_context(patch(connect_engines, "MIB", (1 << 20) // SCALE))
         place = start_engines.ServerPlace
         stack.enter_context(patch(place, "spawn", lambda _, index, *arguments: StandInServer(index, ledger)))
         stack.enter_context(patch(place, "client", lambda _, servers, server: StandInServer(server.index, ledger)))

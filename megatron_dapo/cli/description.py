@@ -10,9 +10,10 @@ from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.check import response_seconds, weight_sync_seconds
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
 from megatron_dapo.precision import RECIPES, recipe_name
+from megatron_dapo.rounding import GIB
 from megatron_dapo.run.plan import Plan
 from megatron_dapo.trainer.topology import critic_layout
 

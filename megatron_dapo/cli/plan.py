@@ -29,11 +29,12 @@ from megatron_dapo.config import Config, ConfigError, layout_overrides, load_con
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.check import check
-from megatron_dapo.plan.cluster import GIB, GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
+from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import num_parameters, recompute_of
 from megatron_dapo.plan.search import Found, search
 from megatron_dapo.plan.step import StepPlan, plan_step
+from megatron_dapo.rounding import GIB
 from megatron_dapo.svg import GRAY, document, text
 
 DOES_NOT_FIT = 1

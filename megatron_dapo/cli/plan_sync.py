@@ -26,9 +26,10 @@ from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds
 from megatron_dapo.reshard.layout import Layout, PartialLayout, ShiftedLayout
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.traffic import TrafficTable, traffic_table
+from megatron_dapo.rounding import MIB
 from megatron_dapo.trainer.topology import parallel_layout
 
-GB, MIB = 1e9, 1 << 20
+GB = 1e9
 NUM_TOP_SENDERS = 5
 
 

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
 from megatron_dapo.parallel.store import restrict_stores
+from megatron_dapo.rounding import MIB
 
 if TYPE_CHECKING:
     from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_ROUNDS = 3
-MIB = 1 << 20
 _NAME_BYTES = 64
 _SMALL_BYTES, _LARGE_BYTES = MIB, 64 * MIB  # of an all-reduce
 _SLOW_S = 0.25  # of the small one: the large one would then take a minute and say the same

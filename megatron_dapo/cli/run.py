@@ -29,7 +29,7 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.doctor.inputs import SAMPLING
-from megatron_dapo.plan.cluster import GIB
+from megatron_dapo.rounding import GIB
 from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config, sft_config
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, machines_of, make_plan
 

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from megatron_dapo.config.process_limits import ProcessLimits
+from megatron_dapo.rounding import GIB
 
 Verdict = Literal["ok", "warning", "conflict"]
 
@@ -54,7 +55,6 @@ def first_conflict(findings: Iterable[Finding]) -> Finding | None:
 
 # ---- the machine
 
-GIB = 1 << 30
 # Below this share of free memory another process uses the device; the driver takes less.
 FREE_SHARE = 0.9
 # Oldest driver branch of a CUDA major version (CUDA Toolkit release notes, table "minor version compatibility").

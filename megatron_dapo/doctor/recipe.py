@@ -12,11 +12,11 @@ from megatron_dapo.config.rules import Violation
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, ok, warning
 from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range
+from megatron_dapo.rounding import MIB
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
 # by about 1.
 ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
-MEBIBYTE = 1 << 20
 _NO_FIX = "set it to another value"  # of a problem whose text names none
 
 
@@ -157,7 +157,7 @@ def shared_memory_storage(
     """Check the space of shared memory through which servers on a CPU receive their weights. `model_bytes` None: the
     model cannot be read."""
     # A bucket never holds more than the model.
-    bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.weight_sync_bucket_mb)"
+    bucket, words = bucket_mb * MIB, f"{bucket_mb} MiB (sglang.weight_sync_bucket_mb)"
     if model_bytes is not None and model_bytes < bucket:
         bucket, words = model_bytes, f"{size(model_bytes)} (the whole model)"
     formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {words}"

@@ -18,8 +18,9 @@ from megatron_dapo.doctor.machine import Finding, conflict, first_conflict
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.check import validate_and_check
-from megatron_dapo.plan.cluster import GIB, Cluster, cluster_for
+from megatron_dapo.plan.cluster import Cluster, cluster_for
 from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
+from megatron_dapo.rounding import GIB
 
 PACKAGE = "package "
 

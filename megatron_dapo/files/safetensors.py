@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_DIMENSIONS = 64  # torch's limit; reading a slice takes time quadratic in it
 
 # Code -> (torch's name of the type, bytes of an element).
-DTYPES: Mapping[str, tuple[str, int]] = {
+ELEMENT_TYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -33,7 +33,7 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
 }
-_CODES = {name: code for code, (name, _) in DTYPES.items()}
+_CODES = {name: code for code, (name, _) in ELEMENT_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def encode_header(
         tensors: name -> (code, shape).
     """
     # Widest types first, so that every tensor is aligned to its type, as readers that mmap the file require.
-    order = sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]][1], name))
+    order = sorted(tensors, key=lambda name: (-ELEMENT_TYPES[tensors[name][0]][1], name))
     ends = [0]
     for name in order:
         code, shape = tensors[name]
-        ends.append(ends[-1] + prod(shape) * DTYPES[code][1])
+        ends.append(ends[-1] + prod(shape) * ELEMENT_TYPES[code][1])
     document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for name, offsets in zip(order, pairwise(ends)):
         code, shape = tensors[name]
@@ -110,13 +110,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(name: str, fields: Mapping[str, Any], base: int) -> TensorEntry:
     code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if code not in DTYPES:
-        raise ValueError(f"dtype {code!r} of {name} is not one of {', '.join(DTYPES)}")
+    if code not in ELEMENT_TYPES:
+        raise ValueError(f"dtype {code!r} of {name} is not one of {', '.join(ELEMENT_TYPES)}")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are read")
     if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, begin, end)):
         raise ValueError(f"shape and offsets of {name} must be integers of at least 0")
-    num_bytes = prod(shape) * DTYPES[code][1]
+    num_bytes = prod(shape) * ELEMENT_TYPES[code][1]
     if end - begin != num_bytes:
         raise ValueError(f"{name} {tuple(shape)} {code} needs {num_bytes} bytes, offsets are [{begin}, {end})")
     return TensorEntry(code, tuple(shape), base + begin, base + end)

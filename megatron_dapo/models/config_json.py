@@ -18,7 +18,7 @@ from megatron_dapo.models.architecture import (
 from megatron_dapo.models.families import FAMILIES, Family, text_fields
 from megatron_dapo.untrusted import blamed_on, read_json
 
-DTYPES = ("float32", "float16", "bfloat16")
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 _USED = frozenset(
     """
     model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -361,8 +361,8 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     }
     if not names:
         return None
-    if len(names) > 1 or not names <= set(DTYPES):
-        raise ValueError(f"config.json: dtype {sorted(names)} is not one of {', '.join(DTYPES)}")
+    if len(names) > 1 or not names <= set(WEIGHT_DTYPES):
+        raise ValueError(f"config.json: dtype {sorted(names)} is not one of {', '.join(WEIGHT_DTYPES)}")
     return names.pop()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_dapo.rounding import round_up
 
-DTYPES: dict[str, torch.dtype] = {
+BROADCAST_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64,
@@ -77,15 +77,15 @@ def broadcast_tensors(
             buffer[place] = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
     dist.broadcast(buffer, group=group, group_src=source)
     return {
-        name: buffer[place].view(DTYPES[dtype]).view(shape)
+        name: buffer[place].view(BROADCAST_DTYPES[dtype]).view(shape)
         for (name, dtype, shape), place in zip(header, places, strict=True)
     }
 
 
 def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ValueError(f"tensor {name!r} has type {dtype}; these can be broadcast: {', '.join(DTYPES)}")
+    if dtype not in BROADCAST_DTYPES:
+        raise ValueError(f"tensor {name!r} has type {dtype}; these can be broadcast: {', '.join(BROADCAST_DTYPES)}")
     return name, dtype, list(tensor.shape)
 
 
@@ -94,7 +94,7 @@ def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]
     places, end = [], 0
     for _, dtype, shape in header:
         start = round_up(end, ALIGNMENT_BYTES)
-        end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        end = start + torch.Size(shape).numel() * BROADCAST_DTYPES[dtype].itemsize
         places.append(slice(start, end))
     return places, end
 

@@ -12,10 +12,11 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Rule
 from megatron_dapo.config.validator import out_of_range, validate
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import SHARES, SLOWEST
 from megatron_dapo.plan.memory import SPARE_POSITIONS, RunMemory, run_memory
 from megatron_dapo.plan.weight_sync import sync_seconds, sync_traffic
+from megatron_dapo.rounding import GIB
 
 # A server that holds fewer full-length responses would serve them almost one after the other.
 FEWEST_SEQUENCES = 8

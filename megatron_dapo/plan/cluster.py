@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dapo.config.schema import Config
+from megatron_dapo.rounding import GIB
 
-GIB = 1 << 30
 GPUS_PER_NODE = 8
 GPU_GIB = 79.0  # an 80 GB H100 as reported by CUDA
 HOST_GIB = 1000.0  # a node of eight such GPUs has 1 to 2 TB

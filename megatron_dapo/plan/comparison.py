@@ -11,10 +11,11 @@ from typing import Any
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS, Gpu
 from megatron_dapo.plan.memory import RunMemory, run_memory
 from megatron_dapo.plan.step import plan_step
+from megatron_dapo.rounding import GIB
 
 PLAN = "plan.json"
 COMPARED_STEP = 2  # of an attempt: the first one compiles and captures

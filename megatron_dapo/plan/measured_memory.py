@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.memory import RunMemory
+from megatron_dapo.rounding import GIB
 
 MEASURED_MEMORY = "plan_memory.json"
 # What a server's rank holds by the plan.

@@ -11,11 +11,12 @@ from megatron_dapo.config.derive import derive
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.check import FEWEST_SEQUENCES, validate_and_check
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
 from megatron_dapo.plan.memory import SPARE_POSITIONS, RunMemory, engine_memory, free_at_start, run_memory
 from megatron_dapo.plan.rollout import Lengths
 from megatron_dapo.plan.step import StepPlan, generation_queue, most_seconds, plan_step, step_lengths
+from megatron_dapo.rounding import GIB
 
 TENSOR = (1, 2, 4, 8)
 CONTEXT = (2, 4, 8)  # sizes besides 1

@@ -17,7 +17,8 @@ from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.check import validate_and_check
-from megatron_dapo.plan.cluster import GIB, GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
+from megatron_dapo.plan.cluster import GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
+from megatron_dapo.rounding import GIB
 from megatron_dapo.trainer.topology import parallel_layout
 
 

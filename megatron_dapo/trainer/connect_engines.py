@@ -35,12 +35,11 @@ from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, TensorSpec
+from megatron_dapo.rounding import MIB
 from megatron_dapo.trainer.start_engines import RunServers, build_local_engine
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape
 
 Result = TypeVar("Result")
-
-MEBIBYTE = 1 << 20
 
 
 class Publisher(Protocol):
@@ -174,7 +173,7 @@ def _describe(run: RunServers, controls: Mapping[int, SglangClient]) -> list[dic
 
 
 def _plan(run: RunServers, source: Layout, engines: EngineLayout, **ranks: int) -> SyncPlan:
-    bucket_bytes = run.place.config.sglang.weight_sync_bucket_mb * MEBIBYTE
+    bucket_bytes = run.place.config.sglang.weight_sync_bucket_mb * MIB
     return plan_sync(source, engines, bucket_bytes, ranks_per_node=run.place.nodes.ranks_per_node, **ranks)
 
 

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 
 from megatron_dapo.megatron.host_memory import Moved
 from megatron_dapo.megatron.trained_model import EVERYTHING, TrainedModel
+from megatron_dapo.rounding import MIB
 from megatron_dapo.trainer.recorder import Phases
 
 logger = logging.getLogger(__name__)
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
-MEBIBYTE = 1 << 20
 
 
 class DeviceModels:
@@ -80,7 +80,7 @@ class DeviceModels:
         self._logged = now
         logger.info(
             "offload: since the last train step %.1f MiB left the device and %.1f MiB came back, in %.3f s",
-            (now.offloaded - before.offloaded) / MEBIBYTE,
-            (now.onloaded - before.onloaded) / MEBIBYTE,
+            (now.offloaded - before.offloaded) / MIB,
+            (now.onloaded - before.onloaded) / MIB,
             now.seconds - before.seconds,
         )

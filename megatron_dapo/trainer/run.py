@@ -34,8 +34,9 @@ from megatron_dapo.nodes.watch import DIRECTORY, NodeWatch, WatchSettings
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.plan.check import require_runnable
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.comparison import PlannedRun
+from megatron_dapo.rounding import GIB
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.supervisor import Supervision
     from megatron_dapo.parallel.coordination import Coordination
     from megatron_dapo.parallel.rank_set import RankSet
-
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_dapo.engines.sglang import cpu
+from megatron_dapo.rounding import GIB
 
 cpu.prepare_imports()
 
@@ -36,7 +37,6 @@ from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 VISION = ("vision_tower.", "multi_modal_projector.")
-GIB = 1 << 30
 
 
 def start(directory: str, store: Path) -> None:

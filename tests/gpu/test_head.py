@@ -16,6 +16,7 @@ from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
 from megatron_dapo.ops.lm_head.inputs import Tiles
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
+from megatron_dapo.rounding import GIB
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,6 @@ SHAPES = (
     (129, 100, 1009, 1024),
     (300, 896, 32003, 32128),
 )
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -20,12 +20,12 @@ from typing import TypeVar
 import torch
 
 from megatron_dapo.files.checksums import DamagedError, PieceChecksums, crc32
-from megatron_dapo.files.safetensors import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, decode_header, encode_header
+from megatron_dapo.files.safetensors import ELEMENT_TYPES, LENGTH_BYTES, MAX_HEADER_BYTES, decode_header, encode_header
 from megatron_dapo.reshard.layout import TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice, whole
 from megatron_dapo.untrusted import one_line
 
-DTYPE_OF_CODE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
+DTYPE_OF_CODE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in ELEMENT_TYPES.items()}
 CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 Model = TypeVar("Model", bound="StoredModel")

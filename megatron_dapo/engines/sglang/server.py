@@ -28,7 +28,7 @@ from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
-from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings, command, environment
+from megatron_dapo.engines.sglang.server_settings import DTYPE_NAMES, WEIGHT_LOADER, ServerSettings, command, environment
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, supported_range
 from megatron_dapo.models.families import text_fields
 from megatron_dapo.untrusted import one_line, read_json
@@ -71,7 +71,7 @@ class Expectation:
                 f"{file}: cannot read architectures and vocab_size from it ({one_line(repr(error))}); model_path must be a "
                 "Hugging Face checkpoint directory"
             ) from error
-        dtype, tensor_parallel = DTYPES[settings.dtype], settings.tensor_parallel
+        dtype, tensor_parallel = DTYPE_NAMES[settings.dtype], settings.tensor_parallel
         return cls(architecture, vocab_size, dtype, tensor_parallel, settings.seeded, settings.routing)
 
 
@@ -360,7 +360,7 @@ def _server_info(url: str, http: httpx.Client, api_version: ApiVersion) -> Serve
             model_path=str(model["model_path"]),
             architecture=str((model.get("architectures") or ["unknown"])[0]),
             vocab_size=_vocab_size(http),
-            dtype=DTYPES.get(str(server["dtype"]), str(server["dtype"])),
+            dtype=DTYPE_NAMES.get(str(server["dtype"]), str(server["dtype"])),
             tensor_parallel=int(server["tp_size"]),
             max_total_tokens=int(server["max_total_num_tokens"]),
             attention_backend=str(server.get("attention_backend")),

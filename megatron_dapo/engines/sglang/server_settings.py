@@ -15,7 +15,7 @@ from megatron_dapo.config.rules import is_loopback
 WEIGHT_LOADER = "megatron_dapo.bridge.protocol.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 # SGLang's names of element types -> ours.
-DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+DTYPE_NAMES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 Quantization = Literal["none", "fp8"]
 # Overrides of fields in the checkpoint's config.json.
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

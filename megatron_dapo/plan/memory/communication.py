@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.rounding import GIB
 
 PAIR_BYTES, GROUP_BYTES = 544 << 20, 688 << 20  # group of two ranks, larger group: NVIDIA/nccl issue 964
 # NVLS, NCCL's default on Hopper, adds this to a group with more than two ranks on a node. It is the excess over the

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.communication import SERVER_GROUP
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT
 from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES
-from megatron_dapo.rounding import round_up
+from megatron_dapo.rounding import GIB, round_up
 
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; without them it cuts responses silently

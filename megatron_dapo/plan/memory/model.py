@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from megatron_dapo.config.model_schema import PIECE_ELEMENTS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.memory.activations import Kernels, activation_bytes, is_fp8, working_bytes
 from megatron_dapo.plan.memory.head import head_bytes
 from megatron_dapo.plan.memory.parameters import (
@@ -19,6 +18,7 @@ from megatron_dapo.plan.memory.parameters import (
     own_share,
     rank_parameters,
 )
+from megatron_dapo.rounding import GIB
 
 # An FP8 weight is kept twice, for the forward and for the backward pass, at one byte per element each.
 FP8_COPIES = 2

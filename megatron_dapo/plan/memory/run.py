@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_dapo.config.derive import as_critic
 from megatron_dapo.config.schema import CheckpointConfig, Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.activations import Kernels
 from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes
 from megatron_dapo.plan.memory.communication import (
@@ -27,6 +27,7 @@ from megatron_dapo.plan.memory.engine import (
     engine_memory,
 )
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
+from megatron_dapo.rounding import GIB
 
 FRAGMENTATION = 0.05  # share of the trainer's tensors lost to allocator fragmentation
 TRAINER_PROCESS = 4 * GIB  # host memory of a trainer process without its tensors: libraries and CUDA's mappings

@@ -15,10 +15,10 @@ from megatron_dapo.cli.description import describe
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.derive import derive
-from megatron_dapo.plan.cluster import GIB
 from megatron_dapo.plan.memory import num_parameters, run_memory
 from megatron_dapo.plan.search import recomputations
 from megatron_dapo.plan.weight_sync import sync_traffic
+from megatron_dapo.rounding import GIB
 from megatron_dapo.run.plan import Machines, Plan, make_plan
 from tests.unit.config.architectures import DENSE, write_model
 from tests.unit.plan.models import MODELS, size_of

@@ -18,8 +18,8 @@ from megatron_dapo.doctor.machine import (
     ok,
     warning,
 )
+from megatron_dapo.rounding import GIB
 
-GIB = 1 << 30
 H200 = Device("NVIDIA H200", 139 * GIB, 138 * GIB, (9, 0))
 V100 = Device("Tesla V100", 32 * GIB, 32 * GIB, (7, 0))
 CPU = TorchFacts(version="2.13.0+cpu")

@@ -13,9 +13,10 @@ import pytest
 
 from megatron_dapo.files.durable import Files
 from megatron_dapo.models.config_json import parse_architecture
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.measured_memory import RankMemory, exceeded
 from megatron_dapo.plan.memory import RunMemory, run_memory
+from megatron_dapo.rounding import GIB
 from megatron_dapo.trainer.memory_check import MemoryCheck, measure
 from tests.unit.config.architectures import QWEN_7B
 from tests.unit.plan.models import colocated, run_of

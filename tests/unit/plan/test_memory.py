@@ -16,7 +16,7 @@ from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory import (
     checkpoint_bytes,
     chunks_in_flight,
@@ -30,6 +30,7 @@ from megatron_dapo.plan.memory import (
     stage_memory,
 )
 from megatron_dapo.plan.memory.batch import TOKEN_BYTES
+from megatron_dapo.rounding import GIB
 from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3, GEMMA3_4B, QWEN_7B, QWEN_14B, QWEN_32B
 from tests.unit.parallel.test_packing import make_sample
 from tests.unit.plan.models import colocated, run_of

@@ -14,10 +14,11 @@ from megatron_dapo.config.derive import derive
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.models.stages import layers_of_stages
 from megatron_dapo.plan.check import validate_and_check
-from megatron_dapo.plan.cluster import GIB, Cluster
+from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.search import MARGIN, Found, candidates, recomputations, search, splits
 from megatron_dapo.plan.step import plan_step
+from megatron_dapo.rounding import GIB
 from tests.unit.plan.models import MODELS, RECIPES
 
 # The fewest GPUs of 80 GB that hold each model with its optimizer: none, for the others there are layouts.
