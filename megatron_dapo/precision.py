@@ -36,10 +36,10 @@ class PrecisionRecipe:
     """Facts about one recipe."""
 
     is_fp8: bool = False
-    size_multiple: int = 1  # of both sizes of a linear layer's weight on a rank
-    token_multiple: int = 1  # of the tokens of a micro-batch that a rank computes
+    size_multiple: int = 1  # required of both sizes of a linear layer's weight on a rank
+    token_multiple: int = 1  # required of a rank's tokens in a micro-batch
     dtype: str = ""  # the model's type, if the recipe fixes it
-    has_state: bool = False  # beside the parameters
+    has_state: bool = False  # in addition to the parameters
     products: str = "in the type of the operands"  # for logs
 
 
@@ -118,8 +118,8 @@ class LinearSizes:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    intermediate_size: int  # of a dense MLP
-    expert_intermediate_size: int = 0  # of one expert
+    intermediate_size: int  # size of a dense MLP
+    expert_intermediate_size: int = 0  # size of one expert
 
 
 @dataclass(frozen=True)

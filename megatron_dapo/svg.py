@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 INK, GRAY, BLUE = "#24292f", "#8c959f", "#1f6feb"
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 30  # of a bar chart, pixels
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 30  # a bar chart, in pixels
 
 
 def document(width: int, height: int, parts: Sequence[str], font_size: int = 12) -> str:

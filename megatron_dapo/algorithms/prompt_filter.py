@@ -11,7 +11,7 @@ import numpy as np
 MEMORY = 4096  # newest visits to fit the model to, and newest predictions to measure its quality on
 _RIDGE = 1.0
 _NEWTON_STEPS = 8
-_MIN_VISITS = 64  # of each kind
+_MIN_VISITS = 64  # minimum of each kind
 _BINS = 10
 
 

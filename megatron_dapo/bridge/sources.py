@@ -32,7 +32,7 @@ class WeightSource:
         coordination: the actor's ranks; None for a single process.
     """
 
-    needs_description = False  # whether `layouts` needs a description of a server's parameters
+    needs_description = False  # True if `layouts` needs a description of a server's parameters
 
     def __init__(self, actor: MegatronActor, rank: int, coordination: Coordination | None) -> None:
         self._actor = actor

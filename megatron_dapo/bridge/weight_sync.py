@@ -85,7 +85,7 @@ class SyncReport:
     """Outcome of one weight sync, with the same states and reasons on every rank."""
 
     version: int
-    engines: Mapping[int, EngineSyncReport]  # those that took part
+    engines: Mapping[int, EngineSyncReport]  # engines that took part
     peak_bytes: int  # largest extra memory the transport took for one engine rank
     seconds: float  # on this rank
 
@@ -144,7 +144,7 @@ class WeightSync:
         self._session = session or secrets.token_hex(8)
         self._release_cache = release_cache
         self._weights = weights
-        self._agreed = False  # whether the ranks' plans agree; compared once, because the plan never changes
+        self._agreed = False  # True once the ranks' plans were found equal; a plan never changes
 
     @property
     def serving(self) -> tuple[int, ...]:

@@ -18,13 +18,13 @@ from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, Tens
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 
-STANDARD_DEVIATION = 0.02  # of random matrices, as the initializer_range of the published configs
+STANDARD_DEVIATION = 0.02  # for random matrices; the published configs' initializer_range
 
 
 @dataclass(frozen=True)
 class WeightLoadReport:
     num_tensors: int  # Hugging Face tensors of which this rank holds elements
-    num_model_tensors: int  # of the whole model
+    num_model_tensors: int  # in the whole model
     num_elements: int  # written into parameters
     num_padding_elements: int  # set to zero
     bytes_read: int = 0  # from storage

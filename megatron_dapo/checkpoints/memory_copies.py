@@ -129,7 +129,7 @@ class KeeperClient:
 class CopyTargets:
     """Keepers that get a copy of what a rank saves. An address is host:port."""
 
-    name: str  # of the node's keeper
+    name: str  # the node's keeper
     own: str  # its address
     peer: str = ""  # address of the keeper of the node's peer; "" for none
     token: str = ""
@@ -190,7 +190,7 @@ class MemoryCopies:
 
     def __init__(self, settings: KeeperSettings, token: str) -> None:
         self._client: KeeperClient | None = None
-        self.address = ""  # of the node's keeper
+        self.address = ""  # address of the node's keeper
         self.targets: CopyTargets | None = None  # set by `use_peer`
         self.loaded: dict[str, dict[str, int]] = {}  # source -> file -> bytes, of the last load
         self._settings, self._token = settings, token

@@ -35,7 +35,7 @@ from typing import Any
 from megatron_dapo.files.linux import ignore_launcher_signals, require_same_user
 
 SHARED_MEMORY = "/dev/shm"
-MESSAGE_BYTES = 1 << 14  # of one request or answer
+MESSAGE_BYTES = 1 << 14  # limit of one request or answer
 _MAX_CONNECTIONS = 256  # over TCP
 _CONNECT_S, _SILENCE_S = 3.0, 10.0  # limits for another keeper, whose node may be lost
 _LOST_S = 60.0  # before asking a keeper again that did not answer

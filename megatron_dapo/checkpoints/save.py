@@ -73,7 +73,7 @@ class CopiedFile:
     end: int
     head: bytes
     tensors: Sequence[torch.Tensor] = ()
-    sizes: Sequence[int] = ()  # of the pieces of a safetensors file
+    sizes: Sequence[int] = ()  # bytes of each piece of a safetensors file
 
     def fill(self, memory: torch.Tensor) -> None:
         """Copy the content to `memory` (uint8)."""

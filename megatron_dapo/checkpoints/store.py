@@ -50,7 +50,7 @@ MANIFEST = "manifest.json"
 _OWN_HASH = "sha256"  # field of the manifest
 _STEP = re.compile(r"step_(\d{6,})")
 _PART = re.compile(r"manifest_rank_(\d+)\.json")
-_ADDRESS, _MAX_KEEPERS = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}"), 2  # of keepers of copies
+_ADDRESS, _MAX_KEEPERS = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}"), 2  # keepers' addresses
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 

@@ -251,7 +251,7 @@ def _layout(config: Config) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return shlex.quote(json.dumps(value))  # as TOML writes it
+        return shlex.quote(json.dumps(value))  # JSON is TOML's spelling of these
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -53,19 +53,19 @@ class SyncFigures:
     dtype: str
     quantization: str
     model_bytes: int
-    shard_bytes: Range  # of an engine rank's parameters, padding included
+    shard_bytes: Range  # an engine rank's parameters, padding included
     sent: Range  # over trainer ranks
     received: Range  # over engine ranks
     local: Range  # over engine ranks
-    sent_between_nodes: int  # of all ranks; what a node's servers share in its memory counts once
+    sent_between_nodes: int  # all ranks; bytes that a node's servers share in its memory count once
     bytes_ratio: float  # largest (received + local) / shard
     top_senders: tuple[tuple[int, int], ...]  # (rank, bytes)
-    pairs: int  # of ranks that exchange something
-    slices: int  # that move between ranks
+    pairs: int  # pairs of ranks that exchange something
+    slices: int  # slices that move between ranks
     messages: int
     bucket_bytes: int
-    peak_extra_bytes: int  # of an engine rank: two buckets and the largest parameter
-    seconds: dict[str, float]  # of an update, by what they are for
+    peak_extra_bytes: int  # per engine rank: two buckets and the largest parameter
+    seconds: dict[str, float]  # parts of an update
     gpu: str
     network_gbit: float
     digest: str

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 NUM_ROUNDS = 3
 _NAME_BYTES = 64
-_SMALL_BYTES, _LARGE_BYTES = MIB, 64 * MIB  # of an all-reduce
-_SLOW_S = 0.25  # of the small one: the large one would then take a minute and say the same
+_SMALL_BYTES, _LARGE_BYTES = MIB, 64 * MIB  # bytes of an all-reduce
+_SLOW_S = 0.25  # limit for the small all-reduce; beyond it the large one would take a minute and say the same
 _DISK_BYTES = 64 * MIB
 _REPEATS = 3
-_TIMEOUT = timedelta(minutes=3)  # of a collective
+_TIMEOUT = timedelta(minutes=3)  # per collective
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _measure_all(
     gathered = [torch.zeros(len(own) + 1, dtype=torch.float64) for _ in range(process.world_size)]
     dist.all_gather(gathered, torch.tensor([*own, of_data_group], dtype=torch.float64))
     figures = {
-        # What no rank of a node has measured is 0.
+        # Values that no rank of a node has measured are 0.
         names[node]: torch.stack([gathered[rank][:-1] for rank in ranks.values()]).amin(0).nan_to_num(posinf=0.0).tolist()
         for node, ranks in sorted(places.items())
     }

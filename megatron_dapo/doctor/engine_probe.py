@@ -28,7 +28,7 @@ class EngineLibraries:
     nccl: str | None = None
     has_gpu: bool = False
     has_compiler: bool = False  # nvcc, which compiles FlashInfer's kernels at their first use
-    failures: dict[str, str] = field(default_factory=dict)  # of GPU_MODULES, tried if there is a GPU: module -> reason
+    failures: dict[str, str] = field(default_factory=dict)  # module of GPU_MODULES, tried if there is a GPU -> reason
 
 
 def examine() -> EngineLibraries:

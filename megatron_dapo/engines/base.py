@@ -20,7 +20,7 @@ class PrefixReuse:
     that an abort lost."""
 
     num_tokens: int = 0
-    num_cached: int = 0  # of those: keys and values that were not computed again
+    num_cached: int = 0  # tokens whose keys and values were not computed again
     num_unrouted: int = 0  # new tokens of aborted answers that did not say their experts, generated again
 
     def __add__(self, other: PrefixReuse) -> PrefixReuse:

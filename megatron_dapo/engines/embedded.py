@@ -63,7 +63,7 @@ class EmbeddedEngineSettings:
 class _Prefix:
     """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
 
-    tokens: tuple[int, ...]  # of the whole context: the prompt, for continued requests the tokens so far as well
+    tokens: tuple[int, ...]  # the whole context: the prompt, and for continued requests the tokens so far
     index: int = -1
     num_rows: int = 0
 
@@ -91,7 +91,7 @@ class EmbeddedEngine:
     """
 
     def __init__(self, config: PreTrainedConfig, settings: EmbeddedEngineSettings):
-        config = config.get_text_config()  # of a model with a vision tower, which takes no part here
+        config = config.get_text_config()  # the language part of a model with a vision tower
         check_config(config)
         self.settings = settings
         self._window = window_of(config)
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         self._complete: list[Completion] = []  # submitted with a prefix that needs no more
         self._rows: list[_Row] = []
         self._prefixes: list[_Prefix] = []  # by slot
-        self._current: dict[tuple[int, ...], _Prefix] = {}  # those of the policy version served, by prompt
+        self._current: dict[tuple[int, ...], _Prefix] = {}  # prefixes of the served policy version, by prompt
         self._allocate(config)
 
     @classmethod
@@ -140,7 +140,7 @@ class EmbeddedEngine:
         # Tensors, as torch.where makes a float32 mask of two Python numbers whatever the model's dtype.
         self._visible = torch.zeros((), dtype=settings.dtype, device=device)
         self._hidden = torch.full((), float("-inf"), dtype=settings.dtype, device=device)
-        # What a tick keeps about the set of active rows, see _refresh.
+        # State that a tick keeps about the set of active rows, see _refresh.
         self._span = 0  # response columns in use by the longest row
         self._prefix_span = 0  # columns of the longest prefix
         self._past_prefix = torch.zeros(0, 0, dtype=torch.bool, device=device)  # [B, prefix_span]: not the row's prompt

@@ -34,7 +34,7 @@ class TrackRule:
 
     direction: Direction
     tolerance: float  # absolute; differences that training seeds by themselves make
-    relative: float = 0.0  # of the reference's value, added to it
+    relative: float = 0.0  # share of the reference's value, added to it
 
 
 RULES: Mapping[str, TrackRule] = {

@@ -35,7 +35,7 @@ class ProblemRecord:
     outcomes: tuple[str, ...]  # n, see types.Outcome
     truncated: tuple[bool, ...]  # n
     response_tokens: tuple[int, ...]  # n
-    source: str = ""  # of data.eval_paths; "": all problems are of one
+    source: str = ""  # an entry of data.eval_paths; "": all problems are of one
 
     def __post_init__(self) -> None:
         columns = (self.extracted, self.outcomes, self.truncated, self.response_tokens)

@@ -30,7 +30,7 @@ class EvaluationProtocol:
 
     model: str  # the evaluated model: directory, or run and step
     dataset_path: str
-    dataset_sha256: str  # of the file's bytes
+    dataset_sha256: str  # hash of the file's bytes
     num_dataset_rows: int
     num_problems: int  # distinct (prompt, answer) that were evaluated
     num_samples: int  # responses per problem: the n of avg@n

@@ -101,7 +101,7 @@ class Record:
     name: str
     unit: Unit
     curves: Mapping[str, Curve]
-    scores: tuple[PublishedScore, ...] = ()  # of `eval/avg_at_k`
+    scores: tuple[PublishedScore, ...] = ()  # published values of `eval/avg_at_k`
     results: Mapping[float, Path] = field(default_factory=dict)  # evaluations with every problem, by step
 
 

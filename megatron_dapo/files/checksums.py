@@ -37,7 +37,7 @@ class PieceChecksums:
         if not _PIECES.fullmatch(text):
             raise ValueError(f"checksums of pieces are {text[:100]!r}, not size:crc32 of each")
         self._pieces: dict[int, tuple[int, int]] = {}
-        self.sizes = [int(piece.partition(":")[0]) for piece in text.split(" ")]  # of the pieces, in order
+        self.sizes = [int(piece.partition(":")[0]) for piece in text.split(" ")]  # bytes of each piece, in order
         for start, size, piece in zip(accumulate(self.sizes, initial=0), self.sizes, text.split(" ")):
             if size:  # an empty tensor begins where the next one does
                 self._pieces[start] = size, int(piece.partition(":")[2], 16)

@@ -233,7 +233,7 @@ def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    # As bytes: numpy has neither bfloat16 nor FP8.
+    # Tensors pass as bytes: numpy has neither bfloat16 nor FP8.
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

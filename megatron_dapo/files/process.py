@@ -252,7 +252,7 @@ class _Server:
         self._memory, self._copy = memoryview(memory), copy
         self._log = _Log()
         self._file: OpenFile | None = None
-        self._problem: Exception | None = None  # of the file being written; reported when it is closed
+        self._problem: Exception | None = None  # the first error of the file being written; reported when it is closed
         self._cancelled: dict[int, threading.Event] = {}  # request number -> event of a started function
         logging.basicConfig(level=logging.INFO, handlers=[self._log])
 

@@ -53,7 +53,7 @@ class GPTConfig(TransformerConfig):
     are only set with CUDA."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    attention_implementation: str = "auto"  # as in `ModelConfig`
+    attention_implementation: str = "auto"  # see `ModelConfig`
     sandwich_norms: bool = False  # also norms after attention and after the MLP, before the residual is added
 
     @property

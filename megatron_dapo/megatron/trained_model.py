@@ -67,7 +67,7 @@ class StepResult:
     """Outcome of one optimizer step."""
 
     metrics: dict[str, float]  # sums over micro-batches, data and context ranks
-    grad_norm: float  # of the whole model, before clipping
+    grad_norm: float  # norm over the whole model, before clipping
     applied: bool  # False: a gradient was not finite on some rank, and no rank changed anything
 
 

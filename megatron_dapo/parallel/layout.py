@@ -24,7 +24,7 @@ class ExpertCoordinates:
     """Coordinates of a rank within its pipeline stage for the weights of experts."""
 
     tensor: int  # part of each expert
-    expert: int  # which experts
+    expert: int  # expert-parallel rank
     data: int  # index of the replica
 
 

@@ -18,7 +18,7 @@ from megatron_dapo.plan.step import plan_step
 from megatron_dapo.rounding import GIB
 
 PLAN = "plan.json"
-COMPARED_STEP = 2  # of an attempt: the first one compiles and captures
+COMPARED_STEP = 2  # the second step of an attempt: the first one compiles and captures
 
 # A planned phase -> the phases of the loop that do its work.
 MEASURED: Mapping[str, tuple[str, ...]] = {

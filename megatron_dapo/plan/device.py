@@ -50,7 +50,7 @@ class Shares:
     packing: float = 0.9  # measured: share of micro-batch tokens that are not padding
     decode_memory: float = 0.78  # fits published decoding times of a 32 B model on two H100
     decode_experts: float = 0.6  # share of the memory rate when reading experts' weights; calibrated (docs/plan.md)
-    decode_flops: float = 0.6  # as above
+    decode_flops: float = 0.6  # calibrated like the one above
     prefill: float = 0.5  # assumed equal to training
     nvlink: float = 0.75  # assumed: a collective's bandwidth
     network: float = 0.8  # assumed

@@ -10,7 +10,7 @@ from megatron_dapo.plan.memory import RunMemory
 from megatron_dapo.rounding import GIB
 
 MEASURED_MEMORY = "plan_memory.json"
-# What a server's rank holds by the plan.
+# Components of the plan that a server's rank holds.
 _SERVER = ("engine_weights", "kv_tokens", "graphs_and_prefill", "engine_context")
 
 
@@ -20,12 +20,12 @@ class RankMemory:
 
     rank: int
     host: int  # resident memory of the process
-    total: int | None = None  # of its GPU
+    total: int | None = None  # memory of its GPU
     free: int | None = None
     reserved: int | None = None  # by torch's allocator, now
     peak_reserved: int | None = None
-    process: int | None = None  # of this process on its GPU, by the driver
-    servers: int | None = None  # of the other processes on its GPU
+    process: int | None = None  # taken by this process on its GPU, as the driver reports it
+    servers: int | None = None  # taken by the other processes on its GPU
 
 
 @dataclass(frozen=True)

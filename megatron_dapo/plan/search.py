@@ -48,7 +48,7 @@ class Found:
     num_tried: int
     num_fitting: int
     reasons: dict[str, int]  # reason for not fitting -> number of layouts
-    needs_fp8: bool = False  # nothing fits with 16-bit servers
+    needs_fp8: bool = False  # True if no layout with 16-bit servers fits
     fp8_seconds: float | None = None  # step time of the fastest FP8 layout, if 16-bit servers have little room
     refused: str = ""  # the validator's message for the fastest layout, if it accepts none
 

@@ -31,7 +31,7 @@ class StepPlan:
     """A planned step of one layout."""
 
     config: Config
-    processes: int  # of the trainer
+    processes: int  # the trainer's
     cluster: Cluster
     memory: RunMemory
     queue: Queue | None  # None: nothing is known of the engines

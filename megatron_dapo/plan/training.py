@@ -17,7 +17,7 @@ from megatron_dapo.plan.rollout import Lengths
 # A backward pass costs two forward passes. The head computes its logits twice.
 FORWARD, TRAINING = 1.0, 3.0
 HEAD_TRAINING = 4.0
-UPDATE_BYTES = 30  # that an optimizer step reads and writes of a parameter: gradient, main param, two moments, weight
+UPDATE_BYTES = 30  # read and written per parameter in an optimizer step: gradient, main param, two moments, weight
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Pass:
     mlp_again: float = 0.0  # and their MLPs on top
     attention_again: float = 0.0
     head: float = HEAD_TRAINING
-    collectives: int = 10  # of a layer's input over tensor ranks, with what the backward pass gathers again
+    collectives: int = 10  # per layer, over tensor ranks; the backward pass gathers its inputs again
     sends_back: bool = True
 
     @classmethod

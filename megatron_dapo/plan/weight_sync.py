@@ -25,10 +25,10 @@ from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 class SyncTraffic:
     """Bytes of one update of all servers."""
 
-    shard: int  # of a server's rank
+    shard: int  # per rank of a server
     num_bytes: int  # into all ranks of all servers
-    between_nodes: int  # those that come from other nodes, counted once per transfer
-    into_node: int  # those of them that the busiest node receives
+    between_nodes: int  # from other nodes, counted once per transfer
+    into_node: int  # from other nodes into the busiest one
     senders: int  # trainer ranks
 
 

@@ -19,7 +19,7 @@ from megatron_dapo.types import TrainSample
 
 RESPONSE_LENGTHS = ((1, 17, 60, 5), (33, 2, 48), (9, 26, 1, 54, 12), (21,))  # one tuple a group
 FILTERED = (1, 2)  # group and index of a response that is left out of the loss
-GAP_SHARE = 0.15  # of response tokens that are not trained
+GAP_SHARE = 0.15  # share of response tokens that are not trained
 # Ratios pi / pi_old, each far enough from every bound (0.8, 1.28, and 3 of the dual clip) that rounding cannot move a
 # token across.
 RATIOS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.35, 2.0, 2.9, 3.1, 5.0)
@@ -44,7 +44,7 @@ def make_batch(vocab_size: int) -> ProofBatch:
         (group, index, length) for group, lengths in enumerate(RESPONSE_LENGTHS) for index, length in enumerate(lengths)
     ]
     samples = tuple(_sample(group, index, length, vocab_size, generator) for group, index, length in shapes)
-    table = torch.tensor(RATIOS, dtype=torch.float64)  # as the oracle computes
+    table = torch.tensor(RATIOS, dtype=torch.float64)  # the oracle's type
     ratios = tuple(table[torch.randint(len(RATIOS), (length,), generator=generator)] for _, _, length in shapes)
     return ProofBatch(samples, ratios)
 

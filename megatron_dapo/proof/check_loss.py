@@ -37,10 +37,10 @@ class LossCheckRow:
     micro_batch: str
     packing: str
     aggregation: str
-    num_micro_batches: int  # of each data-parallel rank
-    rel_diff: float  # of the gradients, see `GradientDifference`
+    num_micro_batches: int  # per data-parallel rank
+    rel_diff: float  # difference of the gradients, see `GradientDifference`
     worst_tensor: str
-    loss_rel_diff: float  # of the value of the loss
+    loss_rel_diff: float  # difference of the loss
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CheckLossReport:
     @property
     def max_rel_diff(self) -> float:
         """Largest relative difference of gradients; the largest float if nothing was compared."""
-        # Nothing compared is nothing proved; JSON has no infinity.
+        # A comparison of nothing proves nothing; JSON has no infinity.
         return max((row.rel_diff for row in self.rows), default=sys.float_info.max)
 
     @property

@@ -22,9 +22,9 @@ from megatron_dapo.telemetry.alarms import RUN_ALARMS, Alarm
 from megatron_dapo.telemetry.trend import TrendAlarm
 
 Level = Literal["alarm", "warning", "note"]
-_RECENT = 0.1  # of the train steps: an alarm that ended before is history
+_RECENT = 0.1  # last share of the train steps: an alarm that ended before is history
 
-_COLLAPSE = 0.1  # of the entropy at the start
+_COLLAPSE = 0.1  # share of the entropy at the start
 _COLLAPSE_STEPS = 5  # number of steps averaged at the start and the end
 _JUMP = 10.0  # times the median gradient norm
 _JUMP_HISTORY = 50  # train steps in the median

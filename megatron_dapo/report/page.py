@@ -29,7 +29,7 @@ MAX_RUNS = 12
 RELOAD_S = 30  # period after which a live run's page reloads
 _MARGIN = 20_000  # bytes
 _POINTS = 2400  # per metric, over all runs
-_SAMPLE_SHARES = (1.0, 0.6, 0.3, 0.1, 0.0)  # of the bytes left for samples: escapes are counted only in the page itself
+_SAMPLE_SHARES = (1.0, 0.6, 0.3, 0.1, 0.0)  # tried in turn: escapes are counted only in the page itself
 _MAX_ANOMALIES = 200
 
 _PAGE = """<!DOCTYPE html>

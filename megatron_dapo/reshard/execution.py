@@ -146,7 +146,7 @@ def _wire_bytes(dtype_of: DtypeOf, transfer: Transfer) -> int:
 def _buckets(dtype_of: DtypeOf, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
     """Yield runs of transfers of at most bucket_bytes (a larger one by itself); both ends cut the list identically."""
     sizes = [_wire_bytes(dtype_of, transfer) for transfer in transfers]
-    # Nothing fits next to a full bucket.
+    # A full bucket has no room.
     for piece in pieces([max(size, bucket_bytes) if size >= _ALONE_BYTES else size for size in sizes], bucket_bytes):
         yield list(transfers[piece])
 

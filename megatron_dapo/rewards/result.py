@@ -19,7 +19,7 @@ class RewardSample:
     data_source: str
     extra_info: Mapping[str, Any]  # every other column of the row
     finish_reason: str  # "stop", or "length" for a response that was cut off
-    group_index: int  # of the response among those to the same prompt
+    group_index: int  # index among the responses to the same prompt
     requested_token_ids: tuple[int, ...] | None = None  # see `token_ids`
 
     @property

@@ -111,7 +111,7 @@ class AsyncCollector:
         self._state = State.WAITING
         self._resumed_state = State.WAITING  # the state to return to after a pause
         self._ready: deque[RolloutBatch] = deque()
-        self._num_groups = 0  # of a batch
+        self._num_groups = 0  # per batch
         self._version = -1  # policy version published last
         self._next_version = -1  # version that the next collected batch will train
         self._error: BaseException | None = None

@@ -24,7 +24,7 @@ class RolloutBatch:
     groups: tuple[Group, ...]
     statistics: CollectStatistics
     exhausted: Exhaustion = ""  # why there are fewer groups than requested
-    should_stop: bool = False  # nothing more to train on: save a checkpoint and end
+    should_stop: bool = False  # data is exhausted: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
     filtered: tuple[Group, ...] = ()  # a few of those that were left out, for the records; not in a checkpoint
     # Circumstances of its collection, by which batches are not compared.

@@ -42,7 +42,7 @@ class ResponseAccounting:
     trained: int  # finished and handed out
     not_chosen: int  # finished in a window that was not trained
     given_back: int  # finished, in batches that were given back
-    in_flight: int  # of the current collection
+    in_flight: int  # requests of the current collection
     unfinished: int  # waiting for their next window
     not_started: int  # waiting for their first window
 
@@ -108,7 +108,7 @@ class Collector(ABC):
         self._scorer = inputs.scorer
         self._on_progress = inputs.on_progress
         self._counters = counters
-        self._between_polls: Callable[[], None] | None = None  # of the current collection
+        self._between_polls: Callable[[], None] | None = None  # for the current collection
 
     @property
     def generation_step(self) -> int:

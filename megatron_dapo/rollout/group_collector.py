@@ -92,7 +92,7 @@ class GroupCollector(Collector):
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
-        self._training_version = 0  # of the batch being collected
+        self._training_version = 0  # version that trains the batch being collected
         self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()
         # Group id, prompt id and decision of this collection's groups, reported to the stream at its end.
@@ -116,7 +116,7 @@ class GroupCollector(Collector):
         if exhausted:
             return self._exhausted_batch(num_groups, exhausted, first_number)
         if not self._rollout.partial_rollout and self._buffer.max_staleness:
-            while self._open:  # nothing may be held
+            while self._open:  # no group may be held
                 self._receive_and_report(num_groups)
         return self._batch(num_groups, "", first_number)
 

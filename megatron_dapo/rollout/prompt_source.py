@@ -33,7 +33,7 @@ FEATURES = (
     "truncated_share",
     "surprise",
     "age",
-)  # of the filter's model
+)  # inputs of the filter's model
 FIRST_COOL_DOWN = 10  # policy versions for which a prompt is first left out; doubles each time
 
 
@@ -43,11 +43,11 @@ class PromptRecord:
 
     passes: float = 0.0  # faded counts, as of `version`
     failures: float = 0.0
-    version: int = 0  # of the policy trained at its last visit
+    version: int = 0  # policy trained at its last visit
     num_visits: int = 0
     num_scores: int = 0
     scores: list[float] = field(default_factory=list)  # the newest, in [-1, 1], if order = "priority"
-    mean_tokens: float = 0.0  # of its last group, like the two below
+    mean_tokens: float = 0.0  # mean over its last group, like the two below
     truncated_share: float = 0.0
     surprise: float = 0.0  # mean -log-prob of the sampled tokens under the policy
     num_skipped: int = 0  # times in a row
@@ -79,7 +79,7 @@ class PromptSource:
         self._predicted: dict[str, tuple[float, bool]] = {}  # prompt handed out -> (P(useful), would be skipped)
         self._model = UsefulnessModel(FEATURES)
         self._version = 0
-        self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # of this collection
+        self._counts = {"skipped": 0, "audited": 0, "tokens_saved": 0}  # counts of this collection
 
     @property
     def _keeps_history(self) -> bool:

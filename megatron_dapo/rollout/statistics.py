@@ -31,7 +31,7 @@ class WindowSummary:
     """One collection of windows (T-PPO)."""
 
     num_windows: int = 0  # responses worked on
-    num_finished: int = 0  # those that ended
+    num_finished: int = 0  # responses that ended
     windows_per_finished: float = 0.0  # mean, at the window length of the run
     num_waiting: int = 0  # responses in the pool afterwards: unfinished, or not yet started of begun groups
     num_continued: int = 0  # responses worked on that had earlier windows
@@ -74,10 +74,10 @@ class CollectStatistics:
     mean_reward: float
     outcomes: Mapping[str, int]  # the verifier's outcomes
     kept_lengths: LengthSummary
-    dropped_lengths: LengthSummary  # of filtered groups
-    aborted_lengths: LengthSummary  # of groups given up, as far as they got
+    dropped_lengths: LengthSummary  # in filtered groups
+    aborted_lengths: LengthSummary  # in groups that were given up, as far as they got
     windows: WindowSummary | None = None  # None without windows
-    prompts: Mapping[str, float] = field(default_factory=dict)  # what the choice of prompts did, see `PromptSource`
+    prompts: Mapping[str, float] = field(default_factory=dict)  # counts of the choice of prompts, see `PromptSource`
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 

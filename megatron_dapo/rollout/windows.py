@@ -38,7 +38,7 @@ class WindowGroup(OpenGroup):
     num_begun: int = 0  # indices below are begun
     starts: dict[int, int] = field(default_factory=dict)  # begun, unfinished response -> its tokens before the window
     num_finished: int = 0  # over all steps
-    accuracy_sum: float = 0.0  # of those
+    accuracy_sum: float = 0.0  # sum over those responses
 
     @property
     def num_not_started(self) -> int:

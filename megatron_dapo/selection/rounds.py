@@ -24,7 +24,7 @@ RECORD = "rounds.json"
 class Stage:
     """One command of the sequence."""
 
-    name: str  # of its directory, e.g. round_1/sft
+    name: str  # name of its directory, e.g. round_1/sft
     command: str
     directory: Path
     overrides: tuple[str, ...]

@@ -27,7 +27,7 @@ class RunProcess:
     num_nodes: int = 1
     heartbeat: Heartbeat | None = None
     end_time: float | None = None  # when the launcher ends the processes, in seconds since 1970; None if unknown
-    supervision: Supervision | None = None  # of servers that outlive a failure; None if nothing restarts the processes
+    supervision: Supervision | None = None  # servers that outlive a failure; None if nothing restarts the processes
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ class ServerPlace:
     """The nodes of a run's servers, and what each server of this node gets from the configuration."""
 
     config: Config
-    ranks: RankSet  # that hold the policy, and lead servers
+    ranks: RankSet  # ranks that hold the policy and lead servers
     nodes: NodeTopology
     rendezvous_host: str
     key_file: Path
-    processes_here: int = 0  # of the run on this node, including the critic's
-    supervisor: SupervisorClient | None = None  # of this node's servers, on the rank that starts them
+    processes_here: int = 0  # the run's processes on this node, including the critic's
+    supervisor: SupervisorClient | None = None  # client of this node's supervisor, on the rank that starts servers
 
     @property
     def device_type(self) -> str:
@@ -156,8 +156,8 @@ class RunServers:
     servers: Servers
     engines: SglangEngines
     device: SharedDevice | None
-    coordination: Coordination  # of the policy's ranks
-    node_group: Coordination | None  # of those on this node
+    coordination: Coordination  # the policy's ranks
+    node_group: Coordination | None  # the policy's ranks on this node
 
 
 def start_engines(

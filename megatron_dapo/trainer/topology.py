@@ -28,14 +28,14 @@ class RunTopology:
     """Ranks and layouts of a run's models. Without a critic, the critic's fields equal the policy's and are unused."""
 
     size: int  # processes of the run
-    rank: int  # of this process in the world
+    rank: int  # rank of this process in the world
     policy: RankSet
     critic: RankSet
     policy_layout: ParallelLayout
     critic_layout: ParallelLayout
-    coordination: Coordination  # of all ranks, through host memory
+    coordination: Coordination  # all ranks, through host memory
     rendezvous_host: str = LOOPBACK  # the node of rank 0
-    supervision: Supervision | None = None  # of servers; None if nothing starts the run's processes again
+    supervision: Supervision | None = None  # supervision of servers; None if nothing starts the run's processes again
 
     @property
     def is_shared(self) -> bool:

@@ -24,7 +24,7 @@ DESCRIBE = "describe"
 class DescriptionChannel:
     """Destination of a description."""
 
-    address: Address  # of the trainer's rendezvous store
+    address: Address  # the trainer's rendezvous store
     key: str
     seconds: float  # an engine rank may take to reach it
 

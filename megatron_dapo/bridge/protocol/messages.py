@@ -165,7 +165,7 @@ class Reply:
     sync_id: str = ""
     version: int | None = None  # held by the parameters; None while they are unknown or mixed
     num_bytes: int = 0  # copied into parameters by the message
-    seconds: float = 0.0  # of the last command
+    seconds: float = 0.0  # duration of the last command
     checksums: Mapping[str, int] = field(default_factory=dict)  # finish, adopt, checksums: signed 64-bit
 
     def encode(self) -> str:

@@ -25,7 +25,7 @@ from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG,
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
 DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are separate messages; for smaller ones a copy is cheaper
-STAGED_BUCKETS = 2  # as many bytes may be staged at either end
+STAGED_BUCKETS = 2  # limit of the bytes staged at either end
 WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
 MAX_REPLY_BYTES = 64 << 20  # a length that came over an unauthenticated connection must not allocate more
 RECEIVE = "receive"  # the operation of a command that stands for a whole weight sync
@@ -222,8 +222,8 @@ class Outgoing:
 
     position: Position
     messages: Sequence[Message]  # to the engine rank's member
-    values: Mapping[Chunk, torch.Tensor]  # as the sender holds them: strided, in its type
-    dtypes: Mapping[str, torch.dtype]  # of the engine's parameters
+    values: Mapping[Chunk, torch.Tensor]  # the sender's own views: strided, in its type
+    dtypes: Mapping[str, torch.dtype]  # types of the engine's parameters
 
     def leaves_directly(self, message: Message) -> bool:
         """Return True if the shard holds the message as it travels: one chunk, contiguous, in the engine's type."""

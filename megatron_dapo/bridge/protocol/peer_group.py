@@ -138,7 +138,7 @@ class PeerGroup:
         self.name = name
         self.rank = rank
         self.size = size
-        self.device = torch.device(device)  # of tensors sent with DATA_TAG
+        self.device = torch.device(device)  # device of tensors sent with DATA_TAG
         # A gloo connection stalls, including the replies queued after it, once the buffer of a message it reads is freed.
         self.in_flight: set[Pending] = set()
         self.connected = set(range(size)) - {rank}  # members to which there may be a connection
@@ -380,7 +380,7 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
-# What carries bytes apart from gloo, and the device of the tensors.
+# Transports other than gloo, and the device of their tensors.
 BACKENDS: Mapping[str, tuple[Any, str]] = {"gloo": (None, "cpu"), "nccl": (_nccl, "cuda")}
 
 

@@ -123,7 +123,7 @@ class Receiver:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: tensor.detach() for name, tensor in parameters.items()}
         self.version: int | None = None  # held by the parameters; None while they are unknown or mixed
-        self._newest: Manifest | None = None  # of the sync that began last
+        self._newest: Manifest | None = None  # manifest of the sync that began last
         self._current: _Sync | None = None
 
     def handle(self, command: Command, channel: Channel) -> Reply:

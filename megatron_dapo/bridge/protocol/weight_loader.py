@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # The engine's names of models.families.VISION_TENSORS: only the standard library and torch are there in the engine's processes.
 _VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
 _LOOK_S = 1.0  # between two looks whether the trainer lives
-_ATTRIBUTE = "megatron_dapo_weight_sync"  # of the model: it is all that SGLang hands over, and lives between requests
+_ATTRIBUTE = "megatron_dapo_weight_sync"  # on the model, the only object that SGLang keeps between requests
 
 
 class MappedArena:
@@ -82,7 +82,7 @@ class ArenaChannel(Channel):
         self._arena = mapped.map(ArenaSpec.from_json(channel["arena"]))
         self._slots = self._arena.slots
         creator = self._arena.spec.creator
-        # Where it is not seen at first, it is in another process namespace.
+        # If it is not visible at first, it is in another process namespace.
         self._trainer = creator if creator and is_running(creator) else 0
 
     def begin(self) -> None:

@@ -27,7 +27,7 @@ from megatron_dapo.reshard.execution import Buffers
 # (first engine rank of those alike, source on another node) -> memory for its bytes of a bucket, and their message
 Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
 
-_ROUNDS_AHEAD = 2  # whose messages are under way at either end; each holds its bytes a second time
+_ROUNDS_AHEAD = 2  # rounds with messages under way at either end; each holds its bytes a second time
 
 
 class _Message(NamedTuple):
@@ -99,14 +99,14 @@ class Forwarding:
         self._nodes = nodes
         self._peers = peers
         self._memory = Staging(torch.device("cpu"), 0)
-        self._handed_out: list[_Message] = []  # of the round that is being written
+        self._handed_out: list[_Message] = []  # messages of the round that is being written
         self.begin(SyncRequest("", "", 0, ()))
 
     def begin(self, request: SyncRequest) -> None:
         """Arrange the rounds of a sync; forget messages that an earlier, failed one had in flight, and their memory."""
         self._coming: list[list[tuple[Bucket, int]]] = []  # round -> (bucket, source on another node)
         self._leaving: list[list[tuple[Bucket, list[int]]]] = []  # round -> (bucket, engine ranks that get it)
-        self._arriving: deque[tuple[Incoming, list[_Message]]] = deque()  # of the rounds that come next
+        self._arriving: deque[tuple[Incoming, list[_Message]]] = deque()  # messages of the next rounds
         self._next = 0  # round to be received
         self._sending: deque[list[_Message]] = deque()
         nodes = self._nodes

@@ -37,7 +37,7 @@ class SyncMemory:
     shared: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # IPC handle of the slots on a GPU
     linked: dict[int, ArenaSpec] = field(default_factory=dict)  # made here, and not mapped by their engine yet
     failures: dict[int, str] = field(default_factory=dict)  # engine -> reason it has no memory
-    pids: tuple[int, ...] = ()  # of the trainer's processes on this node
+    pids: tuple[int, ...] = ()  # the trainer's processes on this node
     is_new: bool = False  # on any rank of the node: something had to be mapped, which may have failed
 
     @property
@@ -71,7 +71,7 @@ class NodeMemory:
         self._kept_for: dict[int, ServerControl] = {}  # engines this rank leads: whose processes have mapped theirs
         self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
         self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
-        remove_stale(directory)  # of runs that were killed
+        remove_stale(directory)  # left by runs that were killed
 
     def open(self, request: SyncRequest, memory: SyncMemory, timeout_s: float) -> None:
         """Fill `memory`: create arenas that engines led by this rank lack, and map those of all engines of the node.

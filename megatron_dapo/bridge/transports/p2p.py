@@ -64,7 +64,7 @@ from megatron_dapo.bridge.transports.base import (
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
-_NUM_REASONS = 4  # of one engine that all ranks learn of
+_NUM_REASONS = 4  # reasons of one engine that all ranks receive
 _CALL_GRACE_S = 5.0  # for the answer to a request once the replies are here
 
 
@@ -119,7 +119,7 @@ class _Share:
     deadline: SyncDeadline
     sums: ExpectedChecksums
     order: LaunchOrder
-    replies: tuple[Reply, ...] = ()  # of the leader
+    replies: tuple[Reply, ...] = ()  # the leader's
     received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its reply; of the leader
     seconds: dict[str, float] = field(default_factory=dict)
     failure: SyncFailure | None = None
@@ -130,7 +130,7 @@ class FailureKind(IntEnum):
 
     CAUSE = 0
     LOST = 1  # a connection broke: what the others see of a failure
-    LATE = 2  # nothing was seen until the deadline
+    LATE = 2  # no sign until the deadline
 
 
 class SyncFailure(NamedTuple):
@@ -163,11 +163,11 @@ class P2PTransport:
         self.coordination = coordination
         self.rank = coordination.rank
         self.settings = settings or P2PSettings()
-        self.seconds: dict[str, float] = {}  # of the last sync on this rank, by phase; the slowest engine's
+        self.seconds: dict[str, float] = {}  # duration of each phase in this rank's last sync, for its slowest engine
         self.received: dict[int, int] = {}  # bytes an engine rank reported in the last sync; of engines led here
-        self._store: RendezvousStore | None = None  # of leaders
+        self._store: RendezvousStore | None = None  # the leaders' store
         self._groups: dict[int, PeerGroup] = {}
-        self._joined_by: dict[int, ServerControl] = {}  # of engines this rank leads: the process that joined the group
+        self._joined_by: dict[int, ServerControl] = {}  # for engines that this rank leads: the process that joined
 
     def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
         """Agree on every engine's group."""

@@ -71,9 +71,9 @@ class _State:
     request: SyncRequest
     deadline: SyncDeadline
     result: TransferResult
-    engines: tuple[int, ...]  # of this node, still taking part
+    engines: tuple[int, ...]  # this node's engines that still take part
     memory: SyncMemory = field(default_factory=SyncMemory)
-    messengers: dict[int, Call[_Answers]] = field(default_factory=dict)  # of engines this rank leads
+    messengers: dict[int, Call[_Answers]] = field(default_factory=dict)  # one per engine that this rank leads
 
 
 class SharedMemoryTransport:

@@ -19,7 +19,7 @@ from megatron_dapo.untrusted import blamed_on, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_COMPARE_BYTES = 16 << 20  # of each copy in memory while two copies are compared
+_COMPARE_BYTES = 16 << 20  # per copy, while two copies are compared
 
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -120,7 +120,7 @@ class HFCheckpoint(StoredModel):
         for alias, name in architecture.aliases().items():
             if alias not in self.specs:
                 continue
-            # As many rows at a time as fit the bound: the embedding of a large vocabulary takes gigabytes.
+            # Rows are compared in blocks that fit the bound: the embedding of a large vocabulary takes gigabytes.
             rows = max(1, _COMPARE_BYTES * self.specs[name].shape[0] // max(1, self.specs[name].num_bytes))
             for start in range(0, self.specs[name].shape[0], rows):
                 # Taking either copy would be a guess.

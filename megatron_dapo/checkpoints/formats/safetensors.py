@@ -55,7 +55,7 @@ class SafetensorsReader:
         self.path = Path(path)
         self._checksums = checksums
         self._counting = threading.Lock()
-        self.bytes_read = 0  # of tensor data
+        self.bytes_read = 0  # tensor data only
         try:
             # Unbuffered: slices are read by offset, and a buffer would read bytes that no rank needs.
             self._file = open(self.path, "rb", buffering=0)

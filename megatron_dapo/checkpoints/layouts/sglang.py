@@ -35,7 +35,7 @@ class EngineSizes:
 
     query_heads: int
     key_value_heads: int
-    intermediate: int  # of a dense MLP; 0 in a model with experts
+    intermediate: int  # size of a dense MLP; 0 in a model with experts
     expert_intermediate: int  # 0 in a dense model
     vocabulary: int
 

@@ -232,7 +232,7 @@ class SglangClient:
 
     def pause(self) -> None:
         """Stop generating: what runs is answered with what it has, and new requests wait until `resume`."""
-        # Of SGLang's other modes, "retract" queues what runs again and "in_place" keeps it with its cache.
+        # SGLang has two other modes: "retract" queues what runs again and "in_place" keeps it with its cache.
         self._call("POST /pause_generation", {"mode": "abort"}, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def resume(self) -> None:
@@ -387,7 +387,7 @@ class SglangClient:
             raise EngineGone(self.name, endpoint, f"{lost}: the server has ended; see its log") from None
         except (AnswerError, UnicodeDecodeError) as error:
             raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {self._quoted(str(error))}") from None
-        except ValueError as error:  # what a broken JSON document raises
+        except ValueError as error:  # the JSON document is broken
             raise EngineAnswerError(self.name, endpoint, f"the answer is no JSON: {error}") from None
 
 

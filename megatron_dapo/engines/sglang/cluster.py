@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _RESTART = "restart"
 _MEMORY_POLL_S = 0.05
-_WORKSPACE_BYTES = 2 << 30  # that SGLang's allocator may release as well when it falls asleep, and need not come back
+_WORKSPACE_BYTES = 2 << 30  # SGLang's allocator may release these when it falls asleep, and they need not come back
 _LOOK_AGAIN_S = 1.0  # how long a collecting thread waits for servers before it may be paused
 
 
@@ -130,7 +130,7 @@ class SglangEngines:
         self._commands = commands or Rank0Commands(coordination)
         self._commands.handlers[_RESTART] = self._restart_all
         self._has_progressed = False  # since the main thread last told the other ranks
-        self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
+        self._controls: dict[int, SglangClient] = {}  # one per server that this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: WeightSync | None = None
         self._engine: SglangEngine | None = None  # rank 0, once the first version is published

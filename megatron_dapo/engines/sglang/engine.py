@@ -58,13 +58,13 @@ class SglangEngineSettings:
     """Sizes and deadlines of the engine."""
 
     max_length: int  # tokens of one sequence, prompt + response; see SglangClient.max_length
-    vocab_size: int  # of the trained model; an answer with other ids is an error
+    vocab_size: int  # the trained model's; an answer with other ids is an error
     max_in_flight: int = 256  # requests at one server, each with a connection; the rest waits here
-    max_tries: int = 5  # of one request, before poll raises
+    max_tries: int = 5  # per request, before poll raises
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
     stall_s: float = 120.0  # without an answer before a server's health is probed
     abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
-    routing: RoutingShape | None = None  # of the trained model, for requests that want it; None: it has no experts
+    routing: RoutingShape | None = None  # the trained model's, for requests that want it; None: it has no experts
 
 
 @dataclass
@@ -77,7 +77,7 @@ class EngineStatistics:
     num_completions: int = 0
     num_tokens: int = 0  # generated, prefixes not counted
     num_prompt_tokens: int = 0  # read by requests without a prefix
-    num_cached_prompt_tokens: int = 0  # of those: in the prefix caches, as the other responses of a group find them
+    num_cached_prompt_tokens: int = 0  # tokens found in the prefix caches, as by the other responses of a group
     prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)
 
 
@@ -95,7 +95,7 @@ class _Server:
     client: SglangClient
     problem: EngineError | None = None  # why it is dead
     is_suspect: bool = False  # its health is being probed
-    last_sign: float = 0.0  # of life, on the monotonic clock
+    last_sign: float = 0.0  # last sign of life, on the monotonic clock
     in_flight: set[int] = field(default_factory=set)  # numbers of attempts
     num_tokens: int = 0  # in flight
 
@@ -112,7 +112,7 @@ class _Job:
     request: GenerationRequest
     num_tries: int = 0
     problem: EngineError | None = None
-    # Of the latest attempt:
+    # The latest attempt:
     server: _Server = field(init=False)
     version: int = field(init=False)  # policy version that serves it
     num_tokens: int = field(init=False)  # expected in the server's cache
@@ -149,8 +149,8 @@ class SglangEngine:
         self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
         self._in_flight: dict[int, _Job] = {}  # by attempt number
         self._ready: list[tuple[int, Completion]] = []
-        self._affinity: dict[tuple[int, ...], _Server] = {}  # where a prompt was last sent
-        self._mean_length = 0.0  # of responses, 0 before the first
+        self._affinity: dict[tuple[int, ...], _Server] = {}  # server that a prompt was last sent to
+        self._mean_length = 0.0  # mean over responses, 0 before the first
         self._refusal: EngineError | None = None
         self._first_problem: EngineError | None = None
 

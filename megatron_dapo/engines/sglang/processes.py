@@ -79,7 +79,7 @@ def _end_session() -> None:
     session, caller = os.getsid(0), os.getpid()
     members = [pid for pid, status in _process_table().items() if status.session == session]
     others = [pid for pid in members if pid != caller and not _is_resource_tracker(pid)]
-    _signal(others, signal.SIGSTOP)  # what runs on could make a file after its maps were read
+    _signal(others, signal.SIGSTOP)  # a process that runs on could make a file after its maps were read
     for file in {file for pid in members for file in leftovers(pid)}:
         file.unlink(missing_ok=True)
     _signal(others, signal.SIGKILL)

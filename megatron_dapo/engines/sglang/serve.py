@@ -48,7 +48,7 @@ def serve(arguments: Sequence[str]) -> None:
 if __name__ == "__mp_main__":
     # SGLang asks for the same, but only after imports of many seconds.
     end_with_parent()
-    restrict_stores()  # of the scheduler: it is on one node, and its ranks meet at 127.0.0.1
+    restrict_stores()  # the scheduler is on one node, and its ranks meet at 127.0.0.1
     cpu.prepare_imports()
     cpu.apply_to_sglang()
 

@@ -52,7 +52,7 @@ class Servers:
         self._own = own
         self._coordination = coordination
         self._api_versions: dict[int, ApiVersion] = {}
-        self._cache_tokens: dict[int, int] = {}  # of the first server with each index
+        self._cache_tokens: dict[int, int] = {}  # by the first server with each index
 
     def ready(self) -> list[ReadyServer]:
         """Wait until all servers are up and return them by index; ServersFailed on every rank if one does not come up."""

@@ -98,7 +98,7 @@ class Supervisor:
         self.is_over = False
         self.is_told_to_end = False  # by a signal
         self._slots: dict[int, _Slot] = {}
-        self._lock = threading.Lock()  # of everything here
+        self._lock = threading.Lock()  # guards all fields
         self._num_trainers = 0
         self._alone_since = time.monotonic() + max(0.0, _FIRST_TRAINER_S - keep_s)
 
@@ -320,7 +320,7 @@ class SupervisorClient:
     def __init__(self, address: str, num_servers: int) -> None:
         """Connect. OSError if nothing listens; SupervisorGone if it is about to end."""
         self._socket = socket.socket(socket.AF_UNIX)
-        self._lock = threading.Lock()  # of a request and its answer: engines are controlled by several threads
+        self._lock = threading.Lock()  # held from a request to its answer: engines are controlled by several threads
         try:
             self._socket.connect("\0" + address)
             require_same_user(self._socket)

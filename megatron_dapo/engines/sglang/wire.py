@@ -44,7 +44,7 @@ class Generation:
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered; "" if it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
-    routing: np.ndarray | None = None  # of the whole sequence, see Completion
+    routing: np.ndarray | None = None  # for the whole sequence, see Completion
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
 
 
@@ -122,7 +122,7 @@ def parse_generation(
         if not isinstance(version, str):
             raise AnswerError(f"weight_version is no text but {type(version).__name__}")
         routed = None
-        if request.with_routing and len(token_ids):  # nothing is said of requests that were never started
+        if request.with_routing and len(token_ids):  # requests that were never started have no routing
             assert routing is not None, "a request for the routing of a model without experts"
             # A request that was retracted and is aborted while it waits comes back with its tokens, but without experts.
             if experts is None and _object(meta["finish_reason"], "finish_reason").get("type") == "abort":
@@ -159,7 +159,7 @@ def _flatten_entries(text: bytearray) -> int:
     if start < len(_LOGPROBS) or text[start + 1 : start + 2] == b"]":
         return 0  # none, or an empty list
     characters = np.frombuffer(text, np.uint8)
-    words = np.ndarray((max(0, len(text) - 7),), "<u8", text, strides=(1,))  # of 8 bytes, one at every byte
+    words = np.ndarray((max(0, len(text) - 7),), "<u8", text, strides=(1,))  # overlapping 8-byte words
     nulls = start + np.flatnonzero(characters[start:] == ord("n"))
     nulls = nulls[: np.searchsorted(nulls, len(words))]
     # Not `take`, which would copy all words first.

@@ -36,7 +36,7 @@ class Blocks:
     num_warps: int
     num_stages: int
     has_tma: bool = False
-    is_flattened: bool = False  # of the forward kernel; that of the backward pass has one tile a program
+    is_flattened: bool = False  # forward kernel only; the backward one has one tile per program
 
     def meta(self) -> dict[str, int | bool]:
         """Return them as arguments of a kernel."""
@@ -58,9 +58,9 @@ _BLOCKS = {
     (4, False): Blocks(64, 64, 32, num_warps=4, num_stages=2),
 }
 INTERPRETED_BLOCKS = Blocks(16, 64, 32, num_warps=1, num_stages=1)
-# What a kernel with products is called for: sums, sums and kept logits, gradients of a tile.
+# Uses of a kernel with products: sums, sums and kept logits, gradients of a tile.
 Use = Literal["sums", "kept", "gradients"]
-ChooseBlocks = Callable[[Use, torch.Tensor, torch.Tensor], Blocks]  # of a use, hidden states and a weight
+ChooseBlocks = Callable[[Use, torch.Tensor, torch.Tensor], Blocks]  # arguments: a use, hidden states and a weight
 
 
 def fixed_blocks(use: Use, hidden: torch.Tensor, weight: torch.Tensor) -> Blocks:
@@ -287,7 +287,7 @@ class FusedTileGradients(chunked.TileGradients):
 def launch_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    of_tile: tuple[Any, ...],  # of `logit_gradients`, from target_columns to num_columns
+    of_tile: tuple[Any, ...],  # arguments of `logit_gradients`, from target_columns to num_columns
     temperature: float,
     has_slope: bool,
     blocks: Blocks,

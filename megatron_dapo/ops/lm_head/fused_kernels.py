@@ -32,7 +32,7 @@ def _rows(matrix, num_rows, width, stride, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH
 
 @triton.jit
 def _tile(
-    hidden,  # of `_rows`, as is `weight`
+    hidden,  # pointers from `_rows`, like `weight`
     weight,
     first_token,
     first_column,
@@ -162,7 +162,7 @@ def partial_sums(
             real = has_token[:, None] & (columns[None, :] < num_columns)
             of_tile = tl.max(tl.where(columns[None, :] < num_columns, logits, LEAST), axis=1)
             relative = logits - of_tile[:, None]
-            # Of a probability of 0 either way; a NaN stays one.
+            # The probability is 0 either way; a NaN stays one.
             relative = tl.where(relative < LEAST_HALF, LEAST_HALF, relative)
             place = kept + row[:, None] * kept_stride + columns[None, :]
             tl.store(place, relative.to(kept.dtype.element_ty), mask=real)
@@ -303,7 +303,7 @@ def logit_gradients(
 
 @triton.jit
 def gradients_of_kept(
-    kept,  # of `partial_sums`, from this tile's first token and column on
+    kept,  # the logits kept by `partial_sums`, from this tile's first token and column on
     kept_largest,  # from its first token and first column's group on
     target_columns,
     maxima,

@@ -61,7 +61,7 @@ def gradients(inputs: HeadInputs, upstream: Upstream) -> Gradients:
 def fastest_blocks(use: Use, hidden: torch.Tensor, weight: torch.Tensor) -> Blocks:
     """Return the fastest blocks for factors like these."""
     has_tma = allows_tma(hidden, weight)
-    if fused_kernels.IS_INTERPRETED:  # nothing to measure: what `fused` does not run there
+    if fused_kernels.IS_INTERPRETED:  # the interpreter has nothing to measure
         return INTERPRETED_BLOCKS if has_tma else fused.fixed_blocks(use, hidden, weight)
     if hidden.dtype == torch.float32:
         return fused.fixed_blocks(use, hidden, weight)

@@ -31,7 +31,7 @@ class EngineMemory:
     """Memory of one engine on each of its ranks."""
 
     weights: int  # bytes
-    bytes_per_token: int  # of the KV cache
+    bytes_per_token: int  # KV cache
     kv_tokens: int
     budget: int  # bytes for weights and KV cache together
 

@@ -37,7 +37,7 @@ class ModelMemory:
     gradients: int = 0
     main_params: int = 0
     moments: int = 0
-    # Those on the device during an optimizer step if the others are in host memory; None: all are always on the device.
+    # Main params on the device during an optimizer step if the others are in host memory; None: all stay on the device.
     piece: int | None = None
     activations: int = 0  # kept for the backward pass, at their peak
     working: int = 0  # gradients inside the layer whose backward pass is running

@@ -56,10 +56,10 @@ class PhaseMemory:
 class RunMemory:
     """Peaks of a run, in bytes; 0 for components that it does not have."""
 
-    trainer: int  # of a GPU while a model is trained
-    engine: int  # bytes of a GPU while it generates or receives weights, with the trainer's part if they share it
-    host: int  # of a node
-    num_engines: int  # of the whole run
+    trainer: int  # per GPU, while a model is trained
+    engine: int  # per GPU, while it generates or receives weights, with the trainer's part if they share it
+    host: int  # per node
+    num_engines: int  # in the whole run
     engine_memory: EngineMemory | None  # None: servers are not started by this run
     policy: ModelMemory
     critic: ModelMemory | None = None

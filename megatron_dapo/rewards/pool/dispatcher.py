@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
-STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
-MODEL_STARTUP_SECONDS = 1800.0  # of a process that reads a reward model first
+STARTUP_SECONDS = 120.0  # until a process has loaded its verifier: a user's function may import torch
+MODEL_STARTUP_SECONDS = 1800.0  # for a process that reads a reward model first
 _REAP_SECONDS = 0.05  # between checks of killed processes
 _BLOCKED_S = 2.0  # after an answer's deadline, an asynchronous function counts as blocked
 STALLED_SECONDS = 0.1  # answers queued after one that takes longer move to other processes
@@ -114,7 +114,7 @@ class Dispatcher:
             elif key.data in self._workers:
                 self._serve(key.data)
         self._enforce_deadlines()
-        self._dead = [worker for worker in self._dead if not worker.has_ended()]  # which reaps: no zombies
+        self._dead = [worker for worker in self._dead if not worker.has_ended()]  # has_ended reaps the process
 
     def _shut_down(self, failure: BaseException) -> None:
         for worker in list(self._workers):

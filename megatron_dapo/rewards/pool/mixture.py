@@ -21,7 +21,7 @@ FAILED_OUTCOMES = ("timeout", "error")
 class MixtureComponent:
     """A verifier of a mixture."""
 
-    name: str  # of its part in samples and metrics
+    name: str  # name of its part in samples and metrics
     pool: VerifierPool
     weight: float = 1.0
 

@@ -38,7 +38,7 @@ class Job:
     """One call of the pool: its answers still to be sent, the results so far, and the caller's future."""
 
     pending: deque[Task]
-    convert: Callable[[Hashable, Mapping[str, Any]], Any]  # of an answer's key and the reply to it
+    convert: Callable[[Hashable, Mapping[str, Any]], Any]  # arguments: an answer's key and the reply to it
     results: dict[Hashable, Any]
     num_open: int
     future: Future[dict[Hashable, Any]] = field(default_factory=Future)

@@ -29,7 +29,7 @@ from megatron_dapo.rewards.verifiers.verifier import Verifier
 REVISION = "1"
 _FENCE = re.compile(r"( *)(`{3,}|~{3,}) *([\w+.-]*)")
 _LANGUAGES = ("", "python", "py", "python3")
-_MARGIN_S = 1.0  # of an answer's deadline, for the sandbox to end
+_MARGIN_S = 1.0  # left of an answer's deadline for the sandbox to end
 _TOLERANCE = 1e-6
 MAX_DETAIL_CHARACTERS = 500
 
@@ -96,7 +96,7 @@ def program_of(response: str) -> str | None:
                 found = "".join(body)
             opened = None
         else:
-            # Of a block in a list the program is indented as the block.
+            # In a list, the program is indented like its block.
             body.append(line.removeprefix(opened[1]))
     return found
 

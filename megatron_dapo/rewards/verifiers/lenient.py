@@ -39,11 +39,11 @@ from megatron_dapo.rewards.verifiers.math_answers import (
 REVISION = f"3+math-verify-{version('math-verify')}+sympy-{version('sympy')}"
 TAIL_CHARACTERS = None  # the whole response counts
 MIN_SENTENCE_WORDS = 5  # fewer words are an answer, such as "regular hexagon"
-MAX_EXTRACTED_CHARACTERS = 512  # what is kept for the records
+MAX_EXTRACTED_CHARACTERS = 512  # limit for the records
 
 _MARKER = re.compile(r"(?i)\banswer\b[ \t*_]*[:：][\s*_]*")
 _BRACES = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
-# As MATH's solutions have it: `$\boxed 5$`. The box ends with its formula, or with the word when no formula is open.
+# MATH's solutions write `$\boxed 5$`. The box ends with its formula, or with the word when no formula is open.
 _BARE_BOX = re.compile(r"(\\(?:boxed|fbox))[ \t]+(?!\{)(?:([^$\n{}]{1,40})(?=\$)|([^\s$\\{}]{0,40}[^\s$\\{}.,;]))")
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 _DISPLAY_OPENERS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$"}
@@ -108,7 +108,7 @@ def extract(response: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Box:
-    start: int  # of the macro
+    start: int  # start of the macro
     end: int  # after the closing brace
     content: str
 

@@ -88,7 +88,7 @@ _ROW_BREAK = "\ue000"  # stands for `\\` while the spaces of TeX, such as `\ `, 
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 _FRACTION_SLASH = "\u2044"
 
-# What Unicode writes in one character, in TeX. Superscripts, subscripts and fractions lose their meaning under NFKC: first.
+# TeX for single Unicode characters. It comes first: NFKC takes the meaning of superscripts, subscripts and fractions.
 _UNICODE = (
     (re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda match: f"^{{{match[0].translate(_DIGITS)}}}"),
     (re.compile(r"[₀-₉]+"), lambda match: f"_{{{match[0].translate(_DIGITS)}}}"),

@@ -13,7 +13,7 @@ import httpx
 from megatron_dapo.rewards.result import VerifierResult
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 30.0
-_MARGIN_S = 0.5  # of an answer's deadline, to say what it was waiting for
+_MARGIN_S = 0.5  # left of an answer's deadline to say what it was waiting for
 _MAX_REPLY_BYTES = 64 * 2**20
 _RETRIED = frozenset((408, 409, 425, 429, *range(500, 600)))
 Result = TypeVar("Result")

@@ -178,7 +178,7 @@ def results_of(results: Any, expected: int) -> list[VerifierResult]:
 
     Raises ValueError if the number of results differs.
     """
-    if hasattr(results, "tolist") and getattr(results, "ndim", 0) == 1:  # of numpy or torch
+    if hasattr(results, "tolist") and getattr(results, "ndim", 0) == 1:  # numpy or torch
         results = results.tolist()
     if not isinstance(results, (list, tuple)) or len(results) != expected:
         found = len(results) if isinstance(results, (list, tuple)) else type(results).__name__
