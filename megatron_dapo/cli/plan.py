@@ -27,7 +27,7 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.check import check
 from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
 from megatron_dapo.plan.device import GPUS
@@ -87,7 +87,7 @@ def plan_recipe(
     _require_known(gpu)
     with refusing(ValueError, OSError):
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
-        architecture = read_architecture(config.model.path)
+        architecture = read_architecture(planned_directory(config.model.path))
         machines = cluster_for(
             config,
             -(-gpus // gpus_per_node) if gpus else None,

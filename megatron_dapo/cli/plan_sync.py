@@ -19,7 +19,7 @@ from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.doctor.recipe import size
-from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.cluster import GPUS_PER_NODE, NETWORK_GBIT, Cluster, server_gpus
 from megatron_dapo.plan.device import GPUS, Gpu
 from megatron_dapo.plan.weight_sync import SyncTraffic, sync_seconds
@@ -99,7 +99,7 @@ def plan_sync(
     engines = engines or parallel.world_size // engine_tp
     has_own_nodes = sglang.placement == "disaggregated"
     _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes)
-    architecture = read_architecture(config.model.path)
+    architecture = read_architecture(planned_directory(config.model.path))
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
     source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
     assert source is not None, "the trainer has a layout"

@@ -29,6 +29,8 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.doctor.inputs import SAMPLING
+from megatron_dapo.launch.environment import slurm_allocation
+from megatron_dapo.models.config_json import planned_directory
 from megatron_dapo.rounding import GIB
 from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config, sft_config
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, machines_of, make_plan
@@ -69,8 +71,8 @@ class RunOptions:
         bool,
         typer.Option(
             "--inputs/--no-inputs",
-            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; "
-            "switch it off if they are on another machine",
+            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; without, the model's "
+            "config.json is enough, and none is needed for a model of the shipped recipes",
         ),
     ] = True
 
@@ -145,7 +147,13 @@ def _check_and_run(
         adapt,
         _inputs(options.dry_run, options.inputs),
     )
-    for line in (*lines_of(plan), _require_disk(plan, options.free_disk if options.dry_run else None)):
+    reads_nothing = options.dry_run and not options.inputs
+    if reads_nothing and (copy := planned_directory(plan.loaded.config.model.path)) != plan.loaded.config.model.path:
+        typer.echo(f"model: {copy.name}, from the config.json that comes with the package")
+    # A machine without the run's inputs rarely has its disk; a Slurm job's does.
+    is_here = not reads_nothing or slurm_allocation().num_nodes is not None
+    disk = _require_disk(plan, options.free_disk if options.dry_run else None, is_here)
+    for line in (*lines_of(plan), disk):
         typer.echo(line)
     if options.dry_run:
         if options.inputs and not mode:
@@ -336,25 +344,28 @@ def _plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] | None = None,
-    inputs: Inputs = "none",
+    inputs: Inputs = "named",
 ) -> Plan:
     with refusing(ValueError):  # ConfigError lists all violations; a bad --layout is a plain one
         return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
 
 
 def _inputs(dry_run: bool, reads: bool = True) -> Inputs:
-    """Return which inputs a command checks before it starts anything: all for a dry run, those that take a second for a
-    run."""
-    return ("all" if dry_run else "quick") if reads else "none"
+    """Return which inputs a command checks before it starts anything: all for a dry run that reads them, those that take a
+    second for a run."""
+    return ("all" if reads else "none") if dry_run else "quick"
 
 
-def _require_disk(plan: Plan, free_gib: float | None) -> str:
-    """Return the line about the disk space for checkpoints; refuse if it is not free."""
+def _require_disk(plan: Plan, free_gib: float | None, is_here: bool = True) -> str:
+    """Return the line about the disk space for checkpoints; refuse if it is not free. is_here: this machine has the disk."""
     free = None if free_gib is None else int(free_gib * GIB)
     space = checkpoint_space(plan.loaded.config, plan.architecture, free)
+    needed = f"disk of the checkpoints: {size(space.needed)} = {space.formula}"
+    if free is None and not is_here:
+        return f"{needed}; not compared with this machine's disk (--free-disk GIB: with another one)"
     with refusing(ConfigError):
         space.require()
-    return f"disk of the checkpoints: {size(space.needed)} = {space.formula}; {size(space.free)} free"
+    return f"{needed}; {size(space.free)} free"
 
 
 def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:

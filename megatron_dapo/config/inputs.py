@@ -14,18 +14,21 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import is_function_path
 from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
-from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 
 
-def check_inputs(config: Config) -> tuple[ModelArchitecture | None, list[Violation]]:
-    """Return the policy's architecture, None if it cannot be read, and what is wrong with the files that are named."""
-    problems = [*missing_inputs(config), *hook_problems(config)]
+def check_inputs(config: Config, are_here: bool = True) -> tuple[ModelArchitecture | None, list[Violation]]:
+    """Return the policy's architecture, None if it cannot be read, and what is wrong with the files that are named.
+
+    are_here: data and weights have to exist; otherwise a published model needs no file at all (`planned_directory`).
+    """
+    problems = [*(missing_inputs(config) if are_here else ()), *hook_problems(config)]
     if any(problem.path == "model.path" for problem in problems):
         return None, problems
     try:
-        policy = read_architecture(config.model.path)
+        policy = read_architecture(config.model.path if are_here else planned_directory(config.model.path))
     except ValueError as error:
-        return None, [*problems, Violation("model.path", "a model directory this package knows", str(error))]
+        return None, [*problems, UnusableInput("model.path", str(error))]
     return policy, [*problems, *critics_of_other_models(config, policy)]
 
 
@@ -61,7 +64,7 @@ def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[V
     try:
         critic = read_architecture(directory, heads=HEADS)
     except ValueError as error:
-        return [Violation("critic.path", "a model directory this package knows", str(error))]
+        return [UnusableInput("critic.path", str(error))]
     # A critic may have been trained at another length, and its head differs.
     values: dict[str, Any] = {
         f"{field.name} of critic and policy": (of_critic, of_policy)

@@ -81,6 +81,14 @@ _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # values of layer_types
+_PUBLISHED = Path(__file__).with_name("published")  # config.json of the models that shipped recipes train
+
+
+def planned_directory(directory: Path) -> Path:
+    """Return the directory whose config.json a plan reads: `directory`, or the package's copy of the published model of
+    that name if `directory` has none."""
+    copy = _PUBLISHED / directory.name
+    return copy if copy.is_dir() and not (directory / "config.json").is_file() else directory
 
 
 def read_architecture(directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
@@ -89,7 +97,11 @@ def read_architecture(directory: str | Path, *, heads: Collection[str] = (LANGUA
     try:
         config = read_json(path)
     except FileNotFoundError:
-        raise ValueError(f"{directory}: no config.json; give a Hugging Face model directory") from None
+        known = ", ".join(sorted(path.name for path in _PUBLISHED.iterdir()))
+        raise ValueError(
+            f"{directory}: no config.json; give a Hugging Face model directory (plans need no other file of it, and none "
+            f"of {known})"
+        ) from None
     with blamed_on(Path(directory)):
         return parse_architecture(config, heads=heads)
 

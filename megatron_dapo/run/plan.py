@@ -34,8 +34,8 @@ class Machines:
     gpus_here: int = 0  # a dry run's machine has these, if nothing else is given; 0: none or unknown
 
 
-# What is read of the inputs: nothing, what needs no heavy import, or everything.
-Inputs = Literal["none", "quick", "all"]
+# What is checked of the inputs: nothing, that they exist, what needs no heavy import, or everything.
+Inputs = Literal["none", "named", "quick", "all"]
 ONE_NODE_OF_CPUS = Machines(num_nodes=1, gpus_per_node=0)
 
 
@@ -59,19 +59,20 @@ def make_plan(
     output_dir: Path | None,
     machines: Machines,
     adapt: Callable[[Config], Config] | None = None,
-    inputs: Inputs = "none",
+    inputs: Inputs = "named",
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `adapt`: makes the configuration to run, if that is not the recipe's. `inputs`: check what is in the files that are named, too, and
-    for "all" (seconds) try what a run starts. Models and data of the Hub are downloaded for either.
+    `adapt`: makes the configuration to run, if that is not the recipe's. `inputs`: "none" plans a run of another machine, from
+    config.json only; "quick" checks what is in the files, too, and "all" (seconds) tries what a run starts. Models and data
+    of the Hub are downloaded for the last two.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
     merged += [f"run.output_dir={output_dir}"] if output_dir else []
     loaded = load_config(recipe, merged)
     absent: list[Violation] = []
-    if inputs != "none":
+    if inputs in ("quick", "all"):
         copies, absent = local_copies(loaded)
         if copies:
             merged += copies
@@ -79,7 +80,7 @@ def make_plan(
     if adapt is not None:
         loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
-    architecture, problems = check_inputs(config)
+    architecture, problems = check_inputs(config, are_here=inputs != "none")
     problems = [*absent, *(one for one in problems if one.path not in {other.path for other in absent})]
     cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
     processes = _processes(config, machines, cluster)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.models.config_json import planned_directory
+
 DENSE: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -36,29 +38,14 @@ EXPERTS: Mapping[str, Any] = {
 }
 
 
-def _qwen25(hidden: int, layers: int, heads: int, groups: int, intermediate: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
+def published(name: str) -> dict[str, Any]:
+    """Return the config.json of a model that a shipped recipe trains."""
+    path = planned_directory(Path("absent", name)) / "config.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
 
 
-# Of huggingface.co/Qwen/Qwen2.5-*.
-QWEN_7B = _qwen25(3584, 28, 28, 4, 18944)
-QWEN_14B = _qwen25(5120, 48, 40, 8, 13824)
-QWEN_32B = _qwen25(5120, 64, 40, 8, 27648)
+QWEN_7B, QWEN_14B, QWEN_32B = map(published, ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"))
 
 # Of huggingface.co/google/gemma-3-1b-it and gemma-3-4b-it, whose text_config leaves out what has its default.
 GEMMA3_1B: Mapping[str, Any] = {

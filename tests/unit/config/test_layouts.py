@@ -15,6 +15,7 @@ from megatron_dapo.cli.description import describe
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.derive import derive
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.memory import num_parameters, run_memory
 from megatron_dapo.plan.search import recomputations
 from megatron_dapo.plan.weight_sync import sync_traffic
@@ -254,6 +255,48 @@ def test_a_run_on_cpus_has_no_rule_about_gpus(inputs: Path) -> None:
         EXAMPLES / "layouts" / "colocated_16nodes.toml", inputs, Machines(num_nodes=16, gpus_per_node=0), ["run.seed=1"]
     )
     assert "16 nodes without GPUs" in "\n".join(describe(plan))
+
+
+@pytest.mark.parametrize("layout", SHIPPED, ids=lambda path: path.stem)
+def test_a_dry_run_without_inputs_needs_none(layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    host = ["--host-memory", "2000"] if layout.stem in LARGE_NODES else []
+    named = str(layout.relative_to(EXAMPLES.parent))
+    result = CliRunner().invoke(app, ["train", named, "--dry-run", "--no-inputs", *host])
+    assert result.exit_code == 0, result.output
+    assert "from the config.json that comes with the package" in result.stdout
+    assert re.search(r"disk of the checkpoints: [\d.]+ [GT]B = .*--free-disk GIB", result.stdout)
+    # Processes that start here read them.
+    refused = CliRunner().invoke(app, ["train", named, *host])
+    assert refused.exit_code == 2 and "model.path: expected a Hugging Face directory that exists" in refused.output
+
+
+# Parameters in billions, with and without the embeddings, by the cards of huggingface.co/Qwen.
+CARDS = {
+    "Qwen2.5-7B": (7.61, 6.53),
+    "Qwen2.5-14B": (14.7, 13.1),
+    "Qwen2.5-32B": (32.5, 31.0),
+    "Qwen3-30B-A3B-Base": (30.5, 29.9),
+    "Qwen3-235B-A22B": (235, 234),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_shipped_configurations_have_the_parameters_of_the_models_cards(name: str) -> None:
+    architecture = read_architecture(planned_directory(Path(name)))
+    total = num_parameters(architecture) / 1e9
+    embeddings = 2 * architecture.vocab_size * architecture.hidden_size / 1e9
+    assert total == pytest.approx(CARDS[name][0], rel=0.01) and total - embeddings == pytest.approx(CARDS[name][1], rel=0.01)
+
+
+def test_a_model_that_no_recipe_trains_needs_its_configuration(tmp_path: Path) -> None:
+    layout = EXAMPLES / "layouts" / "colocated_16nodes.toml"
+    arguments = ["train", str(layout), "--dry-run", "--no-inputs", "--set", f"model.path={tmp_path / 'Own-32B'}"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2 and f"{tmp_path / 'Own-32B'}: no config.json; give" in refused.output
+    write_model(tmp_path / "Own-32B", MODELS["32B"])
+    assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
 def dry_run(layout: str, inputs: Path, *arguments: str) -> Any:

@@ -7,39 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import Config, config_from_dict
-from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B
+from tests.unit.config.architectures import QWEN_7B, QWEN_14B, QWEN_32B, published
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"
-
-
-def _qwen3_moe(hidden: int, layers: int, heads: int, inner: int) -> dict[str, Any]:
-    """Return the config.json of huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B."""
-    return {
-        **QWEN_7B,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 3 * hidden,
-        "moe_intermediate_size": inner,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "vocab_size": 151936,
-    }
 
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "7B": QWEN_7B,
     "14B": QWEN_14B,
     "32B": QWEN_32B,
-    "30B-A3B": _qwen3_moe(2048, 48, 32, 768),
-    "235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "30B-A3B": published("Qwen3-30B-A3B-Base"),
+    "235B-A22B": published("Qwen3-235B-A22B"),
 }
 
 
