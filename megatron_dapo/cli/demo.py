@@ -1,4 +1,4 @@
-"""`megatron-dapo demo`: its page as a separate process, with Gradio from a directory of packages."""
+"""`megatron-dapo demo`: its page as a separate process, with Gradio as installed or from a directory of packages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -25,24 +26,24 @@ def demo(
     run: Annotated[Path, typer.Argument(help="directory of a finished run")],
     base: BaseOption = "",
     trained: TrainedOption = "",
-    packages: Annotated[Path, typer.Option(help="directory with Gradio (make .venv-demo)")] = Path(".venv-demo"),
+    packages: Annotated[Path, typer.Option(help="directory with Gradio (make .venv-demo), unless it is installed")] = Path(".venv-demo"),
     port: Annotated[int, typer.Option(min=0, help="on loopback; 0: any free one")] = 7860,
 ) -> None:
-    """Open a page that asks the base and the trained model the same problem and shows the verifier's score."""
-    from megatron_dapo.demo.space import write_demo
+    """Open a page that asks the base and the trained model the same problem and shows the reward."""
+    from megatron_dapo.demo.space import GRADIO_VERSION, write_demo
 
-    if not (packages / "gradio").is_dir():
-        refuse(
-            f"{packages} has no gradio: run `make .venv-demo`, or pip install --no-deps --target {packages} -r "
-            "requirements/demo-cpu-py311.txt"
-        )
     with tempfile.TemporaryDirectory(prefix="demo-") as directory:
         with refusing(ValueError):
             program = write_demo(run, Path(directory), base, trained)
+        paths = [directory, os.getcwd()]
+        if (packages / "gradio").is_dir():
+            paths.append(str(packages.resolve()))
+        elif find_spec("gradio") is None:
+            refuse(f"the page needs Gradio: pip install gradio=={GRADIO_VERSION}, or name a directory that has it by --packages")
         # The page's own copy of the modules comes first: it runs here as it does in a Space.
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([directory, str(packages.resolve())]),
+            "PYTHONPATH": os.pathsep.join(paths),
             "GRADIO_ANALYTICS_ENABLED": "False",
             "GRADIO_SERVER_NAME": "127.0.0.1",
             "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -4,57 +4,51 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.loader import read_resolved
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.files import read_rows
+from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.files import Row
+from megatron_dapo.data.sources import eval_sources
+from megatron_dapo.demo.modules import imported_files, required_distributions
+from megatron_dapo.evaluation.protocol import EvaluationResult
+from megatron_dapo.telemetry.completions import distinct_tasks
 from megatron_dapo.telemetry.summary import RunSummary, read_summary
 
 GRADIO_VERSION = "6.31.0"  # of requirements/demo-cpu-py311.txt
 NUM_EXAMPLES = 5
+_MAX_LABEL = 160  # characters
 _PACKAGE = Path(__file__).resolve().parents[1]
-# What the page imports, and what these modules import.
-MODULES = (
-    "__init__.py",
-    "untrusted.py",
-    "data/__init__.py",
-    "data/template.py",
-    "rewards/__init__.py",
-    "rewards/verifiers/dapo.py",
-    "rewards/verifiers/lenient.py",
-    "rewards/verifiers/math_answers.py",
-    "rewards/result.py",
-    "rewards/verifiers/__init__.py",
-    "rewards/verifiers/adapters.py",
-    "rewards/verifiers/verifier.py",
+_REWARDS = "rewards"  # directory of a Space with the user's reward functions
+_REQUIREMENTS = (
+    "torch",
+    "transformers>=5.0",
+    "safetensors",
+    "numpy",
+    "pydantic>=2",
+    "httpx",
+    "math-verify[antlr4_13_2]>=0.9",
 )
-_REQUIREMENTS = ("torch", "transformers>=5.0", "safetensors", "numpy", "math-verify[antlr4_13_2]>=0.9")
 
 
 def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") -> Path:
     """Write the page and its settings for a finished run into `directory`, and return the page's program.
 
     `base`, `trained`: directories, or repositories of the Hub; by default the run's model.path and its exported model.
-    Raises ValueError, in one line, if the run has no export, or has a custom verifier, which a Space lacks.
+    Raises ValueError, in one line, if the run has no export, or a file of its reward function is missing.
     """
     config, summary = _read_run(run)
-    if config.reward.verifier not in ("dapo", "lenient"):
-        raise ValueError(
-            f"{run}: reward.verifier = {config.reward.verifier!r} ; a demo has the presets dapo and lenient alone"
-        )
     export = run / "huggingface"
     if not trained and not (export / "config.json").is_file():
         raise ValueError(
             f"{run} has no exported model (huggingface/): the run has not ended, or checkpoint.export_huggingface is off"
         )
-    for name in MODULES:
-        target = directory / "megatron_dapo" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_PACKAGE / name, target)
-    shutil.copyfile(_PACKAGE / "demo" / "app.py", directory / "app.py")
+    _copy_modules(directory)
+    rows = _rows_to_show(run, config)
     settings = {
         "title": f"{config.run.name}: before and after",
         "text": _text(config, summary),
@@ -62,16 +56,18 @@ def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") ->
         "trained": trained or str(export.resolve()),
         "dtype": config.model.dtype,
         "template": config.data.template,
-        "verifier": config.reward.verifier,
+        "template_options": dict(config.data.chat_template_options),
+        "system": next((row.messages[0]["content"] for row in rows if len(row.messages) == 2), ""),
+        "reward": _reward(config, directory),
         "sampling": {
             "temperature": config.evaluation.temperature,
             "top_p": config.evaluation.top_p,
             "top_k": config.evaluation.top_k,
             "max_new_tokens": config.evaluation_response_tokens,
         },
-        "examples": _examples(config),
+        "examples": _examples(rows),
     }
-    (directory / "demo.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_settings(directory, settings)
     return directory / "app.py"
 
 
@@ -83,37 +79,136 @@ def write_space(run: Path, directory: Path, base: str = "", trained: str = "") -
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: name another directory, or remove it")
     program = write_demo(run, directory, base, trained)
-    settings_file = directory / "demo.json"
-    settings = json.loads(settings_file.read_text(encoding="utf-8"))
+    settings = json.loads((directory / "demo.json").read_text(encoding="utf-8"))
     for name in ("base", "trained"):
         if Path(settings[name]).is_dir():
             shutil.copytree(settings[name], directory / name)
             settings[name] = name
-    settings_file.write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (directory / "requirements.txt").write_text("\n".join(_REQUIREMENTS) + "\n", encoding="utf-8")
+    classifier = settings["reward"]["reward_model"]
+    if classifier["path"] and Path(classifier["path"]).is_dir():
+        shutil.copytree(classifier["path"], directory / "reward_model")
+        classifier["path"] = "reward_model"
+    _write_settings(directory, settings)
+    own = sorted((directory / _REWARDS).rglob("*.py"))
+    known = {name.partition("[")[0].partition(">")[0] for name in _REQUIREMENTS}
+    more = [name for name in required_distributions(directory, own) if name not in known and name != "megatron-dapo"]
+    (directory / "requirements.txt").write_text("\n".join([*_REQUIREMENTS, *more]) + "\n", encoding="utf-8")
     (directory / ".gitattributes").write_text("*.safetensors filter=lfs diff=lfs merge=lfs -text\n", encoding="utf-8")
     (directory / "README.md").write_text(_card(settings), encoding="utf-8")
     return program
 
 
+def _copy_modules(directory: Path) -> None:
+    """Copy the page and the modules of the package that it and the verifier processes import."""
+    program = _PACKAGE / "demo" / "app.py"
+    # Verifiers are imported by names that are made at run time, so all of them are roots.
+    roots = [program, *(_PACKAGE / "rewards").rglob("*.py")]
+    modules = imported_files(_PACKAGE.parent, roots)
+    # Modules read the files of data next to them.
+    _copy({*modules, *(data for file in modules for data in file.parent.glob("*.json"))}, _PACKAGE.parent, directory)
+    shutil.copyfile(program, directory / "app.py")
+
+
+def _write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    (directory / "demo.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _read_run(run: Path) -> tuple[Config, RunSummary | None]:
     file = run / "config.json"
     if not file.is_file():
-        raise ValueError(f"{run} is no run's directory: it has no config.json")
+        problem = "is no run's directory: it has no config.json" if run.is_dir() else "does not exist"
+        raise ValueError(f"{run} {problem}; name the run.output_dir of a run")
     summary = run / "summary.json"
     return read_resolved(file).config, read_summary(summary) if summary.is_file() else None
 
 
-def _examples(config: Config) -> list[list[str]]:
-    """Return the first held-out problems of one turn, with their answers; none if their file is gone."""
-    examples: list[list[str]] = []
-    for path in config.data.eval_paths:
-        for row in read_rows(path) if path.is_file() else ():
-            if len(row.messages) == 1:
-                examples.append([row.messages[0]["content"], row.answer])
-            if len(examples) == NUM_EXAMPLES:
-                return examples
-    return examples
+# ---- the reward
+
+
+def _reward(config: Config, directory: Path) -> dict[str, Any]:
+    """Return the run's section [reward] for the page: one process of each verifier, and the user's functions as files of
+    `directory`."""
+    reward = config.reward.model_dump(mode="json")
+    reward |= {"num_workers": 1, "shadow_verifier": "", "verifier": _with_files(config.reward.verifier, directory)}
+    for component, written in zip(reward["mix"], config.reward.mix, strict=True):
+        # The name of a part is that of its function, which stays.
+        component["verifier"] = _with_files(written.verifier, directory)
+    if (model := reward["reward_model"])["path"]:
+        model["path"] = str(Path(model["path"]).resolve())
+    return reward
+
+
+def _with_files(verifier: str, directory: Path) -> str:
+    """Copy the files of a user's function and return its path from the page; a preset stays as it is."""
+    place, _, name = verifier.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        if not file.is_file():
+            raise ValueError(f"reward.verifier = {verifier!r}: {file} is not there; call this where the run was started")
+        _copy(imported_files(file.parent, [file]), file.parent, directory / _REWARDS / file.parent.name)
+        return f"{_REWARDS}/{file.parent.name}/{file.name}:{name}"
+    # A module of the directory in which the run was started; any other one is installed.
+    module = Path.cwd().joinpath(*place.split("."))
+    if files := [each for each in (module.with_suffix(".py"), module / "__init__.py") if place and each.is_file()]:
+        if place.partition(".")[0] != _PACKAGE.name:
+            _copy(imported_files(Path.cwd(), files), Path.cwd(), directory / _REWARDS)
+    return verifier
+
+
+def _copy(files: Iterable[Path], root: Path, target: Path) -> None:
+    for file in files:
+        copy = target / file.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+# ---- the examples
+
+
+def _rows_to_show(run: Path, config: Config) -> list[Row]:
+    """Return held-out problems of one turn, those first whose accuracy has risen most; none if their file is gone."""
+    rises = _rises(run)
+    rows = [
+        row
+        for source in eval_sources(config.data)
+        for row in (source.rows() if all(path.is_file() for path in source.paths) else ())
+        if [turn["role"] for turn in row.messages] in (["user"], ["system", "user"])
+    ]
+    unique = {prompt_id_of(row.messages, row.answer): row for row in reversed(rows)}
+    order = sorted(reversed(unique), key=lambda name: -rises.get(name, 0.0))
+    return [unique[name] for name in islice(order, NUM_EXAMPLES)]
+
+
+def _rises(run: Path) -> dict[str, float]:
+    """Return prompt_id -> accuracy of the last evaluation minus that of the first."""
+    files = sorted((run / "evaluations").glob("step_*.json"))
+    if len(files) < 2:
+        return {}
+    try:
+        first, last = (
+            {one.problem_id: sum(one.accuracies) / len(one.accuracies) for one in EvaluationResult.from_json(text).problems}
+            for text in (files[place].read_text(encoding="utf-8") for place in (0, -1))
+        )
+    except (OSError, ValueError):
+        return {}
+    return {name: last[name] - first[name] for name in last.keys() & first.keys()}
+
+
+def _examples(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    prompts = [row.messages[-1]["content"] for row in rows]
+    return [
+        {
+            "prompt": prompt,
+            "answer": row.answer,
+            "label": " ".join(task.split())[-_MAX_LABEL:],
+            "data_source": row.data_source,
+            "extra": json.loads(json.dumps(dict(row.extra), default=str)),
+        }
+        for row, prompt, task in zip(rows, prompts, distinct_tasks(prompts), strict=True)
+    ]
+
+
+# ---- texts
 
 
 def _text(config: Config, summary: RunSummary | None) -> str:
@@ -135,6 +230,11 @@ def _score(metrics: Mapping[str, Any]) -> str:
 
 
 def _card(settings: Mapping[str, Any]) -> str:
+    reward = settings["reward"]
+    names = [one["verifier"] for one in reward["mix"]] if reward["verifier"] == "mix" else [reward["verifier"]]
+    keys = [reward[name]["key_variable"] for name in names if name in ("judge", "remote", "reward_model")]
+    secrets = [name for name in (*reward["environment"], *keys) if name]
+    needs = f"Set {', '.join(secrets)} in the Space's settings: the reward needs them.\n\n" if secrets else ""
     return (
         "---\n"
         f"title: {json.dumps(settings['title'])}\n"
@@ -143,7 +243,7 @@ def _card(settings: Mapping[str, Any]) -> str:
         "app_file: app.py\n"
         "---\n\n"
         f"# {settings['title']}\n\n{settings['text']}\n\n"
-        "Both models answer the same problem with the same random numbers; the verifier that gave the reward in training judges "
-        f"the responses (`{settings['verifier']}`).\n\n"
+        "Both models answer the same problem with the same random numbers; the reward of the training judges "
+        f"the responses (`{', '.join(names)}`).\n\n{needs}"
         f"Base: `{settings['base']}`. Trained: `{settings['trained']}`. The licence of the weights is that of the base model.\n"
     )

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.loader import read_resolved, write_resolved
+from megatron_dapo.rewards.build import open_verifier_pool
 from megatron_dapo.rewards.verifiers.dapo import score
-from megatron_dapo.rewards.verifiers.verifier import load_verifier
 
 
 @pytest.fixture
@@ -96,16 +96,18 @@ def test_the_page_s_models_answer_and_are_judged(
 ) -> None:
     """Everything of the page but Gradio, whose module stays empty."""
     monkeypatch.setitem(sys.modules, "gradio", ModuleType("gradio"))
-    from megatron_dapo.demo.app import ChatModel, verdict
+    from megatron_dapo.demo.app import ChatModel, judge, prompt_of
 
     prompt, answer, response = solved_problem(run, repository)
     config = read_resolved(run / "config.json").config
     sampling = {"temperature": 0.0, "max_new_tokens": config.evaluation_response_tokens}
     verdicts = []
-    for model in (run / "huggingface", config.model.path):
-        text, num_tokens, is_cut = ChatModel(str(model), "chat", "float32").answer(prompt, sampling, 0)
-        verdicts.append(verdict(load_verifier("dapo"), text, answer, num_tokens, is_cut))
-        assert (text == response) == (model == run / "huggingface")
+    asked = prompt_of(prompt, answer, {"examples": [], "system": ""})
+    with open_verifier_pool(config.reward) as pool:
+        for model in (run / "huggingface", config.model.path):
+            text, completion = ChatModel(str(model), "chat", "float32").answer(asked.messages, sampling, 0)
+            verdicts.append(judge(pool, asked, text, completion))
+            assert (text == response) == (model == run / "huggingface")
     assert verdicts[0].startswith(f"correct, read as '{answer}'") and not verdicts[1].startswith("correct")
 
 
@@ -114,6 +116,8 @@ def test_both_models_answer_and_are_judged(page: str, browser: Browser, run: Pat
     prompt, answer, response = solved_problem(run, repository)
     browser.open(page)
     wait_for(lambda: browser.run("return document.querySelector('#ask') !== null"), "the button")
+    # The page begins with the first held-out problem.
+    browser.run("document.querySelectorAll('#prompt textarea, #answer textarea').forEach((box) => { box.value = ''; box.dispatchEvent(new Event('input')); })")
     # A newline in a text box of several lines is one: no key is a command.
     browser.type("#prompt textarea", prompt)
     browser.type("#answer textarea", answer)
