@@ -39,12 +39,17 @@ inputs=--inputs
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then inputs=--no-inputs; fi # they were read when the job began
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}                                   # the first; a pipe into head would end the script when scontrol writes on
-export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))} # one for each job: two jobs may share a node
+[ -z "${MASTER_PORT:-}" ] || export MASTER_PORT # which the dry run checks
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
 options=("$@")
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi
+worker=(python -m megatron_dapo.run.worker "$layout" "${settings[@]}" "$@")
+# Noted before anything may fail: what is not on record then has been unmounted. Prints the number of the attempt and a free port.
+answer=$("${worker[@]}" --begin)
+read -r attempt port <<<"$answer"
+export MASTER_PORT=${MASTER_PORT:-$port}
 # When the job ends: the time left after a signal decides whether a checkpoint is begun.
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
 export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
@@ -75,7 +80,6 @@ if is_smaller; then
     requeue ""
     exit 75
 fi
-worker=(python -m megatron_dapo.run.worker "$layout" "${settings[@]}" "$@")
 # Every node is measured first, and a slow one named: see docs/nodes.md.
 if [ "${PREFLIGHT:-$((SLURM_JOB_NUM_NODES > 1))}" = 1 ]; then
     "${step[@]}" --cpus-per-task="$cpus" megatron-dapo preflight "$layout" "${settings[@]}" "${options[@]}" \
@@ -87,13 +91,14 @@ fi
 supervisors=$!
 trap 'kill "$supervisors" 2>/dev/null || true' EXIT
 while :; do
-    began=$(date +%s)
+    export MEGATRON_DAPO_ATTEMPT=$attempt
     if "${step[@]}" --cpus-per-task="$cpus" "${worker[@]}"; then
         exit 0
     fi
     # The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
     code=0
-    answer=$("${worker[@]}" --verdict "$began") || code=$?
+    answer=$("${worker[@]}" --verdict "$attempt") || code=$?
+    attempt=$((attempt + 1))
     read -r scope excluded <<<"$answer"
     if [ "$scope" != trainer ] || ! kill -0 "$supervisors" 2>/dev/null; then
         break

@@ -130,7 +130,7 @@ def _ports_problem(host: str, count: int) -> str:
 def _rendezvous_problems() -> Iterator[Violation]:
     """Yield the problem of the port that a launcher's variables name; without a launcher `train` finds a port itself."""
     if problem := rendezvous_problem():
-        yield UnusableInput("MASTER_PORT", problem, "unset it if `megatron-dapo train` starts the processes itself")
+        yield UnusableInput("MASTER_PORT", problem, "unset it: slurm.sh and `megatron-dapo train` find a free port")
 
 
 def _unreachable(url: str) -> str:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -147,20 +148,69 @@ def _write_past_cache(descriptor: int, content: memoryview) -> None:
         done += os.write(descriptor, content[done : done + _WRITE_BYTES])
 
 
+class DirectoryReplaced(RuntimeError):
+    """A path leads to another directory than before: its file system was unmounted, or the directory was moved."""
+
+    failure_cause = "file system lost"  # see `watch.failure`
+
+
+class HeldDirectory:
+    """A directory that stays the one it is now, or `require` fails.
+
+    An unmounted file system leaves its mount point, an empty directory on another disk, in which every write would
+    succeed. The open descriptor keeps the directory's inode number from being given to another one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path.absolute(), os.open(path, getattr(os, "O_PATH", os.O_RDONLY))
+
+    def require(self) -> None:
+        """Raise DirectoryReplaced if the path leads elsewhere. Raises OSError if the file system fails."""
+        try:
+            found = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found is None or identity_of(found) != identity_of(os.fstat(self._descriptor)):
+            what = "is gone" if found is None else "is another directory than before"
+            raise DirectoryReplaced(
+                f"{self._path} {what} on {socket.gethostname()}: its file system was unmounted there, or the directory was "
+                "moved. Nothing is written to it"
+            )
+
+
+def identity_of(status: os.stat_result) -> tuple[int, int]:
+    """Return device and inode number, which no other directory has while this one exists."""
+    return status.st_dev, status.st_ino
+
+
 class Files:
     """Writes files in this process. `FileProcess` has the same methods and does the work in another process."""
+
+    def __init__(self) -> None:
+        self._held: list[HeldDirectory] = []
+
+    def hold(self, *directories: Path) -> None:
+        """From now on raise DirectoryReplaced, at each request, unless all these directories are what they are now."""
+        self._held += map(HeldDirectory, directories)
+
+    def require_held(self) -> None:
+        """Raise DirectoryReplaced if one of the held directories has been replaced."""
+        for directory in self._held:
+            directory.require()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments), a function of this package that works on files.
 
         Its module imports only the standard library; arguments and result are paths and JSON values.
         """
+        self.require_held()
         return function(*arguments)
 
     def write(
         self, path: Path, chunks: Iterable[bytes | memoryview], mode: str = "w", sizes: Sequence[int] = ()
     ) -> FileEntry:
         """Write chunks to a file, in the mode of `OpenFile`. Raises OSError (ENOSPC if the disk is full)."""
+        self.require_held()
         file = OpenFile(path, mode, sizes)
         try:
             for chunk in chunks:

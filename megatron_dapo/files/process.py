@@ -78,6 +78,12 @@ class FileProcess(Files):
         """The current operation and its file, "" if there is none."""
         return next((doing for doing, _ in list(self._pending.values())), "")
 
+    def hold(self, *directories: Path) -> None:
+        self._send({"do": "hold", "directories": directories}, "hold").result()
+
+    def require_held(self) -> None:
+        self._send({"do": "require_held"}, "require_held").result()
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments) computed in the file process; its errors are raised here."""
         return self._request("call", function, arguments).result()
@@ -251,6 +257,7 @@ class _Server:
         self._connection, self._sending = connection, threading.Lock()
         self._memory, self._copy = memoryview(memory), copy
         self._log = _Log()
+        self._files = Files()  # knows the held directories
         self._file: OpenFile | None = None
         self._problem: Exception | None = None  # the first error of the file being written; reported when it is closed
         self._cancelled: dict[int, threading.Event] = {}  # request number -> event of a started function
@@ -266,6 +273,8 @@ class _Server:
 
     def _answer(self, request: Mapping[str, Any], do: Callable[[Mapping[str, Any]], Any]) -> None:
         try:
+            if request["do"] in ("call", "start", "open"):
+                self._files.require_held()
             reply = {"result": do(request)}
         except Exception as error:  # any error is sent to the rank
             reply = {"error": _described(error)}
@@ -283,6 +292,8 @@ class _Server:
 
     def _do(self, request: Mapping[str, Any]) -> Any:
         kind = request["do"]
+        if kind in ("hold", "require_held"):
+            return getattr(self._files, kind)(*request.get("directories", ()))
         if kind == "call":
             return _function(request)(*request["arguments"])
         if kind == "cancel":

@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")  # exists if the NVIDIA driver does
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # of those that torch's store may have
+# Ports there on which services of compute nodes listen: RabbitMQ, Redis, MongoDB, Splunk, SGLang, torchrun.
+_SERVICES = {25672, 26379, 27017, 27018, 27019, 28015, 28017, 29015, 29500, *range(29092, 29095)}
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new in torch 2.9, and its older name
 SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts server supervisors
+ATTEMPT = "MEGATRON_DAPO_ATTEMPT"  # number of the first attempt of a launch, set by what starts the workers
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ def prepare_rendezvous(process: ProcessEnvironment) -> None:
         )
     _prefer_loopback("GLOO_SOCKET_IFNAME", process)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_rendezvous_port(process, os.environ.get("SLURM_JOB_ID"))))
+    # Several ranks must find the same port without asking another; 29500 is torchrun's default.
+    port = free_port() if process.world_size == 1 else next(_ports_of_job()) if batch_job() else 29500
+    os.environ.setdefault("MASTER_PORT", str(port))
     os.environ.setdefault("RANK", str(process.rank))
     os.environ.setdefault("WORLD_SIZE", str(process.world_size))
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
@@ -176,12 +182,36 @@ def _prefer_loopback(name: str, process: ProcessEnvironment) -> None:
         os.environ.setdefault(name, "lo")
 
 
-def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:
-    """Return a port that two runs on one node do not share: a free one for a single process, one for each Slurm job."""
-    if process.world_size == 1:
-        return free_port()
-    # Every rank must find the same port without asking another; 29500 is torchrun's default.
-    return 10000 + int(slurm_job) % 10000 if slurm_job else 29500
+def rendezvous_port() -> int:
+    """Return a port for torch's store (TCP) and the watchers (UDP) that nothing has, on this machine as rank 0's.
+
+    Raises RuntimeError if there is none.
+    """
+    for port in _ports_of_job():
+        if _is_free(port):
+            return port
+    raise RuntimeError(f"no port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS - 1} is free: export one as MASTER_PORT")
+
+
+def _ports_of_job() -> Iterator[int]:
+    """Yield ports for the store of this batch job, the best first: two jobs may share a node, so each begins at another.
+
+    They are below those that kernels give to outgoing connections, without those of services that may start later.
+    """
+    for offset in range(_NUM_PORTS):
+        port = _FIRST_PORT + (int(batch_job() or 0) + offset) % _NUM_PORTS
+        if port not in _SERVICES:
+            yield port
+
+
+def _is_free(port: int) -> bool:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        with socket.socket(socket.AF_INET, kind) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+    return True
 
 
 def place_in_run(process: ProcessEnvironment) -> Place:
@@ -202,6 +232,7 @@ def place_in_run(process: ProcessEnvironment) -> Place:
         process.num_nodes,
         run_id,
         (host, int(port)),
+        max(1, launch_attempt() + _num_restarts()),
     )
 
 
@@ -231,7 +262,21 @@ def job_end_time() -> float | None:
 
 def is_restarted() -> bool:
     """Return True in a worker that torchrun has started again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return _num_restarts() > 0
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_requeued() -> bool:
+    """Return True in a batch job that Slurm has started before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+
+
+def launch_attempt() -> int:
+    """Return the number of the first attempt that this launch makes, 0 if its launcher did not say."""
+    return int(os.environ.get(ATTEMPT, "0"))
 
 
 def supervision() -> Supervision | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang.ports import reserve_port
 from megatron_dapo.files.linux import signal_at_parents_death
+from megatron_dapo.launch.environment import ATTEMPT
 from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.watch.signals import ONE_REQUEST_S
 
@@ -95,13 +96,13 @@ def torchrun_command(
 
 
 def launch_workers(
-    module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0
+    module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0, attempt: int = 0
 ) -> int:
     """Run `module` in `num_processes` local workers to their end; return torchrun's exit code (128 + signal number, as
     in shells). The workers rendezvous on loopback only.
 
-    After a failure torchrun restarts all workers, at most `restarts` times. Signals are forwarded as the module
-    docstring says. RuntimeError if another run uses `run_directory`.
+    After a failure torchrun restarts all workers, at most `restarts` times. `attempt`: number of the first attempt of this launch, if
+    `begin_launch` has noted it. Signals are forwarded as the module docstring says. RuntimeError if another run uses `run_directory`.
     """
     require_unused(run_directory)
     # Ids of an earlier run may belong to other processes by now, which a signal must not reach.
@@ -116,7 +117,7 @@ def launch_workers(
     }
     process = subprocess.Popen(
         command,
-        env={**defaults, **os.environ},
+        env={**defaults, **os.environ, **({ATTEMPT: str(attempt)} if attempt else {})},
         start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
         preexec_fn=signal_at_parents_death(signal.SIGTERM),
     )

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_dapo.affinity import all_cpus
+from megatron_dapo.files.durable import DirectoryReplaced, HeldDirectory
 from megatron_dapo.files.linux import end_with_parent, ignore_launcher_signals, require_same_user, start_helper
 from megatron_dapo.nodes.counters import NodeCounters
 from megatron_dapo.watch.watched_rank import MESSAGE_BYTES, StatusPage
@@ -49,12 +50,15 @@ class SampleFile:
     """The samples of one node on disk, at most two files of `max_bytes`. Lines that cannot be written are lost."""
 
     def __init__(self, path: Path, header: str, max_bytes: int = MAX_BYTES) -> None:
+        """`path`: in a subdirectory of the run's, which exists."""
+        self._run_directory = HeldDirectory(path.parents[1])
         self._path, self._header, self._max_bytes = path, header, max_bytes
         self._has_header = False
 
     def append(self, lines: str) -> None:
         """Append whole lines, in a new file if this one has grown too large."""
         try:
+            self._run_directory.require()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists() and self._path.stat().st_size + len(lines) > self._max_bytes:
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
@@ -63,7 +67,7 @@ class SampleFile:
                 # The newline ends a line that a kill cut short.
                 stream.write(lines if self._has_header else f"\n{self._header}{lines}")
             self._has_header = True
-        except OSError:
+        except (OSError, DirectoryReplaced):
             self._has_header = False
 
 

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 from megatron_dapo.affinity import all_cpus
+from megatron_dapo.files.durable import DirectoryReplaced, HeldDirectory
 from megatron_dapo.files.linux import start_helper
 from megatron_dapo.nodes import MIN_NODES
 from megatron_dapo.nodes.records import ALERTS, alert_line, parse_lines
@@ -140,6 +141,7 @@ class RunWatch:
     def __init__(self, settings: WatchSettings, started: float) -> None:
         """started: seconds since 1970; older samples do not count."""
         self._settings = settings
+        self._run_directory = HeldDirectory(Path(settings.directory))
         self._directory = Path(settings.directory) / DIRECTORY
         self._files = {
             node: NodeFile(self._directory / f"node_{node}.jsonl", started) for node in range(settings.num_nodes)
@@ -208,16 +210,18 @@ class RunWatch:
     def _record(self, alert: NodeAlert, excluded: str) -> None:
         self._write(ALERTS, alert_line(alert), "a")
         try:
+            self._run_directory.require()
             record_alert(Path(self._settings.directory), self._settings.attempt, asdict(alert), excluded)
-        except OSError as error:
+        except (OSError, DirectoryReplaced) as error:
             print_line({"problem": f"{self._settings.directory}: the alert could not be recorded: {error}"})
 
     def _write(self, name: str, text: str, mode: str = "w") -> None:
         try:
+            self._run_directory.require()
             self._directory.mkdir(parents=True, exist_ok=True)
             with open(self._directory / name, mode, encoding="utf-8") as stream:
                 stream.write(text)
-        except OSError as error:
+        except (OSError, DirectoryReplaced) as error:
             print_line({"problem": f"{self._directory / name} could not be written: {error}"})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from megatron_dapo.launch.environment import batch_job
 from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.launch.local import launch_workers
 from megatron_dapo.run.plan import Plan
-from megatron_dapo.watch.attempts import is_finished, verdict
+from megatron_dapo.watch.attempts import begin_launch, is_finished, verdict
 from megatron_dapo.watch.failure import clear_failures, first_line, read_failure
 
 WORKER = "megatron_dapo.run.worker"
@@ -49,18 +48,20 @@ def run_workers(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) ->
     """
     config = plan.loaded.config
     directory = config.run.output_dir
+    require_unused(directory)
     clear_failures(directory)
     given = [part for override in plan.overrides for part in ("--set", override)]
-    start = time.time()
+    job = batch_job()
+    attempt = begin_launch(directory, job, mode=0o640 if config.run.group_readable else 0o600)
     worker_arguments = [str(plan.recipe), *given, *arguments]
-    code = launch_workers(WORKER, worker_arguments, plan.num_processes, directory, restarts)
+    code = launch_workers(WORKER, worker_arguments, plan.num_processes, directory, restarts, attempt)
     if (failure := read_failure(directory)) is not None:
         # The watcher prints the line when it decides. Other ranks may print the consequences after it.
         return RunEnd(failure.exit_code, first_line(failure), is_printed=plan.num_processes == 1)
     if code == 0:
         return RunEnd(0)
     # torchrun's own code says only that a worker ended otherwise than with 0.
-    last = verdict(directory, batch_job(), start, config.run.max_fruitless_attempts)
+    last = verdict(directory, job, attempt, config.run.max_fruitless_attempts)
     if last is None or not last.was_stopped:
         words = "and none could report why: see what they printed above"
         return RunEnd(code, f"error: the processes of the run ended with exit code {code}, {words}")

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,23 +16,27 @@ from typing import TYPE_CHECKING
 from megatron_dapo.affinity import bind, cpus_near
 from megatron_dapo.files.linux import signal_at_parents_death
 from megatron_dapo.launch.environment import (
+    ATTEMPT,
     SERVERS_ARE_KEPT,
     ProcessEnvironment,
     batch_job,
+    is_requeued,
     is_restarted,
     job_end_time,
     keep_nccl_on_loopback,
+    launch_attempt,
     leave_compiler_out,
     place_in_run,
     prepare_rendezvous,
     process_environment,
     raise_open_files_limit,
     rendezvous_host,
+    rendezvous_port,
     rendezvous_problem,
     supervision,
     use_expandable_segments,
 )
-from megatron_dapo.launch.lifetime import hold_directory, restrict_files
+from megatron_dapo.launch.lifetime import DirectoryInUse, end_of_launch, hold_directory, require_unused, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.untrusted import PrintableFormatter
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -43,8 +46,6 @@ if TYPE_CHECKING:
     from megatron_dapo.config.loader import LoadedConfig
     from megatron_dapo.config.schema import RunConfig
     from megatron_dapo.watch.attempts import Verdict
-
-_STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -68,13 +69,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="learn given responses by maximum likelihood; DIR: where it writes, run.output_dir/sft if not given",
     )
     parser.add_argument(
+        "--begin",
+        action="store_true",
+        help="run nothing: note in the run directory that a batch script is about to start workers, and print the number of "
+        f"the attempt that they begin, which the script exports as {ATTEMPT} and raises with each start, and a free port "
+        "for MASTER_PORT",
+    )
+    parser.add_argument(
         "--verdict",
-        type=float,
+        type=int,
         nargs="?",
-        const=0.0,
-        metavar="SINCE",
-        help="run nothing; the exit code is that of the last attempt that the calling script has started, after SINCE in seconds "
-        "since 1970 if given: 0 finished, 75 worth starting again, another one a failure that would repeat. Prints "
+        const=0,
+        metavar="ATTEMPT",
+        help="run nothing; the exit code is that of the last attempt that the calling script has started, of those with the number ATTEMPT "
+        "(see --begin) and later: 0 finished, 75 worth starting again, another one a failure that would repeat. Prints "
         '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job", followed by the nodes that the '
         "next attempt is to leave out, with commas",
     )
@@ -99,32 +107,51 @@ def load_run(parsed: argparse.Namespace) -> LoadedConfig:
     return loaded
 
 
-def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:
-    """Return the end of the last attempt that this process's parent has started: a batch script, or torchrun's agent.
+def judge(loaded: LoadedConfig) -> Verdict | None:
+    """Return the end of the last attempt that this process's launcher has made, None if none is on record.
 
-    `since`: only attempts that began later, in seconds since 1970.
+    A launcher that does not say which attempts are its own is this process's parent, and the clock tells.
     """
     import psutil
 
-    from megatron_dapo.watch.attempts import verdict
+    from megatron_dapo.watch.attempts import first_attempt_since, verdict
 
     run = loaded.config.run
-    since = max(since, psutil.Process(os.getppid()).create_time())
-    return verdict(run.output_dir, batch_job(), since, run.max_fruitless_attempts)
+    first = launch_attempt() or first_attempt_since(run.output_dir, psutil.Process(os.getppid()).create_time())
+    return verdict(run.output_dir, batch_job(), first, run.max_fruitless_attempts)
 
 
-def _report_verdict(loaded: LoadedConfig, since: float) -> int:
-    from megatron_dapo.watch.attempts import excluded_nodes
+def _begin(loaded: LoadedConfig) -> int:
+    """Note a launch, and print what the batch script needs for it."""
+    from megatron_dapo.watch.attempts import begin_launch
 
-    found = judge(loaded, since)
-    is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.leaves_processes
-    excluded = ",".join(excluded_nodes(loaded.config.run.output_dir, batch_job()))
-    sys.stdout.write(f"{'trainer' if is_in_place else 'job'} {excluded}".rstrip() + "\n")
-    if found is None:
-        sys.stderr.write(f"no attempt is on record in {loaded.config.run.output_dir}: the workers did not start\n")
+    run = loaded.config.run
+    restrict_files(run.group_readable)
+    try:
+        require_unused(run.output_dir)
+        attempt = begin_launch(run.output_dir, batch_job(), is_requeued())
+    except (DirectoryInUse, OSError) as error:
+        sys.stderr.write(f"{error}\n")
         return 1
-    sys.stderr.write(f"exit code {found.exit_code}: {found.reason}\n")
-    return found.exit_code
+    sys.stdout.write(f"{attempt} {rendezvous_port()}\n")
+    return 0
+
+
+def _report_verdict(loaded: LoadedConfig, first: int) -> int:
+    from megatron_dapo.watch.attempts import Verdict, excluded_nodes
+
+    run, job = loaded.config.run, batch_job()
+    restrict_files(run.group_readable)
+    if first:
+        end = end_of_launch(run.output_dir, job, first, run.max_fruitless_attempts)
+    else:
+        nothing = f"no attempt is on record in {run.output_dir}: the workers did not start"
+        end = judge(loaded) or Verdict(1, nothing)
+    is_in_place = end.leaves_nodes_healthy and loaded.config.leaves_processes
+    excluded = ",".join(excluded_nodes(run.output_dir, job))
+    sys.stdout.write(f"{'trainer' if is_in_place else 'job'} {excluded}".rstrip() + "\n")
+    sys.stderr.write(f"exit code {end.exit_code}: {end.reason}\n")
+    return end.exit_code
 
 
 def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
@@ -177,6 +204,8 @@ def main(arguments: Sequence[str]) -> int:
     leave_compiler_out()
     raise_open_files_limit()
     _configure_logging(process)
+    if parsed.begin:
+        return _begin(load_run(parsed))
     if parsed.verdict is not None:
         return _report_verdict(load_run(parsed), parsed.verdict)
     if parsed.keep_servers:
@@ -218,8 +247,10 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
         raise RuntimeError(problem)  # another attempt may find the port free
     store, _, _ = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
     # Held until the process ends: a second run must not write into the same directory, not even why it failed.
-    lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
-    attempt = begin_attempt(output_dir, _STARTED, batch_job()) if process.rank == 0 else None
+    launched_by = batch_job() if launch_attempt() else None
+    lock, attempt = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable, launched_by)
+    if process.rank == 0:
+        begin_attempt(output_dir, attempt, batch_job())
     heartbeat.describe(output_dir, attempt, watch_limits(loaded.config.run))
     write_worker_pid(output_dir, process.rank)
     heartbeat.is_on_gpu = _use_own_device(process)

@@ -49,6 +49,7 @@ from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, nothing_trained
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
+from megatron_dapo.watch.verdict import STEP
 
 if TYPE_CHECKING:
     from megatron_dapo.hooks import Callbacks
@@ -88,6 +89,7 @@ class TrainingLoop:
 
     def __init__(self, context: RunContext, parts: Parts, progress: RunProgress) -> None:
         self._config, self._phases, self._stop = context.config, context.phases, context.stop
+        self._files = context.files
         self._parts = parts
         self._progress = progress
         mismatch = context.config.mismatch
@@ -180,9 +182,11 @@ class TrainingLoop:
             return "converged"
         if run.max_generation_steps and progress.generation_step >= run.max_generation_steps:
             return "generation steps used up"
-        # All ranks must leave the loop at the same step, but a signal may reach only some, and their clocks differ.
-        save = self._parts.checkpoints.saves.status
-        seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds, "save": save})
+        with self._phases.watch(STEP):
+            self._files.require_held()
+            # All ranks must leave the loop at the same step, but a signal may reach only some, and their clocks differ.
+            save = self._parts.checkpoints.saves.status
+            seen = max_over({"stop": float(self._stop.requested), "seconds": progress.train_seconds, "save": save})
         if seen["save"] != IN_FLIGHT:
             self._finish_save()
         if seen["stop"]:
@@ -409,6 +413,7 @@ class TrainingLoop:
             return
         self._finish_save()
         with self._phases.phase("checkpoint"):
+            self._files.require_held()
             if self._parts.recorder is not None:
                 self._parts.recorder.flush()  # the checkpoint counts these samples as written
             self._parts.checkpoints.start_save()

@@ -66,6 +66,7 @@ def run_training(loaded: LoadedConfig, process: RunProcess) -> str:
     with prepared_run(loaded, process) as run:
         reason = run.loop.run()
         with run.context.phases.watch("export"):
+            run.context.files.require_held()
             exports = run.export(reason)
         run.summarize(reason, exports, time.perf_counter() - start)
     return reason
@@ -187,6 +188,7 @@ def prepared_run(
         topology = run_topology(config, process.rendezvous_host, process.supervision)
         heartbeat = process.heartbeat or Heartbeat(rank)
         files = _start_files(heartbeat, stack)
+        files.hold(*_directories_of(config))
         phases = Phases(watch=_watch(config, topology, heartbeat))
         context = RunContext(config, topology, phases, files, stop, stack)
         node_watch = _start_node_watch(config, heartbeat, stack)
@@ -273,6 +275,15 @@ def _machine(config: Config, topology: RunTopology) -> str:
     devices = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     kernels = f"; {config.sglang.kernels}" if config.rollout.engine == "sglang" and torch.cuda.is_available() else ""
     return f"{topology.policy_layout.describe()} on {topology.size} processes, {devices}{kernels}"
+
+
+def _directories_of(config: Config) -> list[Path]:
+    """Return the directories that the run writes to; they exist afterwards."""
+    output, checkpoints = config.run.output_dir, config.checkpoint_dir
+    if checkpoints.absolute().is_relative_to(output.absolute()):
+        return [output]
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    return [output, checkpoints]
 
 
 def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:

@@ -1,17 +1,21 @@
 """Attempts of a run, in attempts.jsonl of its directory, and whether another one is worthwhile.
 
+    {"launched": 1699999960.0, "job": "17"}
     {"attempt": 2, "began": 1700000000.0, "job": "17", "completed_steps": 7}
     {"attempt": 2, "alert": {"node": "node3", "metric": "cpu_throttled", ...}, "job": "17", "excluded": "node3"}
     {"attempt": 2, "ended": 1700003600.0, "reason": "stopped by a signal", "exit_code": 75}
 
-Rank 0 writes the first and last line of an attempt, the node watch the alerts in between. An attempt without a last
-line failed or was killed; the run is started again as long as attempts make progress: more train steps on record than
-before.
+What starts the workers (a batch script, `megatron-dapo train`) writes the line of a launch. Rank 0 writes the first and
+last line of an attempt, the node watch the alerts in between. An attempt without a last line failed or was killed; the
+run is started again as long as attempts make progress: more train steps on record than before. Attempts are found by
+their numbers, never by a clock.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.watch.failure import EXIT_CODE, clear_failures, first_line, read_failure
+from megatron_dapo.watch.failure import EXIT_CODE, Failure, clear_failures, first_line, read_failure, write_failures
 
 ATTEMPTS = "attempts.jsonl"
 STOPPED_BY_SIGNAL = "stopped by a signal"
-_NODE_CAUSES = ("node lost", "link lost", "not started", "file system hung")
+_NODE_CAUSES = ("node lost", "link lost", "not started", "file system lost", "file system hung")
 _CLOCK_S = 2.0  # the kernel's start time of a process and the clock may differ by this
+_UNSTARTED = "the workers ended before the attempt was on record: the lines above name the first that did"
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,61 @@ def exit_code_at(reason: str) -> int:
     return EXIT_CODE if reason == STOPPED_BY_SIGNAL else 0
 
 
-def begin_attempt(run_directory: Path, started: float, job: str) -> int:
-    """Note that an attempt begins, in the batch job `job` or "", forget earlier failures, and return its number, from 1.
+def begin_launch(run_directory: Path, job: str, is_restarted: bool = False, mode: int = 0o600) -> int:
+    """Note that attempts are about to start in the batch job `job` or "", and return the number of the first one.
 
-    Rank 0 calls it before the records of steps change. started: when its process started, in seconds since 1970; the
-    record of a failure since then belongs to this attempt and stays.
+    is_restarted: the job was launched here before. Raises FileNotFoundError if the directory knows nothing of that: it is not the
+    one that the job began with, and a new run must not begin in its place. mode: of the file, if it is new.
     """
-    clear_failures(run_directory, before=started)
-    number, steps = _newest_begin(run_directory).get("attempt", 0) + 1, completed_steps(run_directory)
-    _append(run_directory, {"attempt": number, "began": time.time(), "job": job, "completed_steps": steps})
-    return number
+    if is_restarted and not is_launched(run_directory, job):
+        raise FileNotFoundError(
+            f"job {job} has been started before, and {run_directory / ATTEMPTS} does not know of it: the directory is not "
+            f"mounted on {socket.gethostname()}, or was removed. Mount it and submit the job again"
+        )
+    run_directory.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(run_directory / ATTEMPTS, os.O_WRONLY | os.O_CREAT, mode))
+    _append(run_directory, {"launched": time.time(), "job": job})
+    return next_attempt(run_directory)
+
+
+def is_launched(run_directory: Path, job: str) -> bool:
+    """Return True if anything of the batch job `job` is on record."""
+    return any(record.get("job") == job for record in _records(run_directory / ATTEMPTS))
+
+
+def next_attempt(run_directory: Path) -> int:
+    """Return the number of the attempt that begins next, from 1."""
+    return _newest_begin(run_directory).get("attempt", 0) + 1
+
+
+def begin_attempt(run_directory: Path, attempt: int, job: str) -> None:
+    """Note that an attempt begins, in the batch job `job` or "", and forget the failures of others.
+
+    Rank 0 calls it before the records of steps change.
+    """
+    clear_failures(run_directory, keep=attempt)
+    steps = completed_steps(run_directory)
+    _append(run_directory, {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": steps})
+
+
+def record_unstarted(run_directory: Path, job: str) -> None:
+    """Note an attempt whose workers ended before rank 0 could: it counts among those without progress."""
+    attempt = next_attempt(run_directory)
+    begin_attempt(run_directory, attempt, job)
+    end = {"attempt": attempt, "ended": time.time(), "reason": _UNSTARTED, "exit_code": EXIT_CODE}
+    _append(run_directory, end)
+    failure = Failure(-1, "not started", _UNSTARTED, socket.gethostname(), "start", attempt=attempt)
+    write_failures(run_directory, [failure], "launcher")
+
+
+def first_attempt_since(run_directory: Path, since: float) -> int:
+    """Return the number of the first attempt that began after `since`, in seconds since 1970, by the clock that noted it."""
+    numbers = [
+        record["attempt"]
+        for record in _records(run_directory / ATTEMPTS)
+        if record.get("began", 0.0) >= since - _CLOCK_S
+    ]
+    return min(numbers, default=next_attempt(run_directory))
 
 
 def record_end(run_directory: Path, reason: str) -> None:
@@ -99,7 +149,7 @@ def is_finished(run_directory: Path, config: Mapping[str, Any], checkpoint_dir: 
 
     config: every value as JSON, as in the run's config.json.
     """
-    newest = next(_records(run_directory / ATTEMPTS), {})
+    newest = next((record for record in _records(run_directory / ATTEMPTS) if "attempt" in record), {})
     is_whole = (run_directory / "summary.json").is_file() and (run_directory / "config.json").is_file()
     if newest.get("exit_code") != 0 or not is_whole:
         return False
@@ -128,15 +178,15 @@ def require_new_run(run_directory: Path, checkpoint_dir: Path, interval: int) ->
     )
 
 
-def verdict(run_directory: Path, job: str, since: float, max_fruitless: int) -> Verdict | None:
-    """Judge the last attempt that began after `since`, in seconds since 1970; None if none did.
+def verdict(run_directory: Path, job: str, first: int, max_fruitless: int) -> Verdict | None:
+    """Judge the last attempt of this launch, whose attempts have the number `first` and later; None if none began.
 
     After `max_fruitless` attempts in a row without progress the run has failed, whatever ended them. Attempts of the
-    batch job `job` count; outside one ("") those since `since`.
+    batch job `job` count; outside one ("") those of this launch.
     """
     records = list(_records(run_directory / ATTEMPTS))[::-1]
     begun = [record for record in records if "began" in record and record["job"] == job]
-    recent = [record for record in begun if record["began"] >= since - _CLOCK_S]
+    recent = [record for record in begun if record["attempt"] >= first]
     if not recent:
         return None
     end = _end(run_directory, records, recent[-1]["attempt"])

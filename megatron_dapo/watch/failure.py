@@ -14,6 +14,7 @@ import re
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ _ADVICE = {
     "link lost": "check cable, switch port and interface of that node, or exclude it, and start again",
     "node lost": "check that node's power, link and kernel log, or exclude it, and start again",
     "disk full": "free space, lower checkpoint.keep, or move run.output_dir",
+    "file system lost": "mount it again on that node, or exclude the node, then start again",
     "file system hung": "check the server of that file system and its mount on that node, then start again",
     "hang": "see the stacks of that rank in stacks/; start again, and report it if it repeats",
     "deadline": "see the stacks in stacks/; raise run.wait_timeout_seconds if the wait was healthy",
@@ -48,7 +50,9 @@ _ADVICE = {
     "connection lost": "see the log and the kernel log of the rank at the other end",
 }
 # Kernel evidence outranks reports of the ranks: a broken connection is noticed before the death that caused it.
-_HARD = frozenset({"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system hung"})
+_HARD = frozenset(
+    {"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system lost", "file system hung"}
+)
 _BROKEN_CONNECTION = re.compile(
     r"gloo/|ncclRemoteError|ncclSystemError|remote process exited|c10d|TCPStore|Connection (reset|closed) by peer|Broken pipe"
     r"|rollout rank 0 stopped|for the others|lost each other|waited for rank 0's next command|monitored_?[bB]arrier"
@@ -88,7 +92,9 @@ def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "")
     chain = list(_chain(error))
     is_consequence = any(getattr(each, "is_consequence", False) for each in chain)
     cause = "exception"
-    if any(isinstance(each, OSError) and each.errno in _FULL for each in chain):
+    if named := [each.failure_cause for each in chain if hasattr(each, "failure_cause")]:
+        cause = named[0]  # by the class of the error
+    elif any(isinstance(each, OSError) and each.errno in _FULL for each in chain):
         cause = "disk full"
     elif any(_BROKEN_CONNECTION.search(f"{type(each).__name__}: {each}") for each in chain):
         cause, is_consequence = "connection lost", True
@@ -193,11 +199,18 @@ def read_failure(run_directory: Path) -> Failure | None:
     return Failure(**{each.name: entry[each.name] for each in fields(Failure)})
 
 
-def clear_failures(run_directory: Path, before: float = float("inf")) -> None:
-    """Remove the records of failures written before the time `before`, in seconds since 1970; by default all."""
-    for path in run_directory.glob("failure*.json"):
-        try:
-            if path.stat().st_mtime < before:
+def clear_failures(run_directory: Path, keep: int = 0) -> None:
+    """Remove the records of failures of all attempts but the one with the number `keep`, whose first is then in failure.json."""
+    for path in sorted(run_directory.glob("failure*.json")):
+        with suppress(FileNotFoundError):
+            if keep == 0 or _attempt_of(path) != keep:
                 path.unlink()
-        except FileNotFoundError:
-            pass
+            elif not (run_directory / "failure.json").exists():
+                path.rename(run_directory / "failure.json")
+
+
+def _attempt_of(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["attempt"])
+    except (ValueError, KeyError, TypeError):  # cut short, or no record
+        return 0

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.files.durable import identity_of
 from megatron_dapo.files.linux import start_helper
 from megatron_dapo.watch.evidence import read_text
 from megatron_dapo.watch.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
@@ -82,6 +83,7 @@ class Place:
     num_nodes: int
     run_id: str  # differs between runs and between starts of one run
     leader: tuple[str, int]  # host and UDP port of node 0's watcher
+    attempt: int = 1  # number of this start, as far as the launcher knows
 
 
 class Heartbeat:
@@ -160,16 +162,16 @@ class Heartbeat:
             )
             self._seconds[self._phases[-1]] = round(elapsed, 3), round(worked, 3)
 
-    def describe(self, run_directory: Path, attempt: int | None, limits: WatchLimits | None = None) -> None:
-        """Tell the watcher where records go, who may read them (by this process's umask), its limits, and, on rank 0, the
-        number of this start."""
-        self.run_directory, self.attempt = run_directory, attempt or self.attempt
+    def describe(self, run_directory: Path, attempt: int, limits: WatchLimits | None = None) -> None:
+        """Tell the watcher where records go, who may read them (by this process's umask), its limits, and the number of
+        this start."""
+        self.run_directory, self.attempt = run_directory, attempt
         umask = os.umask(0o077)  # the umask can only be read by setting it
         os.umask(umask)
-        # Look up the device while the directory still answers: the watcher checks whether that disk writes, not the
-        # directory.
-        device = run_directory.stat().st_dev if run_directory.exists() else 0
-        place = {"directory": str(run_directory.absolute()), "device": device}
+        # Looked up while the directory still answers: the watcher checks whether that disk writes, and that its records
+        # go into this directory.
+        identity = identity_of(run_directory.stat()) if run_directory.exists() else (0, 0)
+        place = {"directory": str(run_directory.absolute()), "identity": identity}
         self._send({"kind": "run", **place, "attempt": attempt, "umask": umask, "limits": asdict(limits or WatchLimits())})
 
     # The watcher
@@ -183,7 +185,7 @@ class Heartbeat:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             return
         address = f"\0megatron-dapo-{os.getuid()}-{place.run_id}-{place.node_rank}"
-        self.place = place
+        self.place, self.attempt = place, place.attempt
         if place.local_rank == 0:
             _start_watcher(place, address)
         self._socket = _connected(address)

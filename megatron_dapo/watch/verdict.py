@@ -29,8 +29,8 @@ from megatron_dapo.watch.failure import Failure, in_order
 COLLECTIVE, BOUNDED = "collective", "bounded"  # kinds of waits, see `heartbeat.WAITS`
 # Phases whose waits are collectives on the device. In all others (generation, weight sync, evaluation, files, start) ranks
 # wait on sockets and sleep, on GPUs too.
-CONNECT = "connect"
-DEVICE_PHASES = frozenset({CONNECT, "values", "logprobs", "advantages", "train", "train_critic", "offload"})
+CONNECT, STEP = "connect", "step"
+DEVICE_PHASES = frozenset({CONNECT, STEP, "values", "logprobs", "advantages", "train", "train_critic", "offload"})
 _STARTING = ("start", "build")
 _FRESH_S = 4.0  # without contact to a node, after which its last message may be outdated
 

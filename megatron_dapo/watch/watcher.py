@@ -15,6 +15,7 @@ This module observes and acts: sockets, processes, files and the clock. It never
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.files.durable import identity_of
 from megatron_dapo.files.linux import ignore_launcher_signals, require_same_user
 from megatron_dapo.watch.agreement import Agreement
 from megatron_dapo.watch.evidence import exit_status, parent, sectors_written, tcp_queues
@@ -50,6 +52,7 @@ class Watcher:
     def __init__(self, place: Mapping[str, Any]) -> None:
         node, num_nodes, self._started = int(place["node_rank"]), int(place["num_nodes"]), time.monotonic()
         self._run = Agreement(node, num_nodes, int(place["world_size"]), socket.gethostname(), self._started)
+        self._run.attempt = int(place["attempt"])
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + place["address"])
         self._listener.listen(256)
@@ -58,7 +61,7 @@ class Watcher:
         self._ranks: dict[int, WatchedRank] = {}
         self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are still to come
         self._directory: Path | None = None
-        self._device = 0  # of the run directory
+        self._identity = (0, 0)  # device and inode number of the run directory, 0 if unknown
         self._probe: Child | None = None  # writes a file in the run directory
         self._sectors: int | None = None  # written when the probe began, or at the last progress of that disk
         self._lost_records: dict[int, Child] = {}  # by lost node: reads its record
@@ -154,11 +157,11 @@ class Watcher:
         message = json.loads(text)
         if message["kind"] == "run":
             self._directory = directory = Path(message["directory"])
-            self._device = message["device"]
-            self._run.attempt = message["attempt"] or self._run.attempt
+            self._identity = tuple(message["identity"])
+            self._run.attempt = message["attempt"]
             self._run.limits = WatchLimits(**message["limits"])
             os.umask(message["umask"])
-            if message["attempt"]:
+            if rank.rank == 0:
                 _fork(lambda: reserve_space(directory))
         elif message["kind"] == "failure":
             rank.is_reported = True
@@ -230,10 +233,11 @@ class Watcher:
         """
         if self._probe is None and (self._directory is None or not is_needed):
             return 0.0
-        sectors = sectors_written(self._device) if self._device else None
+        device, _ = self._identity
+        sectors = sectors_written(device) if device else None
         if self._probe is None and self._directory is not None:
             path = self._directory / f".watcher_{self._run.node_rank}"
-            self._probe, self._sectors = Child(lambda: _touch(path), now), sectors
+            self._probe, self._sectors = Child(lambda: self._touch(path), now), sectors
         if self._probe is None or self._probe.exit_code() is not None:
             self._probe = None
             return 0.0
@@ -378,7 +382,18 @@ class Watcher:
             texts.setdefault(f"{state}\n{text}{record}", []).append(rank.rank)
         return "\n".join(f"==== ranks {ranks} ({self._run.name}): {text}" for text, ranks in texts.items())
 
+    def _touch(self, path: Path) -> None:
+        self._require_same(path.parent)
+        path.write_text("the watcher looks whether this file system answers\n", encoding="utf-8")
+        path.unlink()
+
+    def _require_same(self, directory: Path) -> None:
+        """Raise OSError (ESTALE) if the run directory is another one than at the start."""
+        if any(self._identity) and identity_of(directory.stat()) != self._identity:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+
     def _write(self, directory: Path, stacks: str) -> None:
+        self._require_same(directory)
         name = f"node_{self._run.node_rank}"
         if self._run.is_writer and self._run.verdict is not None:
             write_failures(directory, self._run.verdict, name)
@@ -393,11 +408,6 @@ def _require_link_lost(directory: Path, node: int) -> None:
         if document["writer"] == f"node_{node}" and document["entries"][0]["cause"] == "link lost":
             return
     raise FileNotFoundError
-
-
-def _touch(path: Path) -> None:
-    path.write_text("the watcher looks whether this file system answers\n", encoding="utf-8")
-    path.unlink()
 
 
 class Child:

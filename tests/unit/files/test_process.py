@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from megatron_dapo.checkpoints.atomic_directory import put_in_place
+from megatron_dapo.checkpoints.save import write_part
 from megatron_dapo.checkpoints.store import CheckpointStore
-from megatron_dapo.files.durable import HERE, OpenFile
+from megatron_dapo.files.durable import HERE, DirectoryReplaced, Files, OpenFile
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.watch.evidence import activity
+from megatron_dapo.watch.failure import EXIT_CODE, failure_of
 
 pytestmark = pytest.mark.skipif(not FileProcess.IS_POSSIBLE, reason="needs Linux's memfd and prctl")
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,6 +158,7 @@ RANK = """
 import os, sys
 from pathlib import Path
 from megatron_dapo.watch.evidence import activity
+from megatron_dapo.watch.failure import EXIT_CODE, failure_of
 from megatron_dapo.files.process import FileProcess
 files = FileProcess()
 files.append(Path(sys.argv[1]), "first\\n")
@@ -202,3 +205,47 @@ def test_a_limit_on_files_is_one_of_those_it_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "x")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "File too large" in done.stdout
+
+
+def test_a_replaced_directory_is_written_to_by_no_request(files: FileProcess, tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    here = Files()
+    for one in (files, here):
+        one.hold(run)
+        one.append(run / "metrics.jsonl", "1\n")
+        one.require_held()
+    run.rename(moved)
+    for replaces in (False, True):  # gone, then another one
+        if replaces:
+            run.mkdir()
+        requests = (
+            lambda one: one.require_held(),
+            lambda one: one.append(run / "metrics.jsonl", "2\n"),
+            lambda one: one.write(run / "batch", [b"0", b"1"]),
+            lambda one: one.replace(run / "plan.json", "{}"),
+            lambda one: one.make_directory(run / "step_000001.tmp"),
+        )
+        for one in (files, here):
+            for request in requests:
+                with pytest.raises(DirectoryReplaced, match=r"is another directory than before|is gone"):
+                    request(one)
+        with pytest.raises(DirectoryReplaced):
+            files.start(write_part, run, 0, [], 1, None).result()
+    assert list(run.iterdir()) == [] and (moved / "metrics.jsonl").read_text() == "1\n1\n"
+    run.rmdir()
+    moved.rename(run)  # mounted again
+    files.append(run / "metrics.jsonl", "3\n")
+    assert (run / "metrics.jsonl").read_text() == "1\n1\n3\n"
+
+
+def test_a_replaced_directory_is_the_cause_of_a_failure_worth_another_attempt() -> None:
+    try:
+        try:
+            raise DirectoryReplaced("/run is gone")
+        except DirectoryReplaced as error:
+            raise RuntimeError("checkpoint 3 could not be written") from error
+    except RuntimeError as error:
+        failure = failure_of(0, error)
+    assert (failure.cause, failure.exit_code, failure.is_consequence) == ("file system lost", EXIT_CODE, False)
+    assert "mount it again" in failure.advice

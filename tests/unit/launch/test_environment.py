@@ -20,6 +20,7 @@ from megatron_dapo.launch.environment import (
     place_in_run,
     prepare_rendezvous,
     process_environment,
+    rendezvous_port,
     rendezvous_problem,
     slurm_allocation,
     supervision,
@@ -58,8 +59,21 @@ def port_of(monkeypatch: pytest.MonkeyPatch):
 def test_runs_on_one_node_have_ports_of_their_own(port_of) -> None:
     alone, several = ProcessEnvironment(0, 1, 0), ProcessEnvironment(3, 8, 1)
     assert len({port_of(alone) for _ in range(8)}) > 1
-    assert port_of(several, SLURM_JOB_ID="70012") == "10012" != port_of(several, SLURM_JOB_ID="70013")
+    assert port_of(several, SLURM_JOB_ID="70012") == "20012" != port_of(several, SLURM_JOB_ID="70013")
+    assert port_of(several, SLURM_JOB_ID="77017") == "27020", "27017 to 27019 are MongoDB's"
     assert port_of(several, SLURM_JOB_ID="70012", MASTER_PORT="4000") == "4000"
+
+
+def test_a_batch_script_takes_a_port_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCP listener and a UDP socket are in the way: torch's store and the watchers have the same number."""
+    monkeypatch.setenv("SLURM_JOB_ID", "61234")
+    first = rendezvous_port()
+    with socket.create_server(("", first)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", first + 1))
+        assert first >= 21234 and rendezvous_port() >= first + 2
+    kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    monkeypatch.setenv("SLURM_JOB_ID", "69999")
+    assert 20000 <= rendezvous_port() < 30000 <= kernels
 
 
 def test_the_number_of_nodes_is_the_launchers_and_one_node_stays_on_loopback(port_of) -> None:

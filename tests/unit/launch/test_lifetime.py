@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,20 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dapo.launch import lifetime
-from megatron_dapo.launch.lifetime import DirectoryInUse, DirectoryLock, hold_directory, require_unused
+from megatron_dapo.files.durable import DirectoryReplaced
+from megatron_dapo.launch.lifetime import (
+    DirectoryInUse,
+    DirectoryLock,
+    RefusedByRank0,
+    end_of_launch,
+    hold_directory,
+    require_unused,
+)
+from megatron_dapo.watch.attempts import ATTEMPTS, begin_attempt, begin_launch, record_end
+from megatron_dapo.watch.failure import EXIT_CODE, failure_of
 
 DEADLINE_S = 20.0
+HOST = socket.gethostname()
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -53,7 +66,7 @@ def test_a_directory_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> 
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for attempt in (require_unused, DirectoryLock):
-            with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {holder.pid}:"):
+            with pytest.raises(DirectoryInUse, match=rf"{tmp_path} is in use by process {holder.pid} on {HOST} "):
                 attempt(tmp_path)
     finally:
         holder.kill()
@@ -86,19 +99,93 @@ def own_umask() -> Iterator[None]:
 
 def test_every_rank_learns_of_another_run_before_it_writes(own_umask: None, tmp_path: Path) -> None:
     store, other = dist.HashStore(), dist.HashStore()
-    lock = hold_directory(tmp_path, 0, store)
-    assert lock is not None and hold_directory(tmp_path, 1, store) is None
+    lock, attempt = hold_directory(tmp_path, 0, store)
+    assert lock is not None and attempt == 1 and hold_directory(tmp_path, 1, store) == (None, 1)
     holder = start(HOLD, str(tmp_path / "taken"))
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        for rank in (0, 1, 2):
-            with pytest.raises(DirectoryInUse, match=f"is in use by process {holder.pid}:") as refused:
+        for rank, kind in ((0, DirectoryInUse), (1, RefusedByRank0), (2, RefusedByRank0)):
+            with pytest.raises(kind, match=f"is in use by process {holder.pid} on {HOST} ") as refused:
                 hold_directory(tmp_path / "taken", rank, other)
-            assert refused.value.is_final and refused.value.is_consequence == (rank > 0)
+            failure = failure_of(rank, refused.value)
+            assert (failure.exit_code, failure.is_consequence) == ((1, False) if rank == 0 else (EXIT_CODE, True))
     finally:
         holder.kill()
         holder.wait()
         lock.release()
+
+
+def test_a_directory_that_cannot_be_written_is_not_said_to_be_in_use(own_umask: None, tmp_path: Path, monkeypatch) -> None:
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path / "run.lock"))
+
+    monkeypatch.setattr(lifetime, "_lock", read_only)
+    store = dist.HashStore()
+    with pytest.raises(OSError, match="Read-only file system") as refused:
+        hold_directory(tmp_path, 0, store)
+    assert failure_of(0, refused.value).exit_code == EXIT_CODE
+    with pytest.raises(RefusedByRank0, match=r"OSError: .*Read-only file system"):
+        hold_directory(tmp_path, 1, store)
+
+
+@pytest.mark.parametrize("bare", ["nothing", "an empty directory", "an older run"])
+def test_a_node_without_the_run_s_file_system_is_named(own_umask: None, tmp_path: Path, monkeypatch, bare: str) -> None:
+    monkeypatch.setattr(lifetime, "_SHARED_S", 0.0)
+    mounted, here, store = tmp_path / "mounted", tmp_path / "here", dist.HashStore()
+    lock, _ = hold_directory(mounted, 0, store)
+    if bare != "nothing":
+        here.mkdir()
+    if bare == "an older run":
+        (here / "run.lock").write_text("17 on node9 (0a1b)")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DirectoryReplaced, match=rf"{here} on {HOST} is not the directory of rank 0, process \d+ on ") as refused:
+        hold_directory(here, 1, store)
+    assert failure_of(1, refused.value).cause == "file system lost" and sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(lifetime, "_SHARED_S", 30.0)
+    threading.Timer(0.3, lambda: here.exists() or here.symlink_to(mounted)).start()
+    if bare == "nothing":  # a network file system shows it late
+        assert hold_directory(here, 1, store) == (None, 1)
+    lock.release()
+
+
+def test_rank_0_writes_nothing_where_its_launcher_s_directory_was(own_umask: None, tmp_path: Path) -> None:
+    """Unmounted between the batch script's note and the workers' start, in the same job."""
+    run = tmp_path / "run"
+    begin_launch(run, "17")
+    lock, attempt = hold_directory(run, 0, dist.HashStore(), launched_by="17")
+    assert attempt == 1
+    lock.release()
+    run.rename(tmp_path / "elsewhere")
+    with pytest.raises(DirectoryReplaced, match=f"{run} on {HOST} does not know of this launch"):
+        hold_directory(run, 0, dist.HashStore(), launched_by="17")
+    assert not run.exists()
+
+
+def test_the_end_of_a_launch_is_worth_another_attempt_if_it_can_be_counted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = begin_launch(run, "17")
+    ends = [end_of_launch(run, "17", attempt, 2) for attempt in (first, first + 1)]
+    assert [end.exit_code for end in ends] == [EXIT_CODE, 1] and "before the attempt was on record" in ends[0].reason
+    assert "2 attempts in a row" in ends[1].reason
+    begin_attempt(run, 3, "17")
+    record_end(run, "finished")
+    assert end_of_launch(run, "17", first, 2).exit_code == 0
+    # Another job has the directory: its attempts are left alone.
+    holder = start(HOLD, str(run))
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        second, text = begin_launch(run, "18"), (run / ATTEMPTS).read_text()
+        end = end_of_launch(run, "18", second, 2)
+        assert end.exit_code == 1 and f"in use by process {holder.pid} on {HOST}" in end.reason
+        assert (run / ATTEMPTS).read_text() == text
+    finally:
+        holder.kill()
+        holder.wait()
+    run.rename(tmp_path / "elsewhere")  # the bare mount point
+    run.mkdir()
+    end = end_of_launch(run, "17", first, 2)
+    assert end.exit_code == EXIT_CODE and "unmounted" in end.reason and not end.leaves_nodes_healthy
+    assert list(run.iterdir()) == []
 
 
 # Each case in a child, for the directory's mask is the process's.
@@ -113,7 +200,7 @@ for run, readers in json.loads(sys.argv[1]):
         os.wait()
         continue
     run = Path(run)
-    lock = hold_directory(run, 0, dist.HashStore(), group_readable=readers == "group")
+    lock, _ = hold_directory(run, 0, dist.HashStore(), group_readable=readers == "group")
     (run / "metrics").mkdir()
     HERE.write_json(run / "metrics" / "own.json", {})
     subprocess.run(["touch", str(run / "metrics" / "of_a_child")], check=True)

@@ -24,9 +24,11 @@ STUBS = {
     "srun": """if [ "${@: -1}" = --keep-servers ]; then
     printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
 fi
-echo "port $MASTER_PORT host $MASTER_ADDR end $SLURM_JOB_END_TIME"; printf "%s\\n" "$@"
+echo "attempt $MEGATRON_DAPO_ATTEMPT port $MASTER_PORT host $MASTER_ADDR end $SLURM_JOB_END_TIME"; printf "%s\\n" "$@"
 echo x >> attempts; [ "$SRUN" != 0 ] && [ $(wc -l < attempts) -gt "$ATTEMPTS" ] && exit 0; exit $SRUN""",
-    "python": '[ "${@: -2:1}" = --verdict ] && echo "$SCOPE" && [ "${@: -1}" -gt 1700000000 ] && exit $VERDICT; exit 99',
+    # Attempts of this launch begin with number 3; the verdict is asked of the one that was made last.
+    "python": """[ "${@: -1}" = --begin ] && echo "3 20017" && exit $BEGUN
+[ "${@: -2:1}" = --verdict ] && echo "$SCOPE" && [ "${@: -1}" = $((2 + $(wc -l < attempts))) ] && exit $VERDICT; exit 99""",
 }
 
 
@@ -67,6 +69,7 @@ def run_script(
         "STATE": state,
         "NODES_LEFT": nodes_left,
         "EXCLUDED": excluded,
+        "BEGUN": 0,
         "SLURM_JOB_NUM_NODES": 2,
         "PREFLIGHT": 0,
         **variables,
@@ -88,10 +91,11 @@ def test_whole_nodes_and_a_log_that_a_requeue_continues(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ARGUMENTS)
-def test_tasks_share_all_cores_and_jobs_no_port(script: str, tmp_path: Path) -> None:
-    (code, first), (_, second) = (run_script(script, tmp_path, job) for job in (123456, 123457))
-    assert code == 0 and first[0] == "port 13456 host node0 end 1795341600"
-    assert second[0] == "port 13457 host node0 end 1795341600"
+def test_tasks_share_all_cores_and_have_the_port_that_is_free(script: str, tmp_path: Path) -> None:
+    code, first = run_script(script, tmp_path, 123456)
+    assert code == 0 and first[0] == "attempt 3 port 20017 host node0 end 1795341600"
+    _, second = run_script(script, tmp_path, 123456, MASTER_PORT=4444)
+    assert second[0] == "attempt 3 port 4444 host node0 end 1795341600"
     assert {"--cpus-per-task=12", "--cpu-bind=none", "--kill-on-bad-exit=1", "megatron_dapo.run.worker"} <= set(
         first
     )
@@ -121,6 +125,12 @@ def test_a_job_that_lost_a_node_before_its_step_began_is_requeued(tmp_path: Path
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left="2 1")
     assert code == 75 and lines[-1] == "requeue 17"
     assert "--immediate=120" in lines and "--immediate=120" in (tmp_path / "supervisors").read_text().split()
+
+
+def test_a_directory_that_does_not_know_the_job_ends_it(tmp_path: Path) -> None:
+    """Nothing is started in the mount point of a file system that is gone."""
+    code, lines = run_script("slurm.sh", tmp_path, 17, BEGUN=1, SLURM_RESTART_COUNT=1)
+    assert (code, lines) == (1, []) and not (tmp_path / "attempts").exists()
 
 
 def test_a_controller_that_does_not_answer_is_no_lost_node(tmp_path: Path) -> None:
@@ -161,6 +171,7 @@ def test_the_trainer_alone_starts_again_while_servers_are_kept(tmp_path: Path) -
     options = (tmp_path / "supervisors").read_text().split()
     assert {"--overlap", "--ntasks=2", "--ntasks-per-node=1", "--nodes=2", "--kill-on-bad-exit=1"} <= set(options)
     assert options[-3:] == ["--set", "run.name=x", "--keep-servers"] and lines.count("--overlap") == 3
+    assert [line.split()[1] for line in lines if line.startswith("attempt ")] == ["3", "4", "5"]
     end, supervisor = time.monotonic() + 10.0, int((tmp_path / "supervisor.pid").read_text())
     while is_running(supervisor) and time.monotonic() < end:
         time.sleep(0.02)

@@ -81,7 +81,7 @@ def test_nodes_that_are_alike_and_fewer_than_four_have_no_alert(tmp_path: Path) 
 
 def test_a_node_to_be_left_out_is_on_record_for_its_job(tmp_path: Path) -> None:
     start = float(int(time.time()))
-    begin_attempt(tmp_path, 0.0, "17")
+    begin_attempt(tmp_path, 1, "17")
     for node in range(4):
         write_node(tmp_path, node, start, [0.8 * (node == 1)] * 70)
     assert RunWatch(settings(tmp_path, action="exclude"), start).look(start + 70)["exclude"] == "node1"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from megatron_dapo.checkpoints.save import FAILED, IDLE, IN_FLIGHT, Saved
 from megatron_dapo.checkpoints.store import CheckpointError
 from megatron_dapo.engines.sglang.servers import ServersFailed
+from megatron_dapo.files.durable import DirectoryReplaced, Files
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.statistics import StatisticsBuilder
 from megatron_dapo.telemetry.metrics import PHASES
@@ -71,6 +73,7 @@ class World:
 
     def __init__(self, generate: dict[int, RolloutBatch | CollectionEnded], interval: int = 0, fail_publish_at: int = -1) -> None:
         self.calls: list[str] = []
+        self.phases: list[str] = []  # open ones
         self.progress = RunProgress()
         self.stop = SimpleNamespace(requested=False, seconds_left=float("inf"))
         self._fail_publish_at, self._batches = fail_publish_at, generate
@@ -99,9 +102,16 @@ class World:
             collector=None,
             data=None,
         )
-        phases = SimpleNamespace(phase=lambda name: nullcontext(), timer=PhaseTimer(list(PHASES)))
-        context = SimpleNamespace(config=config, phases=phases, stop=self.stop)
+        phases = SimpleNamespace(phase=self._phase, watch=self._phase, timer=PhaseTimer(list(PHASES)))
+        self.files = Files()
+        context = SimpleNamespace(config=config, phases=phases, stop=self.stop, files=self.files)
         self.loop = TrainingLoop(context, parts, self.progress)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+        self.phases.pop()
 
     def _generate(self, num_groups: int, share: Any) -> RolloutBatch:
         found = self._batches.get(self.progress.train_step, batch())
@@ -212,7 +222,7 @@ def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: i
     # A step of three seconds, of which an evaluation took half of one.
     times = {"step": 3.0, "evaluate": 0.5, "checkpoint": 0.0}
     timer = SimpleNamespace(finish_step=lambda: times)
-    world.loop._phases = SimpleNamespace(phase=lambda name: nullcontext(), timer=timer)
+    world.loop._phases.timer = timer
     seen: list[int] = []
     world.loop._parts.evaluator = SimpleNamespace(evaluate=seen.append)
     assert world.loop.run() == "training seconds used up"
@@ -230,3 +240,32 @@ def test_a_failing_evaluation_is_raised_after_a_checkpoint() -> None:
     with pytest.raises(KeyError, match="no verdict"):
         world.loop.run()
     assert world.calls == ["save 2", "saved 2"]
+
+
+def test_the_collective_at_the_head_of_a_step_belongs_to_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside any phase a lost node would be reported in `start`, with the limits of a start."""
+    world, seen = World({}), []
+    monkeypatch.setattr(module, "max_over", lambda values: seen.append(list(world.phases)) or values)
+    world.loop.run()
+    assert seen == [["step"]] * 4
+
+
+@pytest.mark.parametrize("interval", [0, 1, 4])
+def test_a_replaced_directory_ends_the_run_at_the_next_step_and_nothing_is_saved(tmp_path: Path, interval: int) -> None:
+    """As `umount -l` does: the path leads to an empty directory, in which every write would succeed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    world = World({}, interval=interval)
+    world.files.hold(run)
+    generate = world._generate
+
+    def unmount(num_groups: int, share: Any) -> RolloutBatch:
+        if world.progress.train_step == 2:
+            run.rename(tmp_path / "elsewhere")
+            run.mkdir()
+        return generate(num_groups, share)
+
+    world.loop._parts.rollout.generate = unmount
+    with pytest.raises(DirectoryReplaced, match=f"{run} is another directory than before on "):
+        world.loop.run()
+    assert world.progress.train_step == 3 and "save 3" not in world.calls

@@ -16,10 +16,14 @@ from megatron_dapo.watch.attempts import (
     ATTEMPTS,
     STOPPED_BY_SIGNAL,
     begin_attempt,
+    begin_launch,
     completed_steps,
     exit_code_at,
+    first_attempt_since,
     is_finished,
+    next_attempt,
     record_end,
+    record_unstarted,
     require_new_run,
     verdict,
 )
@@ -27,7 +31,7 @@ from megatron_dapo.watch.failure import EXIT_CODE, Failure, clear_failures, fail
 
 
 def begin(directory: Path, job: str = "17") -> None:
-    begin_attempt(directory, time.time(), job)
+    begin_attempt(directory, next_attempt(directory), job)
 
 
 def fail(directory: Path, error: Exception, attempt: int) -> None:
@@ -38,24 +42,24 @@ def train_to(directory: Path, step: int) -> None:
     (directory / "metrics.jsonl").write_text("".join(json.dumps({"train_step": n + 1}) + "\n" for n in range(step)))
 
 
-def judged(directory: Path, job: str = "17", since: float = 0.0, budget: int = 3) -> int | None:
-    found = verdict(directory, job, since, budget)
+def judged(directory: Path, job: str = "17", first: int = 1, budget: int = 3) -> int | None:
+    found = verdict(directory, job, first, budget)
     return found and found.exit_code
 
 
 def test_an_attempt_ends_by_its_own_record_by_its_failure_or_as_a_kill(tmp_path: Path) -> None:
     assert judged(tmp_path) is None
     begin(tmp_path)
-    assert judged(tmp_path) == EXIT_CODE and "killed" in verdict(tmp_path, "17", 0.0, 3).reason
+    assert judged(tmp_path) == EXIT_CODE and "killed" in verdict(tmp_path, "17", 1, 3).reason
     fail(tmp_path, ValueError("a bad value"), 1)
-    assert judged(tmp_path) == 1 and "rank 1" in verdict(tmp_path, "17", 0.0, 3).reason
+    assert judged(tmp_path) == 1 and "rank 1" in verdict(tmp_path, "17", 1, 3).reason
     begin(tmp_path)  # forgets it
     fail(tmp_path, ConnectionError("reset by peer"), 2)
     assert judged(tmp_path) == EXIT_CODE
     train_to(tmp_path, 4)
     begin(tmp_path)
     record_end(tmp_path, STOPPED_BY_SIGNAL)
-    assert judged(tmp_path) == EXIT_CODE and verdict(tmp_path, "17", 0.0, 3).was_stopped
+    assert judged(tmp_path) == EXIT_CODE and verdict(tmp_path, "17", 1, 3).was_stopped
     begin(tmp_path)
     record_end(tmp_path, "finished")
     assert judged(tmp_path) == 0 == exit_code_at("finished")
@@ -64,12 +68,12 @@ def test_an_attempt_ends_by_its_own_record_by_its_failure_or_as_a_kill(tmp_path:
 @pytest.mark.parametrize(("cause", "in_place"), [("signal", True), ("exception", True), ("node lost", False)])
 def test_kept_servers_are_worth_it_where_no_node_is_at_fault(tmp_path: Path, cause: str, in_place: bool) -> None:
     begin(tmp_path)
-    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "killed"
+    assert verdict(tmp_path, "17", 1, 3).leaves_nodes_healthy, "killed"
     write_failures(tmp_path, [Failure(1, cause, "it is gone")], "node_0")
-    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy == in_place
-    assert not verdict(tmp_path, "17", 0.0, 1).leaves_nodes_healthy, "the budget is used up"
+    assert verdict(tmp_path, "17", 1, 3).leaves_nodes_healthy == in_place
+    assert not verdict(tmp_path, "17", 1, 1).leaves_nodes_healthy, "the budget is used up"
     record_end(tmp_path, STOPPED_BY_SIGNAL)
-    assert not verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "the job comes to its end"
+    assert not verdict(tmp_path, "17", 1, 3).leaves_nodes_healthy, "the job comes to its end"
 
 
 def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(tmp_path: Path) -> None:
@@ -84,21 +88,25 @@ def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(
         begin(tmp_path)
         train_to(tmp_path, step)  # a resumed run cuts off the rows behind its checkpoint: fewer are no progress
         assert judged(tmp_path) == code, step
-    reason = verdict(tmp_path, "17", 0.0, 3).reason
+    reason = verdict(tmp_path, "17", 1, 3).reason
     assert "3 attempts in a row completed no train step beyond step 2" in reason and "killed" in reason
     assert judged(tmp_path, budget=4) == EXIT_CODE
 
 
 def test_attempts_are_numbered_and_an_old_failure_does_not_stay(tmp_path: Path) -> None:
     """Under srun or torchrun no launcher of ours clears the records: rank 0 does, when the next attempt begins."""
-    assert begin_attempt(tmp_path, time.time(), "") == 1 and read_failure(tmp_path) is None
+    begin(tmp_path)
     write_failures(tmp_path, [Failure(2, "exception", "of attempt 1")], "node_0")
-    time.sleep(0.02)
-    started = time.time()
-    time.sleep(0.02)
-    assert begin_attempt(tmp_path, started, "") == 2 and read_failure(tmp_path) is None
-    write_failures(tmp_path, [Failure(2, "exception", "of a rank that failed before rank 0 got that far")], "node_0")
-    assert begin_attempt(tmp_path, started, "") == 3 and read_failure(tmp_path) is not None
+    (tmp_path / "failure_node_1.json").write_text('{"attempt": 1, "ent')  # cut short
+    assert next_attempt(tmp_path) == 2
+    write_failures(tmp_path, [Failure(2, "exception", "of a rank that failed before rank 0 got that far", attempt=2)], "node_0")
+    begin(tmp_path)
+    assert [path.name for path in tmp_path.glob("failure*")] == ["failure.json"]
+    begin(tmp_path)
+    assert next_attempt(tmp_path) == 4 and read_failure(tmp_path) is None
+    write_failures(tmp_path, [Failure(2, "exception", "of attempt 4", attempt=4)], "node_0")
+    begin(tmp_path)
+    assert next_attempt(tmp_path) == 5 and read_failure(tmp_path).message == "of attempt 4"
     clear_failures(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
 
@@ -116,20 +124,64 @@ def test_only_attempts_of_this_launch_count_outside_a_batch_job(tmp_path: Path) 
     for _ in range(3):
         begin(tmp_path, job="")
     assert judged(tmp_path, job="") == 1
-    later = time.time() + 10.0
-    assert judged(tmp_path, job="", since=later) is None
-    text = (tmp_path / ATTEMPTS).read_text()
-    begun = {"attempt": 4, "began": later + 1.0, "job": "", "completed_steps": 0}
-    (tmp_path / ATTEMPTS).write_text(f'{text}{{"torn": \n{json.dumps(begun)}\n')
-    assert judged(tmp_path, job="", since=later) == EXIT_CODE
+    first = begin_launch(tmp_path, "")
+    assert first == 4 and judged(tmp_path, job="", first=first) is None
+    with open(tmp_path / ATTEMPTS, "a") as stream:
+        stream.write('{"torn": ')
+    begin(tmp_path, job="")
+    assert judged(tmp_path, job="", first=first) == EXIT_CODE
 
 
-def test_an_old_failure_is_not_this_attempt_s(tmp_path: Path) -> None:
+def test_a_clock_that_steps_back_hides_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = begin_launch(tmp_path, "17")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 90.0)
     begin(tmp_path)
-    fail(tmp_path, ValueError("old"), 1)
-    assert judged(tmp_path) == 1
-    begin_attempt(tmp_path, 0.0, "17")  # the failure stays, and is of another attempt
-    assert judged(tmp_path) == EXIT_CODE
+    fail(tmp_path, ConnectionError("reset by peer"), 1)
+    assert judged(tmp_path, first=first) == EXIT_CODE
+
+
+def test_a_launcher_that_does_not_say_which_attempts_are_its_own_finds_them_by_the_clock(tmp_path: Path) -> None:
+    assert first_attempt_since(tmp_path, 0.0) == 1
+    lines = [{"attempt": n, "began": 100.0 * n, "job": "", "completed_steps": 0} for n in (1, 2, 3)]
+    (tmp_path / ATTEMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [first_attempt_since(tmp_path, since) for since in (0.0, 150.0, 201.0, 250.0, 400.0)] == [1, 2, 2, 3, 4]
+
+
+def test_attempts_that_leave_no_record_are_noted_and_use_up_the_budget(tmp_path: Path) -> None:
+    first = begin_launch(tmp_path, "17")
+    codes = []
+    for _ in range(3):
+        record_unstarted(tmp_path, "17")
+        codes.append(judged(tmp_path, first=first))
+    assert codes == [EXIT_CODE, EXIT_CODE, 1]
+    failure = read_failure(tmp_path)
+    assert (failure.cause, failure.attempt, failure.phase) == ("not started", 3, "start")
+    begin(tmp_path)
+    train_to(tmp_path, 1)
+    assert judged(tmp_path, first=first) == EXIT_CODE and read_failure(tmp_path) is None
+
+
+def test_an_attempt_without_a_record_does_not_show_the_failure_of_an_older_one(tmp_path: Path) -> None:
+    begin(tmp_path)
+    fail(tmp_path, ValueError("of attempt 1"), 1)
+    record_unstarted(tmp_path, "17")
+    assert read_failure(tmp_path).attempt == 2
+
+
+def test_a_requeued_job_begins_only_where_it_began_before(tmp_path: Path) -> None:
+    """What is there instead is the bare mount point: a run from the initial policy would fill the node's root disk."""
+    run = tmp_path / "run"
+    with pytest.raises(FileNotFoundError, match=rf"job 17 has been started before, and {run}.*not mounted on"):
+        begin_launch(run, "17", is_restarted=True)
+    assert not run.exists()
+    assert begin_launch(run, "17") == 1
+    assert begin_launch(run, "17", is_restarted=True) == 1
+    assert (run / ATTEMPTS).stat().st_mode & 0o777 == 0o600
+    begin(run)
+    assert begin_launch(run, "18") == 2
+    with pytest.raises(FileNotFoundError):
+        begin_launch(run, "19", is_restarted=True)
 
 
 def test_a_run_is_finished_while_its_end_is_there_and_its_configuration_the_same(tmp_path: Path) -> None:
@@ -147,6 +199,8 @@ def test_a_run_is_finished_while_its_end_is_there_and_its_configuration_the_same
     assert not finished(), "it has not ended"
     record_end(tmp_path, "finished")
     assert finished() and completed_steps(tmp_path) == 2
+    begin_launch(tmp_path, "18")
+    assert finished(), "started again, it has nothing to do"
     assert not finished({"run": {"total_steps": 3}})
     (checkpoints / "step_000002").rename(checkpoints / "step_000001")
     assert not finished()

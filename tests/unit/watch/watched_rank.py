@@ -101,7 +101,7 @@ def main() -> None:
     place, directory = Place(**json.loads(sys.argv[1])), Path(sys.argv[2])
     heartbeat = Heartbeat(place.rank)
     heartbeat.connect(place)
-    heartbeat.describe(directory, 7 if place.rank == 0 else None, WatchLimits(**json.loads(sys.argv[4])))
+    heartbeat.describe(directory, 7, WatchLimits(**json.loads(sys.argv[4])))
     heartbeat.is_on_gpu = "spin" in sys.argv[3]
     files = HERE
     if "files" in sys.argv[3]:
