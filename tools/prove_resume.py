@@ -3,9 +3,12 @@
 Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, a checkpoint every
 step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has beside the models:
 
-dapo   an oversampled buffer with groups for later steps
-vapo   a critic on a layout of its own, with its optimizer
-tppo   the same, and unfinished windows; each window must be trained exactly once
+dapo      an oversampled buffer with groups for later steps
+budget    group sizes by pass rate, and prompts drawn ahead with theirs
+priority  the scores of each prompt, by which the next ones are chosen
+filter    the history of each prompt, and which prompts wait
+vapo      a critic on a layout of its own, with its optimizer
+tppo      the same, and unfinished windows; each window must be trained exactly once
 
 --to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,
 counters and collector, saved again by that layout, are compared bit by bit.
@@ -94,6 +97,9 @@ warmup_steps = 2
 
 # Algorithm -> (further keys of [rollout], further sections).
 ALGORITHMS = {
+    "budget": ("max_num_gen_batches = 0\nbudget = { enabled = true, min_size = 2, max_size = 12 }", ""),
+    "priority": ('prompt_order = "priority"', ""),
+    "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
     "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive")),
     "tppo": (

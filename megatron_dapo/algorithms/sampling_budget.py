@@ -53,8 +53,10 @@ def wanted_size(pass_rate: float, smallest: int = 4, largest: int = 64, miss: fl
 def fit_total(wanted: Sequence[int], total: int, smallest: int = 4, largest: int = 64) -> list[int]:
     """Return sizes that add up to `total`, within the bounds.
 
-    Each prompt gets `smallest`. The rest is shared out by largest remainders, in proportion to what each prompt wants
-    above that, and again whenever prompts reach `largest`. Raise ValueError if the bounds do not allow the total.
+    Each prompt gets `smallest`, and the rest is dealt in rounds. A round shares what is left in proportion to what the
+    prompts below `largest` want above `smallest`, equally if none wants more; shares are rounded down and end at
+    `largest`. The last round, in which no share reaches 1, gives one response to each of the largest shares, the first
+    prompts if shares are equal. Raise ValueError if the bounds do not allow the total.
     """
     if not smallest * len(wanted) <= total <= largest * len(wanted):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,13 @@ def _spread(group: Group) -> float:
     return statistics.pstdev(sample.reward for sample in group.samples)
 
 
+def _group_id(group: Group) -> str:
+    return group.group_id
+
+
 # Orders in which groups can be taken. Ties are broken by start order.
 ORDERS = {
-    "oldest": lambda group: group.group_id,
+    "oldest": _group_id,
     "newest": lambda group: -int(group.group_id),
     "advantage": lambda group: (-_spread(group), group.group_id),
     "staleness": lambda group: (-group.policy_version, group.group_id),
@@ -45,15 +50,15 @@ class ReplayBuffer:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
-        """Append a complete group."""
+        """Add a complete group."""
         assert all(group.group_id != other.group_id for other in self._groups), (
             f"group {group.group_id} is already in the buffer"
         )
-        self._groups.append(group)
+        bisect.insort(self._groups, group, key=_group_id)
 
     def give_back(self, groups: Sequence[Group]) -> None:
-        """Undo a `take` of groups that were not trained; they go to the head of the queue."""
-        self._groups[:0] = groups
+        """Undo a `take` of groups that were not trained."""
+        self._groups = sorted([*groups, *self._groups], key=_group_id)
 
     def num_available(self, policy_version: int, before: str | None = None) -> int:
         """Return the number of groups that are still fresh at `policy_version`, started before group `before`."""
@@ -75,7 +80,7 @@ class ReplayBuffer:
         """Return the groups as after `give_back(given_back)`, with every token and score, for `serialization.split_state`."""
         return {
             "version": STATE_VERSION,
-            "groups": [group_to_json(group) for group in [*given_back, *self._groups]],
+            "groups": [group_to_json(group) for group in sorted([*given_back, *self._groups], key=_group_id)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

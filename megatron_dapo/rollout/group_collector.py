@@ -13,9 +13,9 @@ The life of a group: while it is open, `OpenGroup.stage` says which part of it.
 Groups are trained in the order in which they started, not in which they finished: a batch is complete once every group
 started before its last one is decided. So trained responses are as long as sampled ones. With oversample = 1 the batch
 depends only on the prompt stream, the seeds and the weights: it has the first groups, in start order, that pass the
-filter. A group is started only if one is missing and none in flight may still supply it, so a rejected group costs one
-replacement, not a round. With data.injection, the next collection starts with rewrites of prompts that this one
-rejected.
+filter. The choice of prompts learns from this collection's groups at its end, in order of group ids. A group is started
+only if one is missing and none in flight may still supply it, so a rejected group costs one replacement, not a round.
+With data.injection, the next collection starts with rewrites of prompts that this one rejected.
 
 With oversample > 1, later groups are generated while the batch waits for its longest response. They belong to the next
 batches; no more are started than those batches can train within max_staleness, given the recent share of groups that
@@ -54,7 +54,7 @@ from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, G
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 # With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
 MAX_FRUITLESS_ROUNDS = 100
@@ -63,6 +63,10 @@ MAX_FRUITLESS_ROUNDS = 100
 _RECENT = 0.5
 
 _MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
+
+
+def _group_id(group: Group | OpenGroup) -> str:
+    return group.group_id
 
 
 def round_size_of(num_groups: int, config: RolloutConfig) -> int:
@@ -93,10 +97,9 @@ class GroupCollector(Collector):
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # version that trains the batch being collected
-        self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
+        self._first_number = 0  # of the groups that this collection starts
+        self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
-        # Group id, prompt id and decision of this collection's groups, reported to the stream at its end.
-        self._judged: list[tuple[str, str, FilterDecision]] = []
         self._shown: list[Group] = []  # the first groups that this collection left out
 
     # Collecting
@@ -106,19 +109,19 @@ class GroupCollector(Collector):
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
         self._shown.clear()
-        self._num_started_at_last_kept = 0
+        self._num_up_to_kept = 0
         self._keep_for(self._training_version)
-        first_number = self._counters.num_started
+        self._first_number = self._counters.num_started
         self._source.begin(self._training_version)
         self._counters.num_recent_decided *= _RECENT
         self._counters.num_recent_kept *= _RECENT
         exhausted = self._fill(num_groups)
         if exhausted:
-            return self._exhausted_batch(num_groups, exhausted, first_number)
+            return self._exhausted_batch(num_groups, exhausted)
         if not self._rollout.partial_rollout and self._buffer.max_staleness:
             while self._open:  # no group may be held
                 self._receive_and_report(num_groups)
-        return self._batch(num_groups, "", first_number)
+        return self._batch(num_groups, "")
 
     def hold(self) -> None:
         """See `Collector`. Keeps every unfinished response that may continue."""
@@ -215,7 +218,7 @@ class GroupCollector(Collector):
     def _rounds_are_exhausted(self, round_size: int) -> bool:
         if self._rollout.max_num_gen_batches:
             return self._builder.num_started >= self._rollout.max_num_gen_batches * round_size
-        num_fruitless = self._builder.num_started - self._num_started_at_last_kept
+        num_fruitless = self._builder.num_started - self._num_up_to_kept
         return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
 
     def _start(self, prompt_id: str, size: int, round_size: int) -> list[GenerationRequest]:
@@ -287,16 +290,15 @@ class GroupCollector(Collector):
             del self._open[group.group_id]
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
-            self._judged.append((group.group_id, group.prompt.prompt_id, decision))
             self._source.observe(group, decision)
             self._counters.num_recent_decided += 1
             self._counters.num_recent_kept += decision == KEPT
             if decision == KEPT:
                 self._buffer.put(group)
-                self._num_started_at_last_kept = self._builder.num_started
+                self._num_up_to_kept = max(self._num_up_to_kept, int(group.group_id) - self._first_number + 1)
             else:
                 self._counters.num_filtered += 1
-                self._shown += [group] if len(self._shown) < _MAX_SHOWN else []
+                self._shown = sorted([*self._shown, group], key=_group_id)[:_MAX_SHOWN]
 
     def _decision(self, group: Group) -> FilterDecision:
         if self._own_filter is not None:
@@ -304,12 +306,9 @@ class GroupCollector(Collector):
         accuracies = [sample.score.accuracy for sample in group.samples]
         return KEPT if self._filter is None else self._filter.decide(accuracies)
 
-    def _tell_stream(self) -> None:
-        """Report the filter's decisions in start order, so that rewrites do not depend on which group was faster."""
+    def _finish_source(self) -> None:
         num_rewrites = sum(TEMPLATE in group.prompt.extra for group in (*self._open.values(), *self._buffer))
-        for _, prompt_id, decision in sorted(self._judged):
-            self._stream.judged(prompt_id, decision, num_rewrites)
-        self._judged.clear()
+        self._source.finish(num_rewrites)
 
     # Holding and queueing again
 
@@ -325,7 +324,7 @@ class GroupCollector(Collector):
         for stale_group in stale:
             self._builder.add_stale(stale_group)
         dropped: list[OpenGroup | Group] = [*given_up, *stale]
-        for group in sorted(dropped, key=lambda group: group.group_id):
+        for group in sorted(dropped, key=_group_id):
             self._stream.requeue(group.prompt.prompt_id)
             self._counters.num_queued_again += 1
 
@@ -354,14 +353,14 @@ class GroupCollector(Collector):
 
     # The batch
 
-    def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        """Hand out at most `num_groups` of the decided groups; `first_number` is this collection's first new group."""
+    def _batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
+        """Hand out at most `num_groups` of the decided groups."""
         taken = self._buffer.take(num_groups, self._training_version, self._first_open())
-        groups = sorted(taken, key=lambda group: group.group_id)
+        groups = sorted(taken, key=_group_id)
         # The next batch is the earliest that can train what is left.
         self._keep_for(self._training_version + 1)
-        self._tell_stream()
-        num_begun_earlier = sum(int(group.group_id) < first_number for group in groups)
+        self._finish_source()
+        num_begun_earlier = sum(int(group.group_id) < self._first_number for group in groups)
         statistics = self._statistics(num_begun_earlier)
         batch = RolloutBatch(
             tuple(groups), statistics, exhausted, not groups, self._training_version, tuple(self._shown)
@@ -376,15 +375,16 @@ class GroupCollector(Collector):
             prompts=self._source.statistics(),
         )
 
-    def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
+    def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
         """Return the incomplete batch that rollout.on_exhausted asks for."""
         shortage = self._describe_shortage(num_groups, exhausted)
         logger.warning("%s", shortage)
         if self._rollout.on_exhausted == "error":
             raise CollectionExhausted(shortage)
         if self._rollout.on_exhausted == "stop":  # kept groups stay in the buffer for a later run
+            self._finish_source()
             return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version, tuple(self._shown))
-        return self._batch(num_groups, exhausted, first_number)
+        return self._batch(num_groups, exhausted)
 
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
         counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
@@ -443,7 +443,6 @@ class GroupCollector(Collector):
             "buffer": self._buffer.state_dict(given_back=groups),
             "open_groups": [open_group_to_json(group) for group in self._open.values()],
             "counters": self._counters_without(untrained),
-            "judged": [list(entry) for entry in self._judged],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -459,7 +458,6 @@ class GroupCollector(Collector):
         self._source.load_state_dict(state["source"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
-        self._judged = [tuple(entry) for entry in state["judged"]]
         self._open = {}
         for value in state["open_groups"]:
             self._restore(open_group_from_json(value, self._prompts))

@@ -4,7 +4,9 @@
                               ^                            ^                            ^
                               +------- history of each prompt: what its groups scored --+
 
-All decisions use only earlier visits and come before the first response of this one; see `algorithms.sampling_budget`.
+All decisions use only visits of earlier collections and come before the first response of this one; see
+`algorithms.sampling_budget`. What a collection observes is applied at its end, in order of group ids, so that the choice
+of prompts does not depend on which group ended first.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megatron_dapo.algorithms.sampling_budget import PassRate, fit_total, wanted
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.statistics import KEPT
-from megatron_dapo.types import Group
+from megatron_dapo.types import FilterDecision, Group
 
 CONFIDENCE = 0.95  # confidence that a prompt is hopeless or trivial, for prompt_filter.name = "bounds"
 FEATURES = (
@@ -58,6 +60,34 @@ class PromptRecord:
         return PassRate(self.passes, self.failures).faded(max(0, version - self.version))
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What a scored group tells about its prompt."""
+
+    group_id: str
+    prompt_id: str
+    decision: FilterDecision
+    accuracies: tuple[float, ...]
+    mean_tokens: float
+    truncated_share: float
+    surprise: float  # mean -log-prob of the sampled tokens under the policy
+
+    @classmethod
+    def of(cls, group: Group, decision: FilterDecision) -> Observation:
+        """Return what `group` tells."""
+        completions = [sample.completion for sample in group.samples]
+        num_tokens = sum(completion.num_tokens for completion in completions)
+        return cls(
+            group.group_id,
+            group.prompt.prompt_id,
+            decision,
+            tuple(sample.score.accuracy for sample in group.samples),
+            num_tokens / len(completions),
+            sum(completion.is_truncated for completion in completions) / len(completions),
+            -sum(float(completion.logprobs.sum()) for completion in completions) / max(1, num_tokens),
+        )
+
+
 class PromptSource:
     """Hands out prompts with the sizes of their groups.
 
@@ -76,6 +106,7 @@ class PromptSource:
         self._records: dict[str, PromptRecord] = {}
         self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
         self._ranked: deque[str] = deque()  # by priority, of this collection
+        self._observed: list[Observation] = []  # of this collection
         self._predicted: dict[str, tuple[float, bool]] = {}  # prompt handed out -> (P(useful), would be skipped)
         self._model = UsefulnessModel(FEATURES)
         self._version = 0
@@ -87,10 +118,9 @@ class PromptSource:
         return rollout.prompt_order == "priority" or rollout.budget.enabled or rollout.prompt_filter.name != "none"
 
     def begin(self, version: int) -> None:
-        """Start a collection for policy `version`: recompute priorities and refit the filter's model."""
+        """Start or continue a collection for policy `version`: refit the filter's model."""
         self._version = version
         self._counts = dict.fromkeys(self._counts, 0)
-        self._ranked.clear()
         if self._rollout.prompt_filter.name == "model":
             self._model.fit()
 
@@ -113,29 +143,40 @@ class PromptSource:
             self._plan.extend(zip(drawn, sizes, strict=True))
         return self._plan.popleft() if self._plan else None
 
-    def observe(self, group: Group, decision: str) -> None:
-        """Learn from a scored group of this collection."""
-        if not self._keeps_history:
-            return
-        record = self._record(group.prompt.prompt_id)
-        if (predicted := self._predicted.pop(group.prompt.prompt_id, None)) is not None:
-            self._model.observe(*predicted, decision == KEPT)
-        passes = sum(sample.score.accuracy > 0 for sample in group.samples)
+    def observe(self, group: Group, decision: FilterDecision) -> None:
+        """Note a scored group of this collection for `finish`."""
+        self._observed.append(Observation.of(group, decision))
+
+    def finish(self, num_rewrites: int) -> None:
+        """End a collection: report its decisions to the stream and learn from its groups, in order of group ids.
+
+        `num_rewrites` is the number of rewrites drawn that still may be trained.
+        """
+        for observed in sorted(self._observed, key=lambda observed: observed.group_id):
+            self._stream.judged(observed.prompt_id, observed.decision, num_rewrites)
+            if self._keeps_history:
+                self._learn(observed)
+        self._observed.clear()
+        self._ranked.clear()
+
+    def _learn(self, observed: Observation) -> None:
+        record, is_kept = self._record(observed.prompt_id), observed.decision == KEPT
+        if (predicted := self._predicted.pop(observed.prompt_id, None)) is not None:
+            self._model.observe(*predicted, is_kept)
+        num_responses = len(observed.accuracies)
+        passes = sum(accuracy > 0 for accuracy in observed.accuracies)
         if record.num_visits and self._rollout.prompt_filter.name == "model":
-            self._model.add(self._features(record), decision == KEPT)
-        rate = record.pass_rate(self._version).seen(passes, len(group.samples) - passes)
+            self._model.add(self._features(record), is_kept)
+        rate = record.pass_rate(self._version).seen(passes, num_responses - passes)
         record.passes, record.failures, record.version = rate.passes, rate.failures, self._version
         record.num_visits += 1
-        record.num_scores += len(group.samples)
+        record.num_scores += num_responses
         if self._rollout.prompt_order == "priority":
-            scores = [2 * sample.score.accuracy - 1 for sample in group.samples]
+            scores = [2 * accuracy - 1 for accuracy in observed.accuracies]
             record.scores = [*record.scores, *scores][-MEMORY:]
-        completions = [sample.completion for sample in group.samples]
-        num_tokens = sum(completion.num_tokens for completion in completions)
-        record.mean_tokens = num_tokens / len(completions)
-        record.truncated_share = sum(completion.is_truncated for completion in completions) / len(completions)
-        record.surprise = -sum(float(completion.logprobs.sum()) for completion in completions) / max(1, num_tokens)
-        if decision == KEPT:
+        record.mean_tokens, record.truncated_share = observed.mean_tokens, observed.truncated_share
+        record.surprise = observed.surprise
+        if is_kept:
             record.num_skipped = record.waits_until = 0
 
     def statistics(self) -> dict[str, float]:
@@ -164,7 +205,8 @@ class PromptSource:
                 if record.scores
             )
             self._ranked.extend(prompt_id for _, prompt_id in order)
-        return self._ranked.popleft() if self._ranked else None
+        # Data smaller than the first collection: no group of it has been observed yet.
+        return self._ranked.popleft() if self._ranked else self._stream.next()
 
     def _is_skipped(self, prompt_id: str) -> bool:
         """Return True if the filter leaves the prompt out this time; a share of such prompts is tried anyway."""
@@ -209,12 +251,15 @@ class PromptSource:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serializable state; empty if nothing is kept."""
+        """Return the JSON-serializable state, with the history only if this run uses one."""
+        observed = {"observed": [asdict(entry) for entry in self._observed]}
         if not self._keeps_history:
-            return {}
+            return observed
         return {
+            **observed,
             "records": {prompt_id: asdict(record) for prompt_id, record in self._records.items()},
             "plan": [list(entry) for entry in self._plan],
+            "ranked": list(self._ranked),
             "predicted": {prompt_id: list(entry) for prompt_id, entry in self._predicted.items()},
             "model": self._model.state_dict(),
         }
@@ -230,6 +275,8 @@ class PromptSource:
                 self._stream.requeue(prompt_id)
             plan.clear()
         self._plan = plan
+        self._observed = [Observation(**entry) for entry in state["observed"]]
+        self._ranked = deque(state.get("ranked", ()))
         self._records = {prompt_id: PromptRecord(**record) for prompt_id, record in state.get("records", {}).items()}
         self._predicted = {prompt_id: (entry[0], entry[1]) for prompt_id, entry in state.get("predicted", {}).items()}
         if "model" in state and self._rollout.prompt_filter.name != "none":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -104,8 +105,8 @@ class StatisticsBuilder:
     outcomes: Counter[str] = field(default_factory=Counter)
     num_truncated: int = 0
     num_duplicates: int = 0
-    accuracy_sum: float = 0.0
-    reward_sum: float = 0.0
+    accuracies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by source
+    rewards: list[float] = field(default_factory=list)
     lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
     windows: WindowSummary | None = None
     sources: dict[str, Counter[str]] = field(default_factory=dict)
@@ -119,11 +120,10 @@ class StatisticsBuilder:
         self.num_truncated += sum(completion.is_truncated for completion in completions)
         self.num_duplicates += len(completions) - num_distinct(completions)
         self.outcomes.update(sample.score.outcome for sample in finished)
-        self.accuracy_sum += sum(sample.score.accuracy for sample in finished)
-        self.reward_sum += sum(sample.reward for sample in finished)
+        self.accuracies[group.prompt.source] += [sample.score.accuracy for sample in finished]
+        self.rewards += [sample.reward for sample in finished]
         if group.prompt.source:
-            correct = sum(sample.score.accuracy for sample in finished)
-            counts = {"groups": 1, "kept": int(decision == KEPT), "responses": len(finished), "correct": correct}
+            counts = {"groups": 1, "kept": int(decision == KEPT), "responses": len(finished)}
             self.sources.setdefault(group.prompt.source, Counter()).update(counts)
 
     def add_aborted(self, completions: Iterable[Completion]) -> None:
@@ -157,8 +157,10 @@ class StatisticsBuilder:
         names = {entry.name for entry in fields(CollectStatistics)}
         counts: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
         # Convert to plain dictionaries, because dataclasses.asdict would count the pairs of a Counter.
-        counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(self.outcomes)}
-        counts["sources"] = {name: dict(found) for name, found in self.sources.items()}
+        counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(sorted(self.outcomes.items()))}
+        # fsum rounds once, so that sums do not depend on the order in which groups ended.
+        correct = {name: math.fsum(accuracies) for name, accuracies in self.accuracies.items()}
+        counts["sources"] = {name: {**found, "correct": correct[name]} for name, found in sorted(self.sources.items())}
         counts |= {f"{group}_lengths": LengthSummary.of(lengths) for group, lengths in self.lengths.items()}
         return CollectStatistics(
             **counts,
@@ -168,6 +170,6 @@ class StatisticsBuilder:
             prompts=dict(prompts or {}),
             num_kept_tokens=sum(self.lengths["kept"]),
             num_responses=self.num_scored_responses,
-            mean_accuracy=self.accuracy_sum / num_responses,
-            mean_reward=self.reward_sum / num_responses,
+            mean_accuracy=math.fsum(accuracy for one in self.accuracies.values() for accuracy in one) / num_responses,
+            mean_reward=math.fsum(self.rewards) / num_responses,
         )

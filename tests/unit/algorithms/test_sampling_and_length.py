@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -120,6 +121,45 @@ def test_a_budget_has_its_total_and_gives_who_wants_more_no_less(wanted, fractio
     assert sum(sizes) == total and all(4 <= size <= 64 for size in sizes)
     by_want = [size for _, size in sorted(zip(wanted, sizes, strict=True))]
     assert all(later >= earlier - 1 for earlier, later in zip(by_want, by_want[1:], strict=False))
+
+
+def dealt(wanted, total, smallest, largest):
+    """The docstring of `fit_total` round by round, in fractions."""
+    sizes = {index: smallest for index in range(len(wanted))}
+    left = total - smallest * len(wanted)
+    while left:
+        below = [index for index in sizes if sizes[index] < largest]
+        weights = {index: Fraction(max(0, wanted[index] - smallest)) for index in below}
+        if not sum(weights.values()):
+            weights = dict.fromkeys(below, Fraction(1))
+        shares = {index: left * weight / sum(weights.values()) for index, weight in weights.items()}
+        given = {index: min(math.floor(share), largest - sizes[index]) for index, share in shares.items()}
+        if max(shares.values()) < 1:
+            given = {index: 1 for index in sorted(below, key=lambda index: (-shares[index], index))[:left]}
+        for index, number in given.items():
+            sizes[index] += number
+            left -= number
+    return list(sizes.values())
+
+
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=12), st.floats(0, 1))
+def test_a_budget_is_dealt_as_its_docstring_says(wanted, fraction):
+    total = round((4 + fraction * 12) * len(wanted))
+    assert fit_total(wanted, total, 4, 16) == dealt(wanted, total, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "sizes"),
+    [
+        ([4, 4, 4], 14, [5, 5, 4]),  # none wants more: equal shares, the first prompts get what is over
+        ([6, 5, 4], 13, [5, 4, 4]),  # one is left: shares 2/3 and 1/3
+        ([6, 5, 4], 14, [6, 4, 4]),  # shares of 4/3 and 2/3, then 2/3 and 1/3: not largest remainders, which give [5, 5, 4]
+        ([10, 10, 4], 19, [8, 7, 4]),  # shares of 3.5 each, then one half each
+        ([64, 4, 4], 40, [16, 12, 12]),  # the first ends at `largest`, the others share the rest equally
+    ],
+)
+def test_budgets_dealt_by_hand(wanted, total, sizes):
+    assert fit_total(wanted, total, 4, 16) == sizes
 
 
 def test_a_total_out_of_bounds_is_refused():

@@ -259,7 +259,7 @@ def test_a_run_with_shorter_or_fewer_responses_does_not_resume_with_longer_ones(
 def test_a_state_of_another_version_is_refused(make_world: Callable) -> None:
     world = make_world([0.5] * 40, partial_rollout=True)
     state = json.loads(world.checkpoint())["collector"]
-    with pytest.raises(ValueError, match=r"version 7, this program reads 2; resume with the release"):
+    with pytest.raises(ValueError, match=r"version 7, this program reads 3; resume with the release"):
         world.collector.load_state_dict({**state, "version": 7})
 
 

@@ -176,7 +176,7 @@ def test_priority_prefers_mixed_outcomes_after_the_first_epoch(make_world: Calla
 def test_nothing_is_kept_where_nothing_is_asked_for(make_world: Callable) -> None:
     world = make_world(MIXED * 4)
     step(world)
-    assert world.collector.state_dict()["source"] == {}
+    assert world.collector.state_dict()["source"] == {"observed": []}
 
 
 @pytest.mark.parametrize("order", ORDERS)
