@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
+CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]  # of a tool call
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected"]  # dynamic sampling's decision on a group
 
 

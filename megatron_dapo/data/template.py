@@ -19,7 +19,7 @@ from megatron_dapo.untrusted import blamed_on, read_json
 
 logger = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]  # "role", "content"; with tools also "tool_calls", "name", "tool_call_id"
 
 
 class Tokenizer(Protocol):
@@ -97,7 +97,23 @@ class PromptTemplate:
             ) from error
         if not ids:
             raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
-        if self.vocab_size is not None and max(ids) >= self.vocab_size:
+        return self._within_vocabulary(ids)
+
+    def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """Return the text that the chat template renders, special tokens spelled out. It raises the template's errors."""
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(self.options or {}),
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of rendered text, in which a special token's spelling is the token."""
+        return self._within_vocabulary(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+
+    def _within_vocabulary(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
             raise ValueError(
                 f"the tokenizer gives token {max(ids)} ({self.tokenizer.decode([max(ids)])!r}), but the model's embedding has "
                 f"rows 0..{self.vocab_size - 1}: take the tokenizer that belongs to the model, or remove its added tokens"
