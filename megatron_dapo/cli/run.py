@@ -153,7 +153,7 @@ def _check_and_run(
     # A machine without the run's inputs rarely has its disk; a Slurm job's does.
     is_here = not reads_nothing or slurm_allocation().num_nodes is not None
     disk = _require_disk(plan, options.free_disk if options.dry_run else None, is_here)
-    for line in (*lines_of(plan), disk):
+    for line in (*lines_of(plan), disk, *(f"warning: {doubt}" for doubt in plan.warnings)):
         typer.echo(line)
     if options.dry_run:
         if options.inputs and not mode:

@@ -46,6 +46,11 @@ class UnusableInput(Violation):
         return f"{self.path}: {self.formula}" + (f". Fix: {self.suggestion}" if self.suggestion else "")
 
 
+@dataclass(frozen=True)
+class Doubt(UnusableInput):
+    """A named input that can be used, but should be looked at: a warning."""
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration. `violations` holds one entry per problem."""
 

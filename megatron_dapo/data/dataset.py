@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.config.rollout_schema import DataConfig
 from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256
@@ -25,6 +25,20 @@ from megatron_dapo.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 10  # problems spelled out in a message
+ALL_TRAINED = (
+    "all {} held-out problems of data.eval_paths are also trained on, so accuracy would measure memory; name other rows "
+    "there, or leave it empty"
+)
+
+
+class HasMessages(Protocol):
+    """A row or a prompt."""
+
+    @property
+    def messages(self) -> Messages: ...
+
+
+Asked = TypeVar("Asked", bound=HasMessages)
 
 # answers -> those that no response could match, each with the reason (VerifierPool.validate_answers)
 ValidateAnswers = Callable[[Iterable[str]], Mapping[str, str]]
@@ -165,6 +179,35 @@ def prompt_id_of(messages: Messages, answer: str) -> str:
     # A message's keys may be in any order in the file, so take role and content by name.
     canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+# ---- training data against held-out data
+
+
+def question_of(messages: Messages) -> str:
+    """Return what a prompt asks, without its system prompt, and however its white space is."""
+    return "\n".join(" ".join(m["content"].split()) for m in messages if m["role"] != "system")
+
+
+def also_trained(held_out: Sequence[Asked], trained: Iterable[HasMessages]) -> list[Asked]:
+    """Return the held-out prompts or rows whose question is also one of `trained`, whatever the answers are."""
+    questions = {question_of(one.messages) for one in trained}
+    return [one for one in held_out if question_of(one.messages) in questions]
+
+
+def count_trained(held_out: Sequence[Prompt], trained: Iterable[Prompt]) -> int:
+    """Return how many held-out problems are also trained on, and warn with their ids. ValueError if all of them are."""
+    shared = also_trained(held_out, trained)
+    if shared and len(shared) == len(held_out):
+        raise ValueError(ALL_TRAINED.format(len(shared)))
+    if shared:
+        ids = ", ".join(prompt.prompt_id for prompt in shared[:MAX_LISTED])
+        more = f" and {len(shared) - MAX_LISTED} more" if len(shared) > MAX_LISTED else ""
+        logger.warning(
+            "%d of %d held-out problems are also trained on, which makes accuracy look better: %s%s",
+            *(len(shared), len(held_out), ids, more),
+        )
+    return len(shared)
 
 
 # ---- from a recipe

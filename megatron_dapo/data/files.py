@@ -18,7 +18,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,9 @@ from megatron_dapo.untrusted import blamed_on
 
 BATCH_ROWS = 8192
 _SMALL_FILE_BYTES = 1 << 23  # read as a whole in a fraction of a second
+_EXAMPLE = '{"prompt": "1 + 1 = ?", "answer": "2"}'
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+_AS_UTF_8 = "save the file as UTF-8, e.g. by `iconv -f {} -t UTF-8`"
 _TAIL_BYTES = 1 << 16  # of a file that is read in places
 # Tables made by pandas or CSV tools often hold the chat as JSON text (or as Python's repr, which is refused). Taken as the
 # content of one user turn it would train on braces. A problem that begins with "[1, 2]" or "{1, 2}" stays a plain text.
@@ -50,14 +53,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that are read from a file; those of `required` are in it."""
+    """Columns that are read from a file; those of `required` are in it. A name with dots is a nested field, or a column."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] | None = ()  # None: all there are
 
     def among(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that are read."""
-        return [name for name in names if self.optional is None or name in self.required + self.optional]
+        read = [*(_column_of(name, names) for name in self.required), *(self.optional or ())]
+        return [name for name in names if self.optional is None or name in read]
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the required columns that are not among `names`."""
+        columns = dict.fromkeys(_column_of(name, names) for name in self.required)
+        return [column for column in columns if column not in names]
+
+
+def _column_of(name: str, columns: Collection[str]) -> str:
+    """Return the column that holds a field. CSV files and json_normalize flatten a.b into a column of that name."""
+    return name if name in columns else name.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,7 @@ class RowFormat:
     @property
     def columns(self) -> Columns:
         """Columns that have to be there, and the others: all of them are read."""
-        names = (name.partition(".")[0] for name in (self.prompt, self.answer) if name)
-        return Columns(tuple(dict.fromkeys(names)), optional=None)
+        return Columns(tuple(name for name in (self.prompt, self.answer) if name), optional=None)
 
 
 DAPO_FORMAT = RowFormat()
@@ -125,7 +138,7 @@ def read_table(
             is_empty = False
             yield location, values
     if is_empty:
-        raise ValueError(f"{path} has no rows")
+        raise ValueError(f"{path} has no rows; write some, such as {_EXAMPLE}, or name another file")
 
 
 def column_names(path: Path) -> tuple[str, ...]:
@@ -239,10 +252,16 @@ def _sampled_lines(path: Path, sample: RowSample) -> Iterator[tuple[str, bytes]]
 
 
 def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
+    if line.startswith(_UTF_16):
+        raise ValueError(f"{location} is not valid JSON: it is UTF-16; {_AS_UTF_8.format('UTF-16')}")
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets without end
-        raise ValueError(f"{location} is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{location} is not valid JSON: {error}; {_AS_UTF_8.format('LATIN1')}") from error
+    except (ValueError, RecursionError) as error:  # bad JSON, or brackets without end
+        is_list = line.lstrip()[:1] == b"["
+        form = "a file with one list of objects ends in .json" if is_list else f"a line is one object, such as {_EXAMPLE}"
+        raise ValueError(f"{location} is not valid JSON: {error}; {form}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{location}: expected a JSON object with columns, got {type(values).__name__}")
     return values
@@ -267,6 +286,7 @@ def _read_csv(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tup
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            _check_separator(reader.fieldnames or (), str(path))
             _check_columns(reader.fieldnames or (), columns, str(path))
             for values in reader:
                 location = f"{path}, line {reader.line_num}"
@@ -278,6 +298,19 @@ def _read_csv(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tup
                 yield location, values
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+        except UnicodeDecodeError as error:
+            encoding = "UTF-16" if error.object.startswith(_UTF_16) else "LATIN1"
+            # Text is decoded in blocks of several lines.
+            place = next(place for place, line in _lines(path) if not _is_utf_8(line))
+            raise ValueError(f"{place}: {error}; {_AS_UTF_8.format(encoding)}") from error
+
+
+def _is_utf_8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _places(size: int, count: int) -> list[int]:
@@ -310,9 +343,15 @@ _READERS = {
 
 _IMAGE_COLUMNS = ("images", "image")
 
+def _check_separator(found: Sequence[str], location: str) -> None:
+    """Raise ValueError if the first line of a CSV file is one cell with separators of another kind."""
+    for separator, name in ((";", "';'"), ("\t", "a tab")):
+        if len(found) == 1 and separator in found[0]:
+            raise ValueError(f"{location}: the separator seems to be {name}, {found[0]!r}; save the file with commas")
+
+
 def _check_columns(found: Sequence[str], columns: Columns, location: str) -> None:
-    missing = [name for name in columns.required if name not in found]
-    if missing:
+    if missing := columns.missing(found):
         raise ValueError(
             f"{location}: missing column(s) {', '.join(missing)}. Required: {', '.join(columns.required)} "
             f"(optional: {', '.join(columns.optional or ()) or 'any other'}); found: {', '.join(found)}. Columns of other "
@@ -326,7 +365,7 @@ def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat
         raise ValueError(f"{location}: the column {pictures[0]} is for images, and only text is trained; remove it")
     answer = checked_answer(_field(values, row_format.answer, location), location) if row_format.answer else ""
     messages = checked_messages(_field(values, row_format.prompt, location), location)
-    own = {row_format.prompt.partition(".")[0], row_format.answer.partition(".")[0], "data_source", "extra_info"}
+    own = {*(_column_of(name, values) for name in (row_format.prompt, row_format.answer)), "data_source", "extra_info"}
     extra_info = values.get("extra_info")
     extra = {name: value for name, value in values.items() if name not in own and name not in _IMAGE_COLUMNS}
     extra |= extra_info if isinstance(extra_info, dict) else {"extra_info": extra_info}
@@ -344,10 +383,14 @@ def _is_empty(value: Any) -> bool:
 
 
 def _field(values: Mapping[str, Any], name: str, location: str) -> Any:
-    """Return a column or, for a dotted name, a column's nested field."""
+    """Return a column or, for a dotted name, a column's nested field; a column may hold it as JSON text."""
+    if name in values:
+        return values[name]
     value: Any = values
     path = name.split(".")
     for depth, part in enumerate(path):
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = _parse_line(value.encode(), f"{location}: {'.'.join(path[:depth])}")
         if not isinstance(value, dict) or part not in value:
             found = sorted(value) if isinstance(value, dict) else repr(value)[:200]
             raise ValueError(f"{location}: {'.'.join(path[:depth])} has no field {part} (found {found})")
@@ -421,7 +464,13 @@ def checked_answer(answer: Any, location: str) -> str:
     if isinstance(answer, str) and answer.strip():
         _check_unicode(answer, "gold answer", location)
         return answer
-    raise ValueError(f"{location}: unparsable gold answer: it must be a text, got {answer!r}")
+    if isinstance(answer, float):
+        fix = f'write it as a text, e.g. "{answer:g}"'
+    elif answer is None or isinstance(answer, str):
+        fix = 'remove the row, or set data.columns.answer = "" if the reward needs no gold answers'
+    else:
+        fix = "write one text"
+    raise ValueError(f"{location}: unparsable gold answer: it must be a text or a whole number, got {answer!r}; {fix}")
 
 
 def _check_unicode(text: str, name: str, location: str) -> None:

@@ -235,7 +235,7 @@ def download(name: str, revision: str = "main") -> list[Path]:
 def _read(path: Path) -> Iterator[Row]:
     """Yield rows in the schema of DAPO-Math-17k, or bare problems with their answers."""
     names = column_names(path)
-    if all(name in names for name in DAPO_COLUMNS.required):
+    if not DAPO_COLUMNS.missing(names):
         yield from read_rows(path)
         return
     problem = next((name for name in _PROBLEM_COLUMNS if name in names), None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.checkpoints.disk_space import existing_parent
 from megatron_dapo.config import Config
-from megatron_dapo.config.rules import UnusableInput, Violation, broken_rules
+from megatron_dapo.config.rules import Doubt, UnusableInput, Violation, broken_rules
+from megatron_dapo.data.dataset import ALL_TRAINED, also_trained, collect_rows, find_conflicts
 from megatron_dapo.data.files import Row
 from megatron_dapo.data.sources import Source, eval_sources, train_sources
 from megatron_dapo.data.template import check_tokenizer_files
@@ -42,7 +43,7 @@ _COPY = "copy the directory again, or set model.path to another one"
 
 
 def input_problems(config: Config, is_here: bool = True) -> list[Violation]:
-    """Return everything that would stop a run of this configuration before its first step, one line each.
+    """Return everything that would stop a run of this configuration before its first step, one line each, and doubts.
 
     Of weights all headers are read, of data rows from places all over each file (`SAMPLING`); a made-up response is scored, and
     SGLang is imported by the engines' interpreter. Inputs that are not there at all are left to `config.inputs.missing_inputs`.
@@ -246,7 +247,31 @@ def _rows_of(config: Config, problems: list[Violation]) -> dict[str, list[Row]]:
             problems.append(UnusableInput(field, str(error)))
             continue
         rows[field] = [row for source in sources for row in _rows(source, field, problems)]
+    problems += [*_shared_problems(config, rows), *_contradictions(rows)]
     return rows
+
+
+def _shared_problems(config: Config, rows: Mapping[str, list[Row]]) -> Iterator[Violation]:
+    """Yield a violation if the run evaluates on nothing but what it trains on, a doubt if it does so in part."""
+    evaluation, held_out = config.evaluation, rows.get("data.eval_paths", [])
+    if not (evaluation.interval or evaluation.at_start or evaluation.at_end):
+        return
+    trained = next((found for field, found in rows.items() if field != "data.eval_paths"), [])
+    shared = also_trained(held_out, trained)
+    if shared and len(shared) == len(held_out):
+        yield UnusableInput("data.eval_paths", ALL_TRAINED.format(len(shared)))
+    elif shared:
+        count = f"{len(shared)} of {len(held_out)} held-out problems are also trained on, the first at {shared[0].location}"
+        yield Doubt("data.eval_paths", f"{count}, which makes accuracy look better", "remove them from one of both")
+
+
+def _contradictions(rows: Mapping[str, list[Row]]) -> Iterator[Violation]:
+    for field, found in rows.items():
+        if conflicts := find_conflicts(collect_rows(found).rows):
+            first = conflicts[0]
+            pair = " and ".join(f"{answer!r} ({at})" for answer, at in list(zip(first.answers, first.locations))[:2])
+            count = f"{len(conflicts)} prompt{'s have' if len(conflicts) > 1 else ' has'} several gold answers"
+            yield Doubt(field, f"{count}, of which at most one is right: {pair}", "keep the right row of each")
 
 
 def _rows(source: Source, field: str, problems: list[Violation]) -> Iterator[Row]:
@@ -280,6 +305,12 @@ def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violati
             values = {"data.max_prompt_tokens": config.data.max_prompt_tokens, "shortest prompt": min(lengths)}
             fix = f"raise it to at least {min(lengths)}"
             problems.append(Violation("data.max_prompt_tokens", f"a prompt of {field} that fits", fix, values))
+        elif field != "data.eval_paths" and (
+            long := sum(length > config.data.max_prompt_tokens for length in lengths)
+        ):
+            words = f"{long} of {len(lengths)} prompts that were read are longer than {config.data.max_prompt_tokens} tokens"
+            fix = f"none if they may be left out; the longest has {max(lengths)}"
+            problems.append(Doubt("data.max_prompt_tokens", words, fix))
     return problems + list(_reward_problems(config, inputs, prompts))
 
 

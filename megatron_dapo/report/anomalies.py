@@ -291,7 +291,9 @@ def _learned(run: RunFiles, last: int) -> str:
         )
     (first_step, first), (step, score) = scores[0], scores[-1]
     k = run.config.get("evaluation.num_samples", "k")
-    return f"held-out avg@{k} {first:.2f} -> {score:.2f} in {step - first_step} steps, {_direction(run, scores)}"
+    count = run.evaluations[-1].get("eval/trained_problems")
+    trained = f" ({count:.0f} of the held-out problems are also trained on)" if count and count >= 1 else ""
+    return f"held-out avg@{k} {first:.2f} -> {score:.2f} in {step - first_step} steps{trained}, {_direction(run, scores)}"
 
 
 def _direction(run: RunFiles, scores: Sequence[tuple[int, float]]) -> str:

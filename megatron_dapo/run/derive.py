@@ -68,7 +68,12 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
 
 def for_evaluation(config: Config) -> Config:
     """Return the configuration without what only training needs, which may suit other machines or no longer exist."""
-    changes: dict[str, Any] = {"telemetry": {"references": ()}, "critic": CriticConfig()}
+    changes: dict[str, Any] = {
+        "telemetry": {"references": ()},
+        "critic": CriticConfig(),
+        # No training run evaluates: the data of both is the same.
+        "evaluation": {"interval": 0, "at_start": False, "at_end": False},
+    }
     if config.data.eval_paths:
         changes["data"] = {"train_paths": config.data.eval_paths, "sources": ()}
     if config.sglang.urls:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_dapo.config import Config, ConfigError, LoadedConfig, layout_overrides, load_config
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.process_limits import process_limits
-from megatron_dapo.config.rules import UnusableInput, Violation
+from megatron_dapo.config.rules import Doubt, UnusableInput, Violation
 from megatron_dapo.doctor.hub_inputs import local_copies
 from megatron_dapo.doctor.inputs import input_problems, quick_problems
 from megatron_dapo.launch.environment import DRIVER_DEVICE, slurm_allocation
@@ -50,6 +50,7 @@ class Plan:
     num_processes: int  # the whole run's
     cluster: Cluster
     architecture: ModelArchitecture  # the policy's
+    warnings: tuple[str, ...] = ()  # about its inputs
 
 
 def make_plan(
@@ -97,9 +98,13 @@ def make_plan(
         problems += input_problems(config, is_here=cluster.num_nodes == 1)
     elif inputs == "quick" and not problems:
         problems += quick_problems(config)
+    doubts = [one for one in problems if isinstance(one, Doubt)]
+    problems = [one for one in problems if not isinstance(one, Doubt)]
     if problems or architecture is None:
         raise ConfigError(problems, str(recipe))
-    return Plan(recipe, loaded, tuple(merged), parallel_layout(config, processes), processes, cluster, architecture)
+    layout_of_policy = parallel_layout(config, processes)
+    warnings = tuple(str(one) for one in doubts)
+    return Plan(recipe, loaded, tuple(merged), layout_of_policy, processes, cluster, architecture, warnings)
 
 
 def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:

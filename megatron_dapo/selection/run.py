@@ -13,7 +13,7 @@ from typing import Any
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config import Config
 from megatron_dapo.config.derive import derive
-from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.dataset import question_of
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.sources import train_files
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
@@ -127,9 +127,9 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
 
 
 def without(prompts: tuple[Prompt, ...], others: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """Return the prompts whose messages differ from all of `others`, so that no evaluation problem is learned."""
-    held_out = {prompt_id_of(prompt.messages, "") for prompt in others}
-    return tuple(prompt for prompt in prompts if prompt_id_of(prompt.messages, "") not in held_out)
+    """Return the prompts whose questions differ from all of `others`, so that no evaluation problem is learned."""
+    held_out = {question_of(prompt.messages) for prompt in others}
+    return tuple(prompt for prompt in prompts if question_of(prompt.messages) not in held_out)
 
 
 def _embedding(config: Config) -> Embed:

@@ -304,6 +304,7 @@ _EVALUATION = _section(
     ("truncated_share", "fraction", "responses cut at the length limit"),
     ("response_tokens_mean", "tokens", "mean length of a response"),
     ("seconds", "s", "time the evaluation took"),
+    ("trained_problems", "problems", "held-out problems that are also trained on"),
 )
 
 STEP_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _STEP})

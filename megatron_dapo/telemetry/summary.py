@@ -57,6 +57,7 @@ def summary_table(summary: RunSummary) -> Table:
         "train steps": f"{summary.train_steps} ({summary.optimizer_steps} optimizer steps)",
         "accuracy before": _accuracy(summary.accuracy_before),
         "accuracy after": _accuracy(summary.accuracy_after),
+        **_trained_problems(summary),
         "training time": f"{duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})",
         "speed": f"{summary.samples_per_s:.1f} samples/s, {summary.generated_tokens_per_s:,.0f} generated tokens/s",
         **({"explained variance": f"{summary.extra[EXPLAINED]:.3f}"} if EXPLAINED in summary.extra else {}),
@@ -65,6 +66,12 @@ def summary_table(summary: RunSummary) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _trained_problems(summary: RunSummary) -> dict[str, str]:
+    evaluations = summary.extra.get("evaluations", {}).values()
+    count = max((row.get("eval/trained_problems", 0) for row in evaluations), default=0)
+    return {"held-out data": f"{count:.0f} of its problems are also trained on"} if count else {}
 
 
 def _accuracy(value: float | None) -> str:

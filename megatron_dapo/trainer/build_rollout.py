@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty, soft_perplexity_penalty
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.dataset import PromptDataset, load_sources, prompt_template, shares_of
+from megatron_dapo.data.dataset import PromptDataset, count_trained, load_sources, prompt_template, shares_of
 from megatron_dapo.data.examples import load_examples
 from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.injection import Injection, injection_of
@@ -80,6 +80,7 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     if config.algorithm.name == "sft":
         return _example_data(config, inputs, scorer, evaluation)
     prompts = load_train_dataset(config, inputs, pool).prompts
+    evaluation = _compared(evaluation, prompts)
     # The order of prompts has its own seed, so that runs with different run.seed can share it.
     injection, injected = prompt_injection(config, prompts, inputs)
     prompt_ids = [prompt.prompt_id for prompt in prompts]
@@ -123,7 +124,9 @@ def _example_data(
     prompts = tuple(example.prompt for example in examples.values())
     order = FunctionOrder(data.order, prompts) if data.order else None
     stream = PromptStream(tuple(examples), data.shuffle_seed, data.max_epochs or None, order=order)
-    return RolloutData(inputs, scorer, None, stream, prompts, evaluation, ExampleStream(examples, stream))
+    return RolloutData(
+        inputs, scorer, None, stream, prompts, _compared(evaluation, prompts), ExampleStream(examples, stream)
+    )
 
 
 def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompts]:
@@ -200,6 +203,11 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: File
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
     return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations, files)
+
+
+def _compared(task: EvaluationTask | None, prompts: Sequence[Prompt]) -> EvaluationTask | None:
+    """Return the task with the number of its problems that are also trained on. ValueError if all are."""
+    return task and replace(task, num_trained=count_trained(task.dataset.prompts, prompts))
 
 
 def build_collector(context: RunContext, data: RolloutData, engines: Engines) -> AsyncCollector | None:

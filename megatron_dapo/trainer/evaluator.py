@@ -35,6 +35,7 @@ class EvaluationTask:
     inputs: ModelInputs
     output_dir: Path  # one file of results per evaluation
     files: Files
+    num_trained: int = 0  # problems that are also trained on
 
 
 class Evaluator:
@@ -96,4 +97,4 @@ class Evaluator:
         )
         task.files.make_directory(task.output_dir)
         task.files.replace(task.output_dir / f"step_{train_step:06d}.json", result.to_json() + "\n")
-        return evaluation_metrics(result, time.perf_counter() - start)
+        return evaluation_metrics(result, time.perf_counter() - start, task.num_trained)

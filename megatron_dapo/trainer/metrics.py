@@ -318,13 +318,16 @@ def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[
     }
 
 
-def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
-    """Return the "eval/" metrics over all problems and, if there are several sources, eval/NAME/avg_at_k for each."""
+def evaluation_metrics(result: EvaluationResult, seconds: float, num_trained: int = 0) -> dict[str, float]:
+    """Return the "eval/" metrics over all problems and, if there are several sources, eval/NAME/avg_at_k for each.
+
+    num_trained: problems of the evaluation that are also trained on.
+    """
     metrics = {f"eval/{name}": value for name, value in _estimates(result).items()}
     for source in result.sources:
         found = _estimates(result.of_source(source))
         metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
-    return {**metrics, "eval/seconds": seconds}
+    return {**metrics, "eval/seconds": seconds, "eval/trained_problems": float(num_trained)}
 
 
 def _estimates(result: EvaluationResult) -> dict[str, float]:

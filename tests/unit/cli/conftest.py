@@ -25,7 +25,7 @@ total_steps = 7
 path = "model"
 [data]
 train_paths = ["train.jsonl"]
-eval_paths = ["train.jsonl"]
+eval_paths = ["heldout.jsonl"]
 max_prompt_tokens = 64
 [rollout]
 prompts_per_step = 8
@@ -50,7 +50,9 @@ def whole_recipe(recipe: Path) -> Path:
     (recipe.parent / "model" / "config.json").unlink()
     (recipe.parent / "model").rmdir()
     (recipe.parent / "model").symlink_to(QUICKSTART / "base_model")
-    (recipe.parent / "train.jsonl").write_bytes((QUICKSTART / "heldout.jsonl").read_bytes())
+    for name in ("train.jsonl", "heldout.jsonl"):
+        lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (recipe.parent / name).write_text("".join(lines[:64]), encoding="utf-8")
     return recipe
 
 
@@ -58,7 +60,8 @@ def whole_recipe(recipe: Path) -> Path:
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(FACTS))
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text("{}\n")
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
     return path

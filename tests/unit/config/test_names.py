@@ -74,4 +74,4 @@ def test_metrics_of_an_evaluation_agree() -> None:
         rates={"truncation_rate": 0.0, "mean_response_tokens": 7.0},
         sources=(),
     )
-    assert set(evaluation_metrics(result, 1.0)) == {*SELECTION_METRICS, "eval/seconds"}
+    assert set(evaluation_metrics(result, 1.0)) == {*SELECTION_METRICS, "eval/seconds", "eval/trained_problems"}

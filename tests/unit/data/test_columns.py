@@ -47,6 +47,30 @@ def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> 
     assert count_rows(path) == 2
 
 
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_a_nested_field_may_be_flattened_or_json_text(suffix: str, tmp_path: Path) -> None:
+    """As json_normalize and CSV files of nested data have it."""
+    flat = [{"prompt": "2 + 2?", "reward_model.ground_truth": "4", "level": "1"}]
+    text = [{"prompt": "2 + 2?", "reward_model": '{"ground_truth": "4"}', "level": "1"}]
+    for number, rows in enumerate((flat, text)):
+        path = tmp_path / f"own_{number}.{suffix}"
+        if suffix == "csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        elif suffix == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            path.write_text(json.dumps(rows) if suffix == "json" else json.dumps(rows[0]))
+        for read in (read_rows, sampled_rows):
+            [row] = read(path)
+            assert row.answer == "4" and row.extra == {"level": "1"}
+
+
 def test_prompts_are_put_into_their_template(tmp_path: Path) -> None:
     path = write(tmp_path / "own.json")
     row, _ = read_rows(path, RowFormat("question", "gold", "Be brief.", "{prompt} End with 'Answer: {...}'."))

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_dapo.data.dataset import load_eval_sources, load_prompts, load_sources, prompt_id_of
+from megatron_dapo.data.dataset import count_trained, load_eval_sources, load_prompts, load_sources, prompt_id_of
 from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, read_rows
 from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import PromptTemplate
@@ -232,3 +232,16 @@ def test_prompt_ids_depend_on_messages_and_answer_only():
     }
     assert len(different) == 3
     assert len(prompt_id_of(one, "1")) == 16
+
+
+def test_held_out_problems_that_are_trained_on_are_counted_by_their_question(write, row, tokenizer, caplog):
+    def prompts(name, *problems):
+        return load_prompts([write(name, [row(*one) for one in problems])], tokenizer, 100).prompts
+
+    trained = prompts("train.jsonl", ("What is 1+1?", "2"), ("What is 2+2?", "4"))
+    held_out = prompts("held.jsonl", ("What is  2+2?\n", "5"), ("What is 3+3?", "6"))
+    assert count_trained(held_out, trained) == 1
+    assert f"1 of 2 held-out problems are also trained on, which makes accuracy look better: {held_out[0].prompt_id}" in caplog.text
+    assert count_trained(held_out[1:], trained) == count_trained((), trained) == 0
+    with pytest.raises(ValueError, match="all 1 held-out problems of data.eval_paths are also trained on"):
+        count_trained(held_out[:1], trained)

@@ -138,7 +138,7 @@ def aime(answer="1", count=30):
         ("aime2025", aime("1000"), "integers from 0 to 999, got '1000'"),
         ("aime2025", aime("x"), "integers from 0 to 999, got 'x'"),
         ("aime2025", [*aime(), {"problem": problem(0), "answer": "2"}], "31 rows, published 30"),
-        ("aime2025", [{"text": "?", "answer": "1"}], "neither the columns prompt and reward_model nor a problem"),
+        ("aime2025", [{"text": "?", "answer": "1"}], "neither the columns prompt and reward_model.ground_truth nor a problem"),
         ("aime2025", [{"problem": " ", "answer": "1"}], "problem must be a text"),
         ("aime2025", [{"problem": "?", "answer": None}], "unparsable gold answer"),
         ("aime2026", aime(), "choose one of dapo-math-17k, aime2024, aime2025, math500"),

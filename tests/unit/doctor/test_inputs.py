@@ -49,6 +49,14 @@ def write_rows(own: Path, rows: list[dict]) -> None:
     (own / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_heldout(own: Path, rows: list[dict]) -> None:
+    (own / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def spaced(prompt: list[dict]) -> list[dict]:
+    return [{**message, "content": message["content"].replace(" ", "\n ")} for message in prompt]
+
+
 def changed_row(number: int, **columns: object) -> Callable[[Path], None]:
     def change(own: Path) -> None:
         rows = rows_of(own)
@@ -142,16 +150,27 @@ OWN_REWARD = ("reward.verifier=OWN/own_reward.py:reward",)
 # {field that is named: {case: (what is done to the directory, overrides, words of the line)}}
 BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[str, ...]]]] = {
     "data.train_paths": {
-        "empty data": (written("train.jsonl", ""), (), "has no rows"),
+        "empty data": (written("train.jsonl", ""), (), "has no rows; write some, such as {"),
         "blank data": (written("train.jsonl", "\n\n"), (), "has no rows"),
-        "no JSON": (written("train.jsonl", "hello\n"), (), "line 1 is not valid JSON"),
+        "no JSON": (written("train.jsonl", "hello\n"), (), "line 1 is not valid JSON", "a line is one object, such as {"),
+        "a list over several lines": (written("train.jsonl", "[\n{}\n]"), (), "line 1", "ends in .json"),
         "a list a line": (written("train.jsonl", "[1]\n"), (), "line 1", "JSON object"),
-        "bad UTF-8": (written("train.jsonl", b'{"prompt": "\xff"}\n'), (), "line 1"),
+        "bad UTF-8": (written("train.jsonl", b'{"prompt": "\xff"}\n'), (), "line 1", "iconv -f LATIN1 -t UTF-8"),
         "a cut line": (cut("train.jsonl", 0.99), (), "is not valid JSON"),
         "wrong columns": (renamed("prompt", "question"), (), "missing column(s) prompt", "question"),
         "no answers": (renamed("reward_model", "gold"), (), "missing column(s) reward_model"),
-        "an empty answer": (changed_row(3, reward_model={"ground_truth": " "}), (), "line 4", "gold"),
-        "an answer that is no text": (changed_row(2, reward_model={"ground_truth": 1.5}), (), "line 3", "1.5"),
+        "an empty answer": (
+            changed_row(3, reward_model={"ground_truth": " "}),
+            (),
+            "line 4",
+            'set data.columns.answer = ""',
+        ),
+        "an answer that is no text": (
+            changed_row(2, reward_model={"ground_truth": 1.5}),
+            (),
+            "line 3",
+            "got 1.5; write it as a text",
+        ),
         "no ground truth": (changed_row(0, reward_model={"style": "rule"}), (), "ground_truth"),
         "an empty prompt": (changed_row(5, prompt=[]), (), "line 6", "prompt must be"),
         "a message without content": (changed_row(5, prompt=[{"role": "user"}]), (), "line 6"),
@@ -168,7 +187,11 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         ),
         "a null row": (written("train.jsonl", "null\n"), (), "line 1", "NoneType"),
         "a row without columns": (row_text(b"\xef\xbb\xbf{}"), (), "line 1: missing column(s) prompt"),
-        "UTF-16": (written("train.jsonl", '{"prompt": "a"}\n'.encode("utf-16")), (), "line 1 is not valid JSON"),
+        "UTF-16": (
+            written("train.jsonl", '{"prompt": "a"}\n'.encode("utf-16")),
+            (),
+            "line 1 is not valid JSON: it is UTF-16; save the file as UTF-8",
+        ),
         "gzip": (written("train.jsonl", b"\x1f\x8b\x08\0\0"), (), "line 1 is not valid JSON"),
         "brackets without end": (deep, (), "line 1 is not valid JSON"),
         "a prompt that is a number": (changed_row(0, prompt=7), (), "line 1", "prompt must be"),
@@ -216,7 +239,15 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         "a saved set without a state": (saved({}), ("data.train_paths=['OWN/saved']",), "names no data files"),
         "CSV with a cell too many": (written("t.csv", "q,a\n1,2,3\n"), CSV, "line 2", "2 cells"),
         "CSV with an open quote": (written("t.csv", 'q,a\n"1,2\n'), CSV, "t.csv, line"),
-        "CSV in Latin-1": (written("t.csv", "q,a\n\xe9,2\n".encode("latin-1")), CSV, "t.csv", "utf-8"),
+        "CSV in Latin-1": (
+            written("t.csv", ("q,a\n" + 3000 * "1,2\n" + "\xe9,2\n").encode("latin-1")),
+            CSV,
+            "t.csv, line 3002: ",
+            "iconv -f LATIN1 -t UTF-8",
+        ),
+        "CSV in UTF-16": (written("t.csv", "q,a\n1,2\n".encode("utf-16")), CSV, "iconv -f UTF-16 -t UTF-8"),
+        "CSV with semicolons": (written("t.csv", "q;a\n1;2\n"), CSV, "the separator seems to be ';'"),
+        "CSV with tabs": (written("t.csv", "q\ta\n1\t2\n"), CSV, "the separator seems to be a tab"),
         "CSV without a row": (written("t.csv", "q,a\n"), CSV, "has no rows"),
         "JSON that is an object": (
             written("t.json", '{"rows": []}'),
@@ -243,6 +274,12 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
     "data.eval_paths": {
         "a damaged held-out file": (written("heldout.jsonl", "{}\n"), (), "heldout.jsonl", "line 1"),
         "an empty held-out file": (written("heldout.jsonl", ""), (), "has no rows"),
+        "the training file": (nothing, ("data.eval_paths=['OWN/train.jsonl']",), "all 64 held-out problems", "also trained on"),
+        "a copy with other white space and answers": (
+            lambda own: write_heldout(own, [{**row, "prompt": spaced(row["prompt"])} for row in rows_of(own)[:9]]),
+            (),
+            "all 9 held-out problems",
+        ),
     },
     "data.max_prompt_tokens": {"prompts that are too long": (nothing, ("data.max_prompt_tokens=8",), "raise it to")},
     "model.path": {
@@ -500,6 +537,37 @@ def test_a_rendezvous_port_in_use_is_refused(own: Path, monkeypatch: pytest.Monk
 
 def test_a_recipe_that_runs_has_no_problem(own: Path) -> None:
     assert quick_problems(config_of(own)) == [] == input_problems(config_of(own))
+
+
+def test_held_out_problems_that_are_trained_on_are_counted(own: Path) -> None:
+    rows = rows_of(own)
+    held_out = (own / "heldout.jsonl").read_text()
+    write_heldout(own, [*rows[:2], *map(json.loads, held_out.splitlines())])
+    plan = make_plan(own / "quickstart.toml", [], None, None, ONE_NODE_OF_CPUS, inputs="quick")
+    assert plan.warnings == (
+        f"data.eval_paths: 2 of 66 held-out problems are also trained on, the first at {own / 'heldout.jsonl'}, line 1, "
+        "which makes accuracy look better. Fix: remove them from one of both",
+    )
+    without = ["evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0"]
+    assert make_plan(own / "quickstart.toml", without, None, None, ONE_NODE_OF_CPUS, inputs="quick").warnings == ()
+
+
+def test_gold_answers_that_contradict_each_other_are_counted(own: Path) -> None:
+    rows = rows_of(own)
+    write_rows(own, [*rows, {**rows[0], "reward_model": {"ground_truth": "-7"}}, rows[1]])
+    plan = make_plan(own / "quickstart.toml", [], None, None, ONE_NODE_OF_CPUS, inputs="quick")
+    [warning] = plan.warnings
+    answer = rows[0]["reward_model"]["ground_truth"]
+    place = own / "train.jsonl"
+    assert warning.startswith("data.train_paths: 1 prompt has several gold answers, of which at most one is right: ")
+    assert f"{answer!r} ({place}, line 1) and '-7' ({place}, line 65)" in warning
+
+
+def test_prompts_that_are_left_out_are_counted(own: Path) -> None:
+    rows = rows_of(own)
+    write_rows(own, [*rows, {**rows[0], "prompt": [{"role": "user", "content": "1 + " * 2000}]}])
+    [warning] = make_plan(own / "quickstart.toml", [], None, None, ONE_NODE_OF_CPUS, inputs="all").warnings
+    assert "data.max_prompt_tokens: 1 of 65 prompts that were read are longer than" in warning
 
 
 def test_what_a_run_checks_before_its_processes_needs_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None
     assert verdict.level == "good"
     first, last = (run.evaluations[place]["eval/avg_at_k"] for place in (0, -1))
     assert verdict.text == f"healthy: held-out avg@8 {first:.2f} -> {last:.2f} in 30 steps, still rising"
+    shared = replace(run, evaluations=[{**row, "eval/trained_problems": 3.0} for row in run.evaluations])
+    assert "in 30 steps (3 of the held-out problems are also trained on), still" in verdict_on(shared, []).text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -50,3 +51,13 @@ def test_table() -> None:
         "runs/quickstart/tensorboard",
     ):
         assert text in stream.getvalue(), text
+
+
+def test_held_out_problems_that_were_trained_on_are_next_to_the_accuracy() -> None:
+    def shown(count: float) -> str:
+        stream = io.StringIO()
+        extra = {"evaluations": {"0": {"eval/trained_problems": count}}}
+        Console(file=stream, width=120).print(summary_table(replace(SUMMARY, extra=extra)))
+        return stream.getvalue()
+
+    assert "3 of its problems are also trained on" in shown(3.0) and "held-out data" not in shown(0.0)
