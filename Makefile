@@ -6,8 +6,8 @@
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make ablate GRID=examples/grids/dapo_table1.toml [ARGS="--jobs 2 --seconds 3000"]   variants x seeds (docs/ablations.md)
 # make smollm2-gpu [ENGINE_PYTHON=...] [ARGS="--seconds 3000"]   SmolLM2 on one GPU: DAPO, GRPO, VAPO, T-PPO and TRL, three seeds
-# make test                                                    the test suite without TRL, virtual clusters and tests marked long
-# make environments test-unit test-more                        its parts: what it installs, the unit tests, all other tests
+# make test [JOBS=2]                                           the test suite without TRL, virtual clusters and tests marked long
+# make environments test-unit test-processes test-megatron test-extra   its parts: what it installs, and the tests
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make gpu-slot-a gpu-slot-b [BUDGET_S=540] [ENGINE_PYTHON=...] [RESULTS=...]   what a borrowed H100 is to show, in order of value
@@ -47,10 +47,11 @@ KEEP = --save --results $(RESULTS)
 # Neither needs the package to be installed.
 HERE := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smoke.toml --set sglang.python=$(ENGINE_PYTHON)
-# One thread a process: the processes share the cores, and tiny matrices lose by being split.
-RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One thread a process: the processes share the cores, and tiny matrices lose by being split. And bytecode is written even if the
+# environment says not to: each of the hundreds of processes that tests start would compile the package again.
+RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-more test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -140,12 +141,12 @@ test-triton: .venv .venv-triton
 	$(call pytest,$@,$(BESIDE) -m "not long" $(TRITON_TESTS),PYTHONPATH=.venv-triton)
 
 # Its directory precedes the trainer's packages in every process; tests/conftest.py and the ranks check that it is the one in use.
-# It imports Triton.
+# It imports Triton. Four ranks keep two cores busy, so one process starts them all.
 test-megatron: .venv $(MEGATRON_VENV) .venv-triton
-	$(call pytest,$@,$(BESIDE) -m "not long" $(MEGATRON_TESTS),$(HERE):$(CURDIR)/$(MEGATRON_VENV):$(CURDIR)/.venv-triton MEGATRON_DAPO_MEGATRON_CORE=$(MEGATRON_CORE))
+	$(call pytest,$@,-m "not long" $(MEGATRON_TESTS),$(HERE):$(CURDIR)/$(MEGATRON_VENV):$(CURDIR)/.venv-triton MEGATRON_DAPO_MEGATRON_CORE=$(MEGATRON_CORE))
 
 test-megatron-cpu: .venv
-	$(call pytest,$@,$(BESIDE) -m "not long" $(MEGATRON_TESTS))
+	$(call pytest,$@,-m "not long" $(MEGATRON_TESTS))
 
 test-modelopt: .venv .venv-modelopt
 	$(call pytest,$@,$(MODELOPT_TESTS),PYTHONPATH=.venv-modelopt)
@@ -184,14 +185,15 @@ test-oldest: .venv-oldest/.installed
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
 	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed tests/engine tests/e2e tests/gpu)
 
-# What needs more than the trainer's environment: short parts, each with packages that no other needs, and the process tests.
+# What needs more than the trainer's environment: short parts, each with packages that no other needs.
 test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs
 
-test-more: test-extra test-processes
-
-# What fails leaves the others run.
+# The longest parts first, two at a time: each waits for processes and deadlines a good part of its time. The output of a part
+# comes when it ends, and what fails leaves the others run.
+JOBS ?= 2
 test: .venv
-	@$(MAKE) --no-print-directory --keep-going test-unit test-more test-megatron
+	@echo "parts run $(JOBS) at a time; each prints its output when it ends"
+	@$(MAKE) --no-print-directory --keep-going --jobs $(JOBS) --output-sync=target test-processes test-unit test-megatron test-extra
 
 # Property tests draw all their examples, in `make test` a fifth of them (tests/examples.py).
 test-all: export MEGATRON_DAPO_EXAMPLES := all

@@ -19,7 +19,7 @@ from megatron_dapo.launch.environment import leave_compiler_out
 
 leave_compiler_out()
 
-# Files that share ranks, a run or servers, which are slow to make.
+# Files that share ranks, a run or servers, which are slow to make: the longest units of work, so they start first.
 TOGETHER = {
     "e2e/test_few_responses": "ranks",
     "e2e/test_not_finite": "ranks",
@@ -55,8 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class TogetherScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            directory, name = Path(file).with_suffix("").parts[-2:]
-            return TOGETHER.get(f"{directory}/{name}", file)
+            return _shared(file) or file
 
         def remove_node(self, node: Any) -> str | None:
             """A test that ends its process has failed and does not run again; the rest of its file runs in another."""
@@ -72,7 +71,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return TogetherScheduling(config, log)
 
 
+def _shared(file: str) -> str | None:
+    """Return what a file shares with others."""
+    directory, name = Path(file).with_suffix("").parts[-2:]
+    return TOGETHER.get(f"{directory}/{name}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _shared(str(item.path)) is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -16,8 +16,10 @@ import importlib.util
 import json
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 import httpx
 import torch
@@ -57,7 +59,12 @@ def find_package() -> Path:
 
 def dequantize(file: Path, output: Path, dtype: torch.dtype) -> str:
     """Write model, tokenizer and chat template of a GGUF file as a Hugging Face directory; return where they are from."""
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    import gguf
+
+    # transformers opens the file four times, and each time the reader parses all of its vocabulary.
+    with patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)):
+        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # transformers 5.23 and newer does not write a model that came from a GGUF file.
     config = copy.deepcopy(read.config)
     for name in ("quantization_config", "_name_or_path"):
@@ -66,7 +73,6 @@ def dequantize(file: Path, output: Path, dtype: torch.dtype) -> str:
     model.load_state_dict(read.state_dict())
     # A name of the file's making, which is no field of a Llama config.
     del model.config._model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The GGUF reader gives the start of a turn as its end, and another default for spaces than the published tokenizer's.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
