@@ -193,7 +193,7 @@ def test_a_weight_of_more_than_two_to_the_31_elements(available, device) -> None
 
 
 @pytest.mark.parametrize("name", ["chunked", "triton", "te_fp8"])
-def test_a_target_outside_the_vocabulary_is_nan_in_its_row_alone(available, device, name) -> None:
+def test_a_target_outside_the_vocabulary_is_nan_only_in_its_row(real_gpu, available, device, name) -> None:
     available(name, width=128, rows=128)
     hidden, weight, targets = make(6, 128, 37, 128, dtype=torch.bfloat16, device=device)
     targets[2], targets[4] = -1, 37
@@ -248,7 +248,7 @@ def test_transformer_engine_quantizes_as_the_emulation_does(device) -> None:
     assert torch.equal(engine.weight(values).dequantize().float(), quantize_weight(values).widened())
 
 
-def test_scaled_mm_and_the_emulation_multiply_the_same(device) -> None:
+def test_scaled_mm_and_the_emulation_multiply_the_same(real_gpu, device) -> None:
     from megatron_dapo.ops.lm_head import fp8_logits
 
     obstacle = fp8_logits._hardware_obstacle(torch.device(device)) or fp8_logits._scaled_mm_obstacle()
