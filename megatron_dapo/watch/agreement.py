@@ -19,6 +19,7 @@ from megatron_dapo.watch.verdict import (
     hang,
     missing_ranks,
     node_failure,
+    path_failure,
     without_contact,
 )
 
@@ -77,6 +78,19 @@ class Agreement:
         nodes = self._heard if self.is_leader else [self.leader]
         return [replace(self._nodes[node], silent_s=now - self._heard[node]) for node in nodes]
 
+    def unheard(self, now: float) -> list[int]:
+        """Return the nodes without contact to this one, each of which may hear others and be heard by them."""
+        if self.is_leader:
+            return [node.node_rank for node, _, _ in without_contact(self.seen(now), self.limits)]
+        return [self.leader] if self.unanswered_s(now) > self.limits.unheard_s else []
+
+    def is_heard(self, node: int, now: float) -> bool:
+        return now - self._heard.get(node, -float("inf")) < self.limits.beat_s * 2
+
+    def path_failure(self, lost: Failure) -> Failure:
+        """Return the record of a lost node that has left word of itself."""
+        return path_failure(self._nodes[self.node_rank], lost)
+
     def beat(self, here: NodeView, now: float) -> dict[str, Any]:
         """Note the state of this node's ranks, and return the message that tells the leader."""
         self._nodes[self.node_rank], self._heard[self.node_rank] = here, now
@@ -132,6 +146,11 @@ class Agreement:
 
     def accept(self, verdict: list[Failure], now: float, is_writer: bool) -> None:
         self.verdict, self.verdict_at, self.is_writer = verdict, now, is_writer
+
+    def stand_alone(self, failure: Failure, now: float) -> None:
+        """Record why this node can reach no other, and decide without them."""
+        self.leader, self._heard = self.node_rank, {}
+        self.note(failure, now)
 
     def lose_leader(self, find_fault: FindFault, now: float) -> Mapping[int, Address]:
         """Record that the leader is silent, and turn to the next node that may answer; return addresses to use."""

@@ -27,7 +27,7 @@ from megatron_dapo.watch.failure import EXIT_CODE, Failure, clear_failures, firs
 
 ATTEMPTS = "attempts.jsonl"
 STOPPED_BY_SIGNAL = "stopped by a signal"
-_NODE_CAUSES = ("node lost", "link lost", "not started", "file system lost", "file system hung")
+_NODE_CAUSES = ("node lost", "link lost", "path lost", "no address", "not started", "file system lost", "file system hung")
 _CLOCK_S = 2.0  # the kernel's start time of a process and the clock may differ by this
 _UNSTARTED = "the workers ended before the attempt was on record: the lines above name the first that did"
 

@@ -28,6 +28,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
 _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _MAX_ENTRIES = 64  # in failure.json: records of a thousand lost connections add nothing
+CONTACT = ".no_contact_"  # begin of the names of files in which a node notes that it does not hear another one
 _RESERVE = ".failure_reserve"  # removed to make room for the record if the disk is full
 _RESERVE_BYTES = 1 << 18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -38,6 +39,8 @@ _ADVICE = {
     "signal": "look for who sent it on that node (an operator, a monitor, a limit); the run can be started again",
     "stopped": "the process was stopped by SIGSTOP or a debugger; let nothing suspend ranks",
     "link lost": "check cable, switch port and interface of that node, or exclude it, and start again",
+    "path lost": "check switch ports, routes and ARP entries between the two nodes, or exclude one of them, and start again",
+    "no address": "let every node resolve the host name of rank 0's node (DNS or /etc/hosts), then start again",
     "node lost": "check that node's power, link and kernel log, or exclude it, and start again",
     "disk full": "free space, lower checkpoint.keep, or move run.output_dir",
     "file system lost": "mount it again on that node, or exclude the node, then start again",
@@ -51,7 +54,10 @@ _ADVICE = {
 }
 # Kernel evidence outranks reports of the ranks: a broken connection is noticed before the death that caused it.
 _HARD = frozenset(
-    {"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system lost", "file system hung"}
+    {
+        *("out of memory", "signal", "stopped", "link lost", "path lost", "no address", "node lost"),
+        *("disk full", "file system lost", "file system hung"),
+    }
 )
 _BROKEN_CONNECTION = re.compile(
     r"gloo/|ncclRemoteError|ncclSystemError|remote process exited|c10d|TCPStore|Connection (reset|closed) by peer|Broken pipe"
@@ -201,7 +207,8 @@ def read_failure(run_directory: Path) -> Failure | None:
 
 def clear_failures(run_directory: Path, keep: int = 0) -> None:
     """Remove the records of failures of all attempts but the one with the number `keep`, whose first is then in failure.json."""
-    for path in sorted(run_directory.glob("failure*.json")):
+    contacts = run_directory.glob(f"{CONTACT}*")
+    for path in [*sorted(run_directory.glob("failure*.json")), *contacts]:
         with suppress(FileNotFoundError):
             if keep == 0 or _attempt_of(path) != keep:
                 path.unlink()

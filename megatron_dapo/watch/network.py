@@ -26,6 +26,7 @@ _SILENT_S = 3.5  # silence of another node before third machines are probed
 _ASK_S = 1.0  # between two probes then
 _FIRST_ASK_S = 5.0  # between two until as many have answered once
 _MAX_CONNECTIONS = 64  # at once
+_RESOLVE_S = 60.0  # for the name of rank 0's node to resolve
 _CALL_S = 5.0  # timeout for a connection, a message and its answer
 
 
@@ -194,14 +195,22 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
     return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
 
 
+class NoAddress(RuntimeError):
+    """The host name of rank 0's node does not resolve on this one."""
+
+    failure_cause = "no address"
+
+
 def _resolved(leader: tuple[str, int]) -> tuple[Any, ...]:
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + _RESOLVE_S
     while True:
         try:
             return socket.getaddrinfo(leader[0], leader[1], type=socket.SOCK_DGRAM)[0]
         except socket.gaierror as error:
             if time.monotonic() > end:
-                raise RuntimeError(f"watcher: the node of rank 0, {leader[0]!r}, has no address: {error}") from None
+                raise NoAddress(
+                    f"the node of rank 0, {leader[0]!r}, has no address on {socket.gethostname()}: {error}"
+                ) from None
             time.sleep(0.5)
 
 

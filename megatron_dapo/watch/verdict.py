@@ -127,9 +127,11 @@ def exit_failure(view: RankView, status: int | None, out_of_memory: str, stack: 
     if status is None:
         return view.failure("signal", "exited without reporting an error, probably by signal 9 (SIGKILL)", stack)
     message = f"killed by {signal_name(os.WTERMSIG(status))}"
-    if os.WTERMSIG(status) == signal.SIGTERM:
-        message += ": scancel, a time limit, a second Ctrl-C, or a launcher that has ended"
-    return view.failure("signal", message, stack)
+    if os.WTERMSIG(status) != signal.SIGTERM:
+        return view.failure("signal", message, stack)
+    message += ": scancel, a time limit, a second Ctrl-C, or a launcher that ends it after another rank"
+    # Launchers send it: what made them do so is the cause, if anything reports it.
+    return replace(view.failure("signal", message, stack), is_consequence=True)
 
 
 def rank_failure(view: RankView, limits: WatchLimits, directory: str = "", unwritten_s: float = 0.0) -> Failure | None:
@@ -250,6 +252,14 @@ def node_failure(here: NodeView, node: NodeView, silent_s: float, how: str, faul
     ranks = f" with rank{'s' * (len(node.ranks) > 1)} {', '.join(map(str, node.ranks))}" if node.ranks else ""
     message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
     return Failure(-1, "node lost", message, node.name, here.phase, node_rank=node.node_rank)
+
+
+def path_failure(here: NodeView, lost: Failure) -> Failure:
+    """Return the record of a node that counts as lost, and has left word that it does not hear this one."""
+    pair = sorted([(here.node_rank, here.name), (lost.node_rank, lost.node)])
+    names = " and ".join(name for _, name in pair)
+    message = f"path lost: {names} are alive and do not hear each other: the network between them loses packets, in one direction or both"
+    return replace(lost, cause="path lost", message=message, node=names, node_rank=pair[0][0])
 
 
 def missing_ranks(nodes: Sequence[NodeView], world_size: int, age_s: float, limits: WatchLimits) -> Failure | None:

@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from megatron_dapo.files.durable import identity_of
 from megatron_dapo.files.linux import ignore_launcher_signals, require_same_user
 from megatron_dapo.watch.agreement import Agreement
 from megatron_dapo.watch.evidence import exit_status, parent, sectors_written, tcp_queues
-from megatron_dapo.watch.failure import Failure, first_line, reserve_space, write_failures
+from megatron_dapo.watch.failure import CONTACT, Failure, failure_of, first_line, reserve_space, write_failures
 from megatron_dapo.watch.network import Datagrams, OwnLink
 from megatron_dapo.watch.verdict import (
     BOUNDED,
@@ -48,6 +49,9 @@ from megatron_dapo.watch.verdict import (
 from megatron_dapo.watch.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, WatchedRank
 
 
+_IS_ALIVE = errno.EISCONN  # exit code of a child that has read a lost node's word
+
+
 class Watcher:
     def __init__(self, place: Mapping[str, Any]) -> None:
         node, num_nodes, self._started = int(place["node_rank"]), int(place["num_nodes"]), time.monotonic()
@@ -56,7 +60,8 @@ class Watcher:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + place["address"])
         self._listener.listen(256)
-        self._network, self._link = Datagrams(node, num_nodes, tuple(place["leader"]), place["run_id"]), OwnLink()
+        self._run_id, self._link = str(place["run_id"]), OwnLink()
+        self._network = self._connected(node, num_nodes, tuple(place["leader"]))
         self._pending: list[socket.socket] = []
         self._ranks: dict[int, WatchedRank] = {}
         self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are still to come
@@ -65,10 +70,20 @@ class Watcher:
         self._probe: Child | None = None  # writes a file in the run directory
         self._sectors: int | None = None  # written when the probe began, or at the last progress of that disk
         self._lost_records: dict[int, Child] = {}  # by lost node: reads its record
+        self._contact_notes: dict[int, Child] = {}  # by node without contact: notes that this one is alive
         self._last_tick = self._started
         self._beat_at = self._queues_at = 0.0
         self._stage: EndStage | None = None  # of the end
         self._writer: Child | None = None  # of the record
+
+    def _connected(self, node: int, num_nodes: int, leader: tuple[str, int]) -> Datagrams:
+        """Connect to the other watchers; if that is impossible, this node ends its ranks and says why."""
+        try:
+            return Datagrams(node, num_nodes, leader, self._run_id)
+        except RuntimeError as error:
+            failure = failure_of(-1, error, "start", self._run.name)
+            self._run.stand_alone(replace(failure, node_rank=node), time.monotonic())
+            return Datagrams(node, 1, leader, self._run_id)
 
     def run(self) -> None:
         while not self._is_finished():
@@ -196,6 +211,7 @@ class Watcher:
         if run.verdict is None:
             self._judge_ranks(now)
         self._look_at_link(now)
+        self._note_missing_contact(now)
         if now - self._beat_at >= run.limits.beat_s:
             self._beat_at = now
             self._beat(now)
@@ -287,6 +303,22 @@ class Watcher:
             silent_s = max((node.silent_s + node.unanswered_s for node in nodes), default=0.0)
             self._link.look(now, self._network.host(others[0]), silent_s)
 
+    def _note_missing_contact(self, now: float) -> None:
+        """Leave word in the run directory for nodes without contact: they cannot tell this one from a dead one."""
+        directory, unheard, notes = self._directory, set(self._run.unheard(now)), self._contact_notes
+        if directory is None:
+            return
+        for node in unheard - notes.keys():
+            notes[node] = Child(partial(self._write_contact, directory / f"{CONTACT}{self._run.node_rank}_{node}"), now)
+        for node in [node for node, child in notes.items() if child.exit_code() is not None]:
+            if node not in unheard and self._run.is_heard(node, now):  # it holds no longer
+                _fork((directory / f"{CONTACT}{self._run.node_rank}_{node}").unlink)
+                del notes[node]
+
+    def _write_contact(self, path: Path) -> None:
+        self._require_same(path.parent)
+        path.write_text(self._run_id, encoding="utf-8")
+
     def _find_fault(self, node: int, heard_at: float) -> str:
         return self._link.fault(heard_at, self._network.host(node))
 
@@ -294,14 +326,18 @@ class Watcher:
         """Check whether lost nodes have left a cause in the run directory; True once that is known or takes long."""
         for node in {failure.node_rank for failure in failures if failure.cause == "node lost"} - self._lost_records.keys():
             if (directory := self._directory) is not None:
-                self._lost_records[node] = Child(partial(_require_link_lost, directory, node), now)
+                read = partial(_read_word, directory, node, self._run.node_rank, self._run_id)
+                self._lost_records[node] = Child(read, now)
         limit_s = self._run.limits.lost_record_s
         return all(child.exit_code() is not None or now - child.since > limit_s for child in self._lost_records.values())
 
     def _with_reported_cause(self, failure: Failure) -> Failure:
         """Return the record of a lost node with the cause that the node itself left in the run directory, if any."""
         child = self._lost_records.get(failure.node_rank)
-        if failure.cause != "node lost" or child is None or child.exit_code() != 0:
+        code = child.exit_code() if child is not None and failure.cause == "node lost" else None
+        if code == _IS_ALIVE:
+            return self._run.path_failure(failure)
+        if code != 0:
             return failure
         return replace(failure, cause="link lost", message=f"link lost: that node reports it; {failure.message}")
 
@@ -401,12 +437,18 @@ class Watcher:
         (directory / "stacks" / f"{name}.txt").write_text(stacks, encoding="utf-8")
 
 
-def _require_link_lost(directory: Path, node: int) -> None:
-    """Raise OSError unless a node's watcher has written that its link is lost."""
+def _read_word(directory: Path, node: int, here: int, run_id: str) -> None:
+    """Return if a lost node's watcher has written that its link is lost.
+
+    Raises OSError: with _IS_ALIVE if it has written that it does not hear this node, with another number if it has written nothing.
+    """
     for name in ("failure.json", f"failure_node_{node}.json"):
-        document = json.loads((directory / name).read_text(encoding="utf-8"))
-        if document["writer"] == f"node_{node}" and document["entries"][0]["cause"] == "link lost":
-            return
+        with suppress(FileNotFoundError):
+            document = json.loads((directory / name).read_text(encoding="utf-8"))
+            if document["writer"] == f"node_{node}" and document["entries"][0]["cause"] == "link lost":
+                return
+    if (directory / f"{CONTACT}{node}_{here}").read_text(encoding="utf-8") == run_id:
+        raise OSError(_IS_ALIVE, os.strerror(_IS_ALIVE))
     raise FileNotFoundError
 
 

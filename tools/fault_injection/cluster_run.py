@@ -31,7 +31,7 @@ NUM_TRAIN, NUM_HELD_OUT = 256, 6
 EVALUATION_INTERVAL = 2  # train steps
 TOTAL_STEPS = 100_000  # never reached: the harness ends a run when its faults are through
 FIRST_FAILURE = re.compile(r"^first failure: attempt \d+, .*$", re.MULTILINE)
-IN_LOOP = frozenset(phase for phases in PHASES.values() for phase in phases) | {"record", "advantages", "values"}
+IN_LOOP = frozenset(phase for phases in PHASES.values() for phase in phases) | {"record", "advantages", "values", "step"}
 POLL_S = 0.01
 
 LAYOUT = """

@@ -29,7 +29,7 @@ class Nodes:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        place = {"world_size": count, "num_nodes": count, "leader": ["127.0.0.1", self.port], "run_id": "x"}
+        place = {"world_size": count, "num_nodes": count, "leader": ["127.0.0.1", self.port], "run_id": "x", "attempt": 1}
         self.watchers = [
             Watcher({**place, "node_rank": node, "address": f"test-{os.getpid()}-{self.port}-{node}"})
             for node in range(count)

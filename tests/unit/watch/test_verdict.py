@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.telemetry.metrics import PHASES
-from megatron_dapo.watch.failure import Failure
+from megatron_dapo.watch.failure import Failure, in_order
 from megatron_dapo.watch.verdict import (
     BOUNDED,
     COLLECTIVE,
@@ -161,7 +161,7 @@ def test_silence_of_all(nodes: list[NodeView], since_gone_s: float, culprit: int
 
 
 def test_phases_on_the_device_are_phases_of_a_run() -> None:
-    assert DEVICE_PHASES <= {*PHASES, "connect"}
+    assert DEVICE_PHASES <= {*PHASES, "connect", "step"}
     assert not DEVICE_PHASES & {"generate", "evaluate", "weight_sync", "checkpoint", "record"}
 
 
@@ -253,6 +253,15 @@ def test_numbers_of_collectives_tell_more_than_who_lost_patience_first() -> None
 def test_how_a_rank_ended(status: int | None, out_of_memory: str, cause: str, message: str) -> None:
     failure = exit_failure(rank(2), status, out_of_memory, "its stack")
     assert (failure.rank, failure.cause, failure.detail) == (2, cause, "its stack") and message in failure.message
+
+
+def test_a_rank_that_its_launcher_ends_is_a_consequence_of_one_that_failed_later_by_the_clock() -> None:
+    """srun ends the tasks of healthy nodes, which report sooner than the one that cannot reach anybody."""
+    killed = replace(exit_failure(rank(0), signal.SIGTERM, "", ""), time=1.0)
+    error = Failure(1, "exception", "ValueError: bad", time=2.0)
+    [first, second] = in_order([killed, error])
+    assert (first.rank, second.rank) == (1, 0) and killed.is_consequence
+    assert not exit_failure(rank(0), signal.SIGKILL, "", "").is_consequence
 
 
 @pytest.mark.parametrize(

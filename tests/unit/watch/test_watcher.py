@@ -20,7 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.watch import network
 from megatron_dapo.watch.evidence import activity
+from megatron_dapo.watch.failure import EXIT_CODE, Failure, clear_failures, first_line, write_failures
+from megatron_dapo.watch.watcher import Watcher
+from megatron_dapo.watch.watcher import _read_word as read_word
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads Linux's /proc and pidfds"),
@@ -296,3 +300,33 @@ def test_a_hung_file_system_holds_the_file_process_and_no_rank(tmp_path: Path, s
                 assert time.monotonic() < end, "the file process outlives the thaw"
                 time.sleep(0.05)
         assert state == "S" or file.read_text() == "before\n"
+
+
+def test_a_node_that_does_not_resolve_rank_0_s_name_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_address(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(network, "_RESOLVE_S", 0.0)
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    place = {"node_rank": 1, "num_nodes": 2, "world_size": 2, "leader": ["node0", 1], "run_id": "x", "attempt": 3}
+    watcher = Watcher({**place, "address": f"test-no-address-{os.getpid()}"})
+    [failure] = watcher._run.decide(time.monotonic() + 5.0, time.time())
+    assert watcher._run.is_leader and failure.cause == "no address" and failure.exit_code == EXIT_CODE
+    host = socket.gethostname()
+    line = f"first failure: attempt 3, {host}, phase start: NoAddress: the node of rank 0, 'node0', has no address on {host}: "
+    assert first_line(failure).startswith(line)
+
+
+def test_what_a_lost_node_left_is_read_once_it_belongs_to_this_start(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_word(tmp_path, 1, 0, "start 2")
+    (tmp_path / ".no_contact_1_0").write_text("start 1")
+    with pytest.raises(FileNotFoundError):
+        read_word(tmp_path, 1, 0, "start 2")
+    (tmp_path / ".no_contact_1_0").write_text("start 2")
+    with pytest.raises(OSError, match="already connected"):
+        read_word(tmp_path, 1, 0, "start 2")
+    write_failures(tmp_path, [Failure(-1, "link lost", "no carrier", "node1")], "node_1")
+    assert read_word(tmp_path, 1, 0, "start 2") is None
+    clear_failures(tmp_path, keep=7)
+    assert list(tmp_path.iterdir()) == []
