@@ -83,7 +83,9 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
     from megatron_dapo.run.plan import machines_of, make_plan
     from megatron_dapo.run.start import run_to_end
     from megatron_dapo.telemetry.summary import read_summary
+    from megatron_dapo.telemetry.terminal import quiet_libraries
 
+    quiet_libraries()
     inputs: Inputs = "all" if check else "quick"
     plan = make_plan(recipe.write(), (), layout, None, machines_of(dry_run=False), inputs=inputs)
     directory = plan.loaded.config.run.output_dir
@@ -102,7 +104,9 @@ def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResul
     from megatron_dapo.run.derive import for_evaluation
     from megatron_dapo.run.evaluate import evaluate_model
     from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, make_plan
+    from megatron_dapo.telemetry.terminal import quiet_libraries
 
+    quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="evaluation-") as directory:
         file = recipe.write(directory)
         overrides = (f"model.path={model}",) if model else ()
@@ -142,8 +146,10 @@ def generate(
     from megatron_dapo.evaluation.runner import evaluation_seed
     from megatron_dapo.evaluation.runner import generate as drive
     from megatron_dapo.run.evaluate import opened_engine
+    from megatron_dapo.telemetry.terminal import quiet_libraries
     from megatron_dapo.types import GenerationRequest, SamplingParams
 
+    quiet_libraries()
     if isinstance(prompts, str):
         raise TypeError("prompts is one text; pass a list of prompts")
     config = _generation_config(model, max_response_tokens)

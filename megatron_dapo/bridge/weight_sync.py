@@ -185,7 +185,7 @@ class WeightSync:
         for engine, report in reports.items():
             self.states[engine], self.versions[engine] = report.state, report.version
         outcome = SyncReport(version, reports, result.peak_bytes, time.perf_counter() - start)
-        logger.info("weight sync: %s", outcome.describe())
+        logger.debug("weight sync: %s", outcome.describe())
         return outcome
 
     # Steps

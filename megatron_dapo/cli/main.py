@@ -39,6 +39,7 @@ from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, replay, rounds, sft, train
 from megatron_dapo.config import load_config
 from megatron_dapo.run.plan import machines_of
+from megatron_dapo.telemetry.terminal import quiet_libraries
 
 # The panels of --help with their commands, in order.
 PANELS = {
@@ -332,6 +333,7 @@ def configure(
     ] = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    quiet_libraries()
 
 
 if __name__ == "__main__":

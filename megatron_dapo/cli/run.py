@@ -75,6 +75,13 @@ class RunOptions:
             "config.json is enough, and none is needed for a model of the shipped recipes",
         ),
     ] = True
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="print all numbers that --dry-run prints, and log how the run is built")
+    ] = False
+
+
+# First words of lines that a dry run prints, and a run only with --verbose.
+_DETAILS = ("precision:", "memory of", "host memory", "engines:", "lengths:", "loss:", "learning rate:", "disk of")
 
 
 def _with_run_options(output_dir: str) -> Callable[[Callable[[RunOptions], None]], Callable[..., None]]:
@@ -153,13 +160,16 @@ def _check_and_run(
     # A machine without the run's inputs rarely has its disk; a Slurm job's does.
     is_here = not reads_nothing or slurm_allocation().num_nodes is not None
     disk = _require_disk(plan, options.free_disk if options.dry_run else None, is_here)
+    shows_all = options.dry_run or options.verbose
     for line in (*lines_of(plan), disk, *(f"warning: {doubt}" for doubt in plan.warnings)):
-        typer.echo(line)
+        if shows_all or not line.startswith(_DETAILS):
+            typer.echo(line)
     if options.dry_run:
         if options.inputs and not mode:
             typer.echo(f"inputs: checked, {SAMPLING}")
         return
     arguments = (mode, *([str(directory)] if directory else [])) if mode else ()
+    arguments += ("--verbose",) if options.verbose else ()
     raise typer.Exit(_run(plan, options.restarts, arguments))
 
 
@@ -371,7 +381,8 @@ def _require_disk(plan: Plan, free_gib: float | None, is_here: bool = True) -> s
 def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.run.start import run_to_end
-    from megatron_dapo.telemetry.summary import read_summary, summary_table
+    from megatron_dapo.telemetry.completions import before_and_after_table
+    from megatron_dapo.telemetry.summary import next_steps, read_summary, summary_table
 
     directory = plan.loaded.config.run.output_dir
     with refusing(RuntimeError):
@@ -380,7 +391,12 @@ def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
         typer.echo(f"the run in {directory} is finished: nothing to do")
     code = _exit_code(end) if end else 0
     if (summary := directory / "summary.json").is_file():
-        Console().print(summary_table(read_summary(summary)))
+        console, result = Console(), read_summary(summary)
+        if (example := before_and_after_table(directory / "evaluations")) is not None:
+            console.print(example)
+        console.print(summary_table(result, directory))
+        for step in next_steps(result, plan.recipe, plan.loaded.config.model.path):
+            typer.echo(f"next: {step}")
     return code
 
 

@@ -243,6 +243,10 @@ class TelemetryConfig(Section):
     progress: bool = True
     """Live progress display on a terminal (otherwise plain log lines)."""
 
+    show_completions: NonNegativeInt = 5
+    """Train steps between groups of completions on the terminal: best and worst response with their rewards, of the group whose
+    rewards differ most. 0: none."""
+
     report: bool = True
     """Write <run.output_dir>/report.html at every evaluation and at the end, in a separate process: one HTML file with
     verdict, curves, samples and configuration, which reloads in a browser while the run is under way."""

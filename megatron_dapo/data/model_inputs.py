@@ -41,5 +41,5 @@ def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
         # With a vision tower, only the language model's section may name it.
         eos = getattr(config, "eos_token_id", None) or config.get_text_config().eos_token_id
         stop_tokens = resolve_stop_token_ids(eos, generation, tokenizer.eos_token_id)
-    logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
+    logger.debug("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
     return ModelInputs(path, tokenizer, stop_tokens, config.get_text_config().vocab_size)

@@ -3,7 +3,6 @@ engine."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from megatron_dapo.files.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, deco
 from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.telemetry.terminal import quiet_libraries
 from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _rows(source: Source, field: str, problems: list[Violation]) -> Iterator[Row
 def _prompt_problems(config: Config, rows: dict[str, list[Row]]) -> list[Violation]:
     """Return what is wrong with tokenizer, chat template and given responses, then with the reward."""
     # torch and transformers take seconds: what is wrong without them is known by now.
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # it names what is not installed
+    quiet_libraries()
     from megatron_dapo.data.dataset import prompt_template
     from megatron_dapo.data.model_inputs import read_model_inputs
 

@@ -19,6 +19,7 @@ from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, Sc
 
 Decode = Callable[[Any], str]  # token ids -> text, special tokens left out
 CheckStop = Callable[[], None]  # called between polls; what it raises ends the evaluation
+KeepSamples = Callable[[Sequence["Problem"], Sequence[Sequence[ScoredSample]]], None]
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,9 @@ def evaluate(
     progress: ReportProgress = lambda report: None,
     max_in_flight: int = 1024,
     check_stop: CheckStop = lambda: None,
+    keep: KeepSamples = lambda problems, samples: None,
 ) -> EvaluationResult:
-    """Sample, score and estimate by `protocol`.
+    """Sample, score and estimate by `protocol`. `keep` gets the problems and, of each, the scored responses.
 
     `scorer` gets every response in one call; `decode` turns response token ids into the text it reads. A truncated
     response is never correct, whatever the scorer returns. The result's `num_problems` is the number of distinct
@@ -160,6 +162,7 @@ def evaluate(
     """
     options = {"progress": progress, "max_in_flight": max_in_flight, "check_stop": check_stop}
     problems, samples = sample_and_score(prompts, engine, scorer, decode, protocol, **options)
+    keep(problems, samples)
     records = tuple(_record(problem, row) for problem, row in zip(problems, samples))
     rates = {**response_rates(records), "duplicate_rate": _duplicate_rate(samples)}
     return EvaluationResult(

@@ -152,6 +152,7 @@ class MegatronActor(TrainedModel):
 
     settings: ActorSettings
     head = LANGUAGE_MODEL
+    operations = ""  # their implementations as a table, on rank 0
 
     def __init__(
         self,
@@ -168,12 +169,12 @@ class MegatronActor(TrainedModel):
         for chunk in self.chunks if self.replays_routing else ():
             replay_routing(unwrap(chunk))
         if self.rank == 0:
-            table = describe(implementations(self.config, settings.head_implementation))
-            logger.info("implementations of the policy's operations:\n%s", table)
+            self.operations = describe(implementations(self.config, settings.head_implementation))
+            logger.debug("implementations of the policy's operations:\n%s", self.operations)
         if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
             # Refuse a head that cannot run here now, not after the first rollout.
             chosen = implementation(unwrap(self.chunks[-1]), self._head(temperature=1.0))
-            logger.info("log-prob head: %s (%s)", chosen.name, chosen.reason)
+            logger.debug("log-prob head: %s (%s)", chosen.name, chosen.reason)
 
     @classmethod
     def build(
@@ -191,7 +192,7 @@ class MegatronActor(TrainedModel):
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             if random_seed is None:
                 report = load_from_huggingface(model_dir, tensors, rank, parameters)
-                logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, model_dir)
+                logger.debug("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, model_dir)
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
 

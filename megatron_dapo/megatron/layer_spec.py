@@ -68,7 +68,7 @@ def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubm
     ours."""
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
-    logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
+    logger.debug("layers: own specification (Transformer Engine with CUDA is not available)")
     specs = [own_layer_spec(config, has_experts(config, layer), linear_kinds(config, layer)) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
@@ -87,7 +87,7 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    logger.info("layers: Transformer Engine")
+    logger.debug("layers: Transformer Engine")
     dense = _choose_attention(config, get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm))
     if config.sandwich_norms:
         return _norm_outputs(config, dense)

@@ -115,7 +115,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, in training mode; weights are NaN until
     loaded."""
-    logger.info("precision: %s", describe_precision(config))
+    logger.debug("precision: %s", describe_precision(config))
     stages = range(layout.virtual_pipeline)
     pipeline_rank = layout.coordinates(rank).pipeline
     chunks = [_build_chunk(architecture, layout, config, pipeline_rank, stage) for stage in stages]

@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.telemetry.terminal import quiet_libraries
 
 WORKER = "megatron_dapo.proof.check_loss"
 # Largest relative difference that rounding explains: fp32 sums in another order; bf16 weights and activations.
@@ -171,10 +171,7 @@ def check_loss(
 def _run_worker(result_file: str, dtype: str, model: str = "") -> None:
     # Standard output belongs to the one object that the command prints.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # megatron-core warns in every process about each optional package that is not installed.
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    # torch renames collectives that older versions have only under the old name.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    quiet_libraries()
     from megatron_dapo.proof.worker import run_worker
 
     run_worker(result_file, model, dtype)

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from megatron_dapo.launch.environment import (
 )
 from megatron_dapo.launch.lifetime import DirectoryInUse, end_of_launch, hold_directory, require_unused, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
-from megatron_dapo.untrusted import PrintableFormatter
+from megatron_dapo.telemetry.terminal import configure_logging
 from megatron_dapo.watch.heartbeat import Heartbeat
 from megatron_dapo.watch.verdict import WatchLimits
 
@@ -53,6 +52,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron_dapo.run.worker")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
+    parser.add_argument("--verbose", action="store_true", help="log how the run is built, too")
     parser.add_argument("--replay", type=Path, help="directory of a dumped rollout batch: train only on it")
     parser.add_argument(
         "--pretrain-value",
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     prepare_rendezvous(process)
     leave_compiler_out()
     raise_open_files_limit()
-    _configure_logging(process)
+    configure_logging(process.rank, parsed.verbose)
     if parsed.begin:
         return _begin(load_run(parsed))
     if parsed.verdict is not None:
@@ -299,19 +299,6 @@ def pci_address(properties: object) -> str:
     """Return a GPU's address in sysfs notation, such as "0000:1b:00.0"; "" if torch does not report it."""
     domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     return "" if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def _configure_logging(process: ProcessEnvironment) -> None:
-    level = logging.INFO if process.rank == 0 else logging.WARNING
-    # Messages quote data files and answers of servers.
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter(f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
-    for name in ("megatron", "transformers", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # megatron-core warns once a module that Transformer Engine and apex are absent; the layer specification's log line
-    # says it once.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core|torch\.autograd")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,6 +15,7 @@ from megatron_dapo.untrusted import one_line
 
 Record = Mapping[str, Any]  # of a response, see `samples.sample_record`
 
+NUM_SHOWN = 64  # held-out problems whose first response an evaluation keeps: the same ones at each
 _MAX_TASK = 300  # characters of a prompt
 _MAX_RESPONSE = 240
 _STYLES = {"correct": "green", "wrong": "red", "unparsable": "red"}
@@ -46,6 +49,40 @@ def completions_table(
 def best_and_worst(records: Sequence[Record]) -> list[Record]:
     """Return the response with the highest and the one with the lowest reward, the first of equals."""
     return [max(records, key=lambda each: each["reward"]), min(records, key=lambda each: each["reward"])]
+
+
+def responses_file(evaluations: Path, train_step: int) -> Path:
+    """Return the file with the responses that the evaluation after `train_step` keeps, as records."""
+    return evaluations / f"step_{train_step:06d}.jsonl"
+
+
+def before_and_after(evaluations: Path) -> list[tuple[Record, Record]]:
+    """Return the responses to each problem at the first and the last evaluation, those first whose reward rose most.
+
+    Empty with fewer than two evaluations. A file that is damaged counts as missing.
+    """
+    files = sorted(evaluations.glob("step_*.jsonl"))
+    if len(files) < 2:
+        return []
+    try:
+        first, last = (
+            {record["prompt_id"]: record for record in map(json.loads, text.splitlines())}
+            for text in (files[place].read_text(encoding="utf-8") for place in (0, -1))
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    pairs = [(first[name], record) for name, record in last.items() if name in first]
+    return sorted(pairs, key=lambda pair: pair[0]["reward"] - pair[1]["reward"])
+
+
+def before_and_after_table(evaluations: Path) -> Table | None:
+    """Return the problem whose reward rose most as a table; None if there are no two evaluations to compare."""
+    pairs = before_and_after(evaluations)
+    if not pairs:
+        return None
+    task = distinct_tasks([task_of(after) for _, after in pairs])[0]
+    steps = [f"step {record['train_step']}" for record in pairs[0]]
+    return completions_table(pairs[0], steps, "before and after", task)
 
 
 def task_of(record: Record) -> str:

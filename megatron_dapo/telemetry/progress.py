@@ -11,6 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.progress_bar import ProgressBar
+from rich.table import Column
+
+from megatron_dapo.telemetry.terminal import logging_console
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ _LOG_S = 60.0  # between log lines within a step, so that an hour-long step is n
 class StepReport:
     finished: int  # train steps
     accuracy: float  # over all generated responses
+    reward: float  # mean of the trained responses
     tokens_per_s: float
     filtered_share: float
     mismatch: float  # mean |old_logprobs - rollout_logprobs|, nats
@@ -47,13 +51,17 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
-    """Draw a bar on a logarithmic scale: empty at a millionth of the alarm, full at the alarm."""
-    if not math.isfinite(value):
-        return "!" * width
-    decades = math.log10(value / alarm) + 6 if value > 0 else 0.0
-    filled = min(width, max(0, round(decades / 6 * width)))
-    return "#" * filled + "." * (width - filled)
+def figures(report: StepReport, alarm: float, eta: float | None) -> list[str]:
+    """Return a step's figures as texts, the most important first. `alarm`: the mismatch above which it is marked."""
+    above = f" (above {alarm:g})" if report.mismatch > alarm or not math.isfinite(report.mismatch) else ""
+    return [
+        f"acc {report.accuracy:.2f}",
+        f"reward {report.reward:.2f}",
+        f"ETA {duration(eta)}",
+        f"{report.tokens_per_s:,.0f} tok/s",
+        f"filtered {report.filtered_share:.0%}",
+        f"mismatch {report.mismatch:.1e}{above}",
+    ]
 
 
 class WithinStep:
@@ -117,18 +125,21 @@ class LiveProgress:
         self._eta = Eta(total, finished)
         self._alarm = alarm
         self._within = WithinStep()
-        fields: dict[str, Any] = dict.fromkeys(("phase", "speed", "filtered", "accuracy", "mismatch", "eta", "track"), "")
-        columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
+        # One column of text: a narrow terminal cuts its end, and not a part of every figure.
+        cut = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=16),
             MofNCompleteColumn(),
+            BarColumn(bar_width=12),
             _StepBar(self._within),
-            *columns,
+            TextColumn("{task.fields[phase]:<16}"),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=cut),
             console=console,
             transient=True,
+            expand=True,
         )
-        self._task = self._progress.add_task("train", total=total, completed=finished, **fields)
+        self._task = self._progress.add_task("train", total=total, completed=finished, phase="", figures="")
+        self._figures: list[str] = []
+        self._track = ""
         self._progress.start()
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
@@ -138,19 +149,16 @@ class LiveProgress:
 
     def step(self, report: StepReport) -> None:
         self._within.finish_step()
-        self._progress.update(
-            self._task,
-            completed=report.finished,
-            speed=f"{report.tokens_per_s:,.0f} tok/s",
-            filtered=f"filtered {report.filtered_share:.0%}",
-            accuracy=f"acc {report.accuracy:.2f}",
-            mismatch=f"mismatch {report.mismatch:.1e} {mismatch_meter(report.mismatch, self._alarm)}",
-            eta=f"ETA {duration(self._eta.seconds(report.finished))}",
-        )
+        self._figures = figures(report, self._alarm, self._eta.seconds(report.finished))
+        self._show(completed=report.finished)
 
     def track(self, verdict: str) -> None:
         """Show how the run compares to its reference: the words of the verdict before the figures."""
-        self._progress.update(self._task, track=verdict.partition(":")[0])
+        self._track = verdict.partition(":")[0]
+        self._show()
+
+    def _show(self, **more: Any) -> None:
+        self._progress.update(self._task, figures=" · ".join(filter(None, [self._track, *self._figures])), **more)
 
     def close(self) -> None:
         self._progress.stop()
@@ -173,17 +181,8 @@ class LogProgress:
 
     def step(self, report: StepReport) -> None:
         self._finished, self._said = report.finished, time.monotonic()
-        logger.info(
-            "step %d/%d  acc %.2f  %s tok/s  filtered %.0f%%  mismatch %.1e [%s]  ETA %s",
-            report.finished,
-            self._total,
-            report.accuracy,
-            f"{report.tokens_per_s:,.0f}",
-            100 * report.filtered_share,
-            report.mismatch,
-            mismatch_meter(report.mismatch, self._alarm),
-            duration(self._eta.seconds(report.finished)),
-        )
+        texts = figures(report, self._alarm, self._eta.seconds(report.finished))
+        logger.info("step %d/%d  %s", report.finished, self._total, "  ".join(texts))
 
     def track(self, verdict: str) -> None:
         """Do nothing: the whole verdict has a separate log line."""
@@ -196,6 +195,8 @@ ProgressView = LiveProgress | LogProgress
 
 
 def progress_view(total: int, alarm: float, finished: int = 0, console: Console | None = None) -> ProgressView:
-    """Return a live line on a terminal, log lines otherwise. `alarm` is the mismatch at which the meter is full."""
-    console = console or Console(stderr=True)
-    return LiveProgress(total, alarm, finished, console) if console.is_terminal else LogProgress(total, alarm, finished)
+    """Return a live line on a terminal, log lines otherwise. `alarm`: the mismatch above which the figure is marked."""
+    console = console or logging_console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(total, alarm, finished, console)
+    return LogProgress(total, alarm, finished)

@@ -56,6 +56,11 @@ def sample_record(
     }
 
 
+def json_lines(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return records as JSONL in printable text."""
+    return "".join(printable(json.dumps(record, ensure_ascii=False)) + "\n" for record in records)
+
+
 def _parts(sample: ScoredSample) -> dict[str, float]:
     """Return the parts of a reward; one from a user's function with a built-in name becomes verifier/NAME."""
     built_in, own = sample.reward_parts, sample.score.detail.get("parts", {})
@@ -169,7 +174,7 @@ class SampleWriter:
                 record.set()
                 continue
             try:
-                self._files.append(self._path, printable(json.dumps(record, ensure_ascii=False)) + "\n")
+                self._files.append(self._path, json_lines([record]))
             except Exception as error:  # a lost sample must not end a training run
                 self._lose(repr(error))
 

@@ -253,5 +253,5 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> Prompt
     )
     self_test(config.reward, inputs.tokenizer, pool, dataset.prompts)
     first = template.describe(dataset.prompts[0].messages)
-    logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
+    logger.debug("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
     return dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +13,14 @@ from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
-from megatron_dapo.evaluation.runner import evaluate
+from megatron_dapo.evaluation.runner import Problem, evaluate
 from megatron_dapo.files.durable import Files
 from megatron_dapo.rewards.pool.pool import Scorer
+from megatron_dapo.telemetry.completions import NUM_SHOWN, responses_file
+from megatron_dapo.telemetry.samples import json_lines, sample_record
 from megatron_dapo.trainer.metrics import evaluation_metrics
 from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.types import Group, ScoredSample
 from megatron_dapo.watch.signals import Stopped
 
 if TYPE_CHECKING:
@@ -85,6 +88,7 @@ class Evaluator:
         protocol = replace(task.protocol, model=f"{task.protocol.model} after {train_step} train steps")
         if self._servers is not None:
             protocol = replace(protocol, engine_version=f"sglang {self._servers.server_version}")
+        kept: list[tuple[Problem, Sequence[ScoredSample]]] = []
         result = evaluate(
             task.dataset.prompts,
             self._engine,
@@ -94,7 +98,13 @@ class Evaluator:
             progress=lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total),
             max_in_flight=self._max_in_flight,
             check_stop=self._check_stop,
+            keep=lambda problems, samples: kept.extend(zip(problems[:NUM_SHOWN], samples)),
         )
         task.files.make_directory(task.output_dir)
+        records = [
+            sample_record(train_step, Group(one.prompt.prompt_id, one.prompt, tuple(row), train_step, train_step), 0, None)
+            for one, row in kept
+        ]
+        task.files.replace(responses_file(task.output_dir, train_step), json_lines(records))
         task.files.replace(task.output_dir / f"step_{train_step:06d}.json", result.to_json() + "\n")
         return evaluation_metrics(result, time.perf_counter() - start, task.num_trained)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
@@ -18,6 +19,7 @@ from megatron_dapo.files.durable import HERE, Files
 from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_json, comparison_line
 from megatron_dapo.report.background import REPORT, start_writing, write_last
 from megatron_dapo.telemetry.batch_dump import dump_batch
+from megatron_dapo.telemetry.completions import best_and_worst, completions_table, distinct_tasks
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
@@ -30,6 +32,7 @@ from megatron_dapo.telemetry.samples import (
     sample_record,
     token_details,
 )
+from megatron_dapo.telemetry.terminal import logging_console
 from megatron_dapo.telemetry.trackers import open_trackers
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
 from megatron_dapo.trainer.batch_header import with_numbers
@@ -131,12 +134,13 @@ class Recorder:
         tokenizer: Any = None,
         machine: str = "",
         planned: PlannedRun | None = None,
+        operations: str = "",
     ) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest step evaluated, -1 if none.
 
         `tokenizer`: a transformers tokenizer, for samples token by token; None for only texts. `machine`: describes
         layout and devices. `planned`: the run as `plan` predicts it, compared with an early step; None if the plan does
-        not know the devices.
+        not know the devices. `operations`: their implementations as a table, for provenance.json.
         """
         telemetry = config.telemetry
         # Rows after the checkpoint that the run resumes from are cut off, because they will be written again.
@@ -145,7 +149,7 @@ class Recorder:
         self._telemetry, self._files = telemetry, files
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self._planned, self._compared_step = planned, train_step + COMPARED_STEP
-        self._note_provenance(config, machine)
+        self._note_provenance(config, machine, operations)
         settings = _settings(config)
         others: list[MetricWriter] = [
             *open_trackers(telemetry.trackers, config.run.output_dir, config.run.name, settings, files)
@@ -164,14 +168,13 @@ class Recorder:
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
 
-    def _note_provenance(self, config: Config, machine: str) -> None:
+    def _note_provenance(self, config: Config, machine: str, operations: str) -> None:
         """Write provenance.json. If the data cannot be read a second time, the run continues."""
         keys = ("train_paths", "eval_paths")
         data = {f"data.{key}": [str(path) for path in getattr(config.data, key)] for key in keys}
         try:
-            self._files.run(
-                write_provenance, self.paths.metrics.parent, data, config.model.path, installed_versions(), machine
-            )
+            facts = data, config.model.path, installed_versions(), machine, operations
+            self._files.run(write_provenance, self.paths.metrics.parent, *facts)
         except OSError as error:
             logger.warning("%s was not written: %r", PROVENANCE, error)
 
@@ -186,6 +189,7 @@ class Recorder:
                 StepReport(
                     finished=train_step,
                     accuracy=values["rollout/accuracy_generated"],
+                    reward=values["reward/mean"],
                     tokens_per_s=values["throughput/generated_tokens_per_s"],
                     filtered_share=values["rollout/groups_filtered_share"],
                     mismatch=values["mismatch/abs_logprob_diff_mean"],
@@ -243,9 +247,20 @@ class Recorder:
             self._samples.write(records)
             if train_step == 1 or train_step % _TEXT_STEPS == 0:
                 self._steps.write_texts(train_step, _texts(records))
+        if self._telemetry.show_completions and train_step % self._telemetry.show_completions == 0:
+            self._show_group(train_step, groups)
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
             whole = with_numbers(batch.samples, groups)  # this rank only has the numbers of its share
             dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
+
+    def _show_group(self, train_step: int, groups: Sequence[Group]) -> None:
+        """Print best and worst response of the group whose rewards differ most."""
+        group = max(groups, key=lambda each: np.ptp([sample.reward for sample in each.samples]))
+        prompts = [str(each.prompt.messages[-1]["content"]) for each in groups]
+        records = [sample_record(train_step, group, index, None) for index in range(len(group.samples))]
+        task = distinct_tasks(prompts)[groups.index(group)]
+        labels = "best", "worst"
+        logging_console().print(completions_table(best_and_worst(records), labels, f"step {train_step}", task))
 
     def filtered(self, train_step: int, groups: Sequence[Group]) -> None:
         """Write responses of groups left out of `train_step`'s batch; they show why nothing is learned from them."""

@@ -244,7 +244,10 @@ def _build(
     if data is not None:
         evaluated = max(map(int, progress.evaluations), default=-1)
         machine, tokenizer = _machine(config, topology), data.inputs.tokenizer
-        recorder = Recorder(config, progress.train_step, evaluated, context.files, tokenizer, machine, planned)
+        operations = actor.operations if actor is not None else ""
+        recorder = Recorder(
+            config, progress.train_step, evaluated, context.files, tokenizer, machine, planned, operations
+        )
         context.stack.callback(recorder.close)
         phases.display = recorder.progress
     parts = Parts(

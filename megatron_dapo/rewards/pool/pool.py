@@ -119,7 +119,7 @@ class VerifierPool:
         self.version = str(started["ready"])
         self.takes_sample = bool(started.get("takes_sample"))  # a user's function of one parameter
         self.takes_token_ids = self.takes_sample and reward.token_ids
-        logger.info("verifier %s", self.version)
+        logger.debug("verifier %s", self.version)
 
     # ---- scoring
 

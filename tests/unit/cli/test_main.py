@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     """Calls of the launcher, which here only writes a summary."""
     calls = []
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int, attempt: int) -> int:
         assert restarts == 0
         calls.append((module, list(arguments), num_processes, run_directory))
         write_summary(run_directory / "summary.json", SUMMARY, HERE)
@@ -54,7 +54,7 @@ def test_train_starts_the_requested_workers(whole_recipe: Path, tmp_path: Path, 
         and "parallel.tp_size=2" in arguments
         and f"run.output_dir={directory}" in arguments
     )
-    assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
+    assert "TP2" in result.output and "held-out accuracy" in result.output and "0.900" in result.output
 
 
 PRETRAIN = ["--set", "algorithm.name=vapo", "--set", "rollout.filter_groups=false"]
@@ -154,7 +154,7 @@ def test_the_first_root_cause_is_the_last_line(
     write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
     write_summary(directory / "summary.json", SUMMARY, HERE)
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int, attempt: int) -> int:
         assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
         cause = Failure(
             rank=1, cause="exception", message="ValueError: bad gold", node="node1", phase="score", exit_code=1

@@ -357,7 +357,7 @@ def test_bf16_layers_bring_it_closer() -> None:
 
 
 def test_the_log_names_recipe_and_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         build_actor(wide_model(), LAYOUT, settings_of())
     words = "fp8_blockwise, 4 of 4 layers, linear products by emulation in fp32 (requested; there is no CUDA device)"
     assert f"precision: {words}" in caplog.text

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_dapo.telemetry.completions import best_and_worst, completions_table, distinct_tasks, excerpt
+from megatron_dapo.telemetry.completions import (
+    before_and_after_table,
+    best_and_worst,
+    completions_table,
+    distinct_tasks,
+    excerpt,
+    responses_file,
+)
+from megatron_dapo.telemetry.samples import json_lines
 from tests.made_runs import a_sample
 
 BEFORE, AFTER = "Solve the problem.\n\n", "\n\nAnswer in the last line."
@@ -62,3 +71,19 @@ def test_instructions_that_all_prompts_share_are_left_out(tasks: list[str], expe
 def test_an_excerpt_keeps_the_end() -> None:
     text = excerpt("first words\n" + "word " * 200 + "Answer: 42")
     assert text.startswith("first words") and text.endswith("Answer: 42") and len(text) < 260
+
+
+def test_the_same_problem_before_and_after_is_the_one_that_rose_most(tmp_path: Path) -> None:
+    assert before_and_after_table(tmp_path) is None
+    for step, rewards in ((0, (-1.0, -1.0, 1.0)), (6, (1.0, 1.0, 1.0)), (12, (-1.0, 1.0, 1.0))):
+        records = [
+            a_sample(step, number, text=f"step {step}", reward=reward, prompt_id=f"p{number}", prompt=[{"role": "user", "content": f"Problem {number}"}])
+            for number, reward in enumerate(rewards)
+        ]
+        responses_file(tmp_path, step).write_text(json_lines(records))
+    table = before_and_after_table(tmp_path)
+    assert table is not None
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(table)
+    rows = [line.split() for line in stream.getvalue().splitlines() if line.strip().startswith("step")]
+    assert "Problem 1" in stream.getvalue() and [row[:3] for row in rows] == [["step", "0", "-1.00"], ["step", "12", "1.00"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,12 +16,12 @@ from megatron_dapo.telemetry.progress import (
     StepReport,
     WithinStep,
     duration,
-    mismatch_meter,
+    figures,
     progress_view,
 )
 
-REPORT = StepReport(finished=3, accuracy=0.42, tokens_per_s=12345.6, filtered_share=0.25, mismatch=1e-6)
-FIGURES = ("12,346 tok/s", "filtered 25%", "acc 0.42", "mismatch 1.0e-06", "ETA")
+REPORT = StepReport(finished=3, accuracy=0.42, reward=0.125, tokens_per_s=12345.6, filtered_share=0.25, mismatch=1e-6)
+FIGURES = ("12,346 tok/s", "filtered 25%", "acc 0.42", "reward 0.12", "mismatch 1.0e-06", "ETA")
 
 
 def test_live_line_shows_everything() -> None:
@@ -78,11 +79,21 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "meter"),
-    [(0.0, "." * 8), (5e-9, "." * 8), (5e-5, "####...."), (0.05, "#" * 8), (9.0, "#" * 8), (float("nan"), "!" * 8)],
+    ("value", "words"), [(5e-5, "mismatch 5.0e-05"), (0.06, "mismatch 6.0e-02 (above 0.05)"), (float("nan"), "mismatch nan (above 0.05)")]
 )
-def test_meter(value: float, meter: str) -> None:
-    assert mismatch_meter(value, 0.05) == meter
+def test_a_mismatch_above_the_alarm_says_so(value: float, words: str) -> None:
+    assert figures(replace(REPORT, mismatch=value), 0.05, None)[-1] == words
+
+
+def test_a_narrow_terminal_keeps_the_first_figures() -> None:
+    stream = io.StringIO()
+    view = LiveProgress(24, alarm=0.05, console=Console(file=stream, force_terminal=True, width=80))
+    view.phase("checkpoint")
+    view.step(REPORT)
+    view.close()
+    last = stream.getvalue()
+    for text in ("3/24", "checkpoint", "acc 0.42 · reward 0.12"):
+        assert text in last, text
 
 
 def test_the_share_of_a_step_follows_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_dapo.files.durable import HERE
-from megatron_dapo.telemetry.summary import RunSummary, read_summary, summary_table, write_summary
+from megatron_dapo.telemetry.summary import RunSummary, next_steps, read_summary, summary_table, write_summary
+from tests.made_runs import make_run
 
 SUMMARY = RunSummary(
     name="quickstart",
@@ -61,3 +62,31 @@ def test_held_out_problems_that_were_trained_on_are_next_to_the_accuracy() -> No
         return stream.getvalue()
 
     assert "3 of its problems are also trained on" in shown(3.0) and "held-out data" not in shown(0.0)
+
+
+def test_the_table_compares_begin_and_end_and_counts_what_was_cut(tmp_path: Path) -> None:
+    rows = {
+        step: {"reward/mean": step / 10, "rollout/truncated_share": 0.25, "rollout/groups_trained": 4.0}
+        for step in range(1, 11)
+    }
+    config = {"rollout__group_size": 8, "rollout__max_response_tokens": 24}
+    run = make_run(tmp_path / "run", 10, rows=rows, **config)
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(summary_table(replace(SUMMARY, accuracy_after=0.45), run))
+    for text in (
+        "0.310 -> 0.450 (+0.140)",
+        "0.150 -> 0.950",  # means of the first and the last two steps
+        "8 of the last step's 32 responses, at 24 tokens",
+    ):
+        assert text in stream.getvalue(), text
+
+
+def test_next_steps_name_only_what_the_run_has_left() -> None:
+    whole = replace(SUMMARY, accuracy_after=0.4, directories={"report": "runs/a/report.html", "huggingface": "runs/a/huggingface"})
+    assert next_steps(whole, Path("own.toml"), Path("base")) == [
+        "open runs/a/report.html",
+        "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('runs/a/huggingface')\"",
+        "megatron-dapo demo runs/a",
+        "megatron-dapo eval own.toml --model runs/a/huggingface --against base",
+    ]
+    assert next_steps(SUMMARY, Path("own.toml"), Path("base")) == []
