@@ -21,6 +21,7 @@ from megatron_dapo.ablation.grid import Grid, Variant
 from megatron_dapo.config.loader import is_input
 from megatron_dapo.config.rules import ConfigError, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields
+from megatron_dapo.config.section import is_function_path
 from megatron_dapo.evaluation.protocol import FREE_FIELDS, EvaluationResult, differing_fields
 from megatron_dapo.run.derive import pretraining_config
 from megatron_dapo.run.plan import Machines, Plan, make_plan
@@ -141,6 +142,8 @@ def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[s
         value = value_of(config, path)
         if is_input(path):
             value = [_content(Path(each)) for each in (value if isinstance(value, tuple) else (value,))]
+        elif isinstance(value, str) and is_function_path(value) and Path(value.rpartition(":")[0]).is_file():
+            value = _content(Path(value.rpartition(":")[0])) + value.rpartition(":")[2]
         elif value == leaf_fields()[path].get_default(call_default_factory=True):
             continue  # an option that a later version adds must not change the hash
         values[path] = value

@@ -13,6 +13,7 @@ from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
     Fraction,
+    FunctionPath,
     InputPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -109,9 +110,9 @@ class FunctionLossConfig(TokenLossConfig):
     name: Literal["function"] = "function"
     """Name of the policy loss."""
 
-    function: Annotated[str, Bounds(min_length=1)] = ""
+    function: Annotated[FunctionPath, Bounds(min_length=1)] = ""
     """Function of `PolicyLossInputs` that returns a loss for each token; see docs/python.md. A loss name that contains
-    a colon sets it. A file path is relative to the current directory."""
+    a colon sets it. A file path is relative to the recipe's directory."""
 
 
 PolicyLossConfig = PpoClipLossConfig | GspoLossConfig | GspoTokenLossConfig | CispoLossConfig | FunctionLossConfig
@@ -186,9 +187,9 @@ class FunctionAdvantageConfig(Section):
     name: Literal["function"] = "function"
     """Name of the advantage."""
 
-    function: Annotated[str, Bounds(min_length=1)] = ""
+    function: Annotated[FunctionPath, Bounds(min_length=1)] = ""
     """Function of `AdvantageInputs` that returns an advantage for each response; see docs/python.md. An advantage name
-    that contains a colon sets it. A file path is relative to the current directory."""
+    that contains a colon sets it. A file path is relative to the recipe's directory."""
 
 
 AdvantageConfig = (

@@ -47,8 +47,21 @@ def missing_inputs(config: Config) -> list[Violation]:
     files["data.sources"] = tuple(own)
     absent = ((path, file) for path, paths in files.items() for file in paths if not file.exists())
     found += [_absent(path, file, "a file that exists") for path, file in absent]
+    found += _missing_functions(config)
     references = (path for path in config.telemetry.references if not path.exists())
     return [*found, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]
+
+
+def _missing_functions(config: Config) -> Iterator[Violation]:
+    """Yield a violation for each file of a user's function that is neither next to the recipe nor in the current directory."""
+    reward = config.reward
+    verifiers = [("reward.verifier", reward.verifier), ("reward.shadow_verifier", reward.shadow_verifier)]
+    verifiers += [("reward.mix", one.verifier) for one in reward.mix]
+    for field, name in [*verifiers, *hook_paths(config)]:
+        file = Path(name.rpartition(":")[0])
+        if is_function_path(name) and file.suffix == ".py" and not file.is_file():
+            words = f"{name!r}: no file {file} next to the recipe or in {Path.cwd()}"
+            yield UnusableInput(field, words, "put it next to the recipe, or name its whole path")
 
 
 # Fields in which a critic may differ from its policy.
@@ -110,6 +123,8 @@ def hook_problems(config: Config) -> list[Violation]:
         if not is_function_path(path):
             found.append(Violation(field, _SPELLING, f"write {field} in that form", {field: path}))
             continue
+        if path.rpartition(":")[0].endswith(".py") and not Path(path.rpartition(":")[0]).is_file():
+            continue  # `missing_inputs` names it
         try:
             load_hook(path, field)
         except ValueError as error:

@@ -14,6 +14,7 @@ import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ from megatron_dapo.config.megatron_options import SECTIONS, problem_with
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
-from megatron_dapo.config.section import RelativeToRecipe, Section
+from megatron_dapo.config.section import FunctionOfRecipe, RelativeToRecipe, Section, is_function_path
 from megatron_dapo.hooks import FAMILY
 from megatron_dapo.models.families import add_family
 
@@ -148,6 +149,8 @@ def recipe_values(recipe: Path, chain: tuple[Path, ...] = ()) -> dict[str, _Valu
     if not isinstance(base, str) or _has_null(base):
         problem = Violation("base", "the path of one recipe", 'write base = "other.toml"', {"base": base})
         raise ConfigError([problem], str(recipe))
+    if not (recipe.parent / base).is_file():
+        raise ConfigError([_absent("base", recipe.parent / base)], str(recipe))
     return _layered(recipe_values(recipe.parent / base, (*chain, resolved)), own)
 
 
@@ -166,14 +169,18 @@ def read_toml(recipe: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(recipe.name, [p.name for p in recipe.parent.glob("*.toml")], n=1)
-        hint = f"did you mean {recipe.parent / near[0]}?" if near else "check the path"
-        problem = Violation("recipe", "a recipe file that exists", hint, {"file": str(recipe)})
+        problem = _absent("recipe", recipe)
     except IsADirectoryError:
         problem = Violation("recipe", "a recipe file", "name a .toml file", {"file": str(recipe)})
     except (ValueError, RecursionError) as error:
         problem = Violation("recipe", "valid TOML", f"correct it: {error}")
     raise ConfigError([problem], str(recipe))
+
+
+def _absent(key: str, recipe: Path) -> Violation:
+    near = difflib.get_close_matches(recipe.name, [path.name for path in recipe.parent.glob("*.toml")], n=1)
+    hint = f"did you mean {recipe.parent / near[0]}?" if near else "check the path"
+    return Violation(key, "a recipe file that exists", hint, {"file": str(recipe)})
 
 
 def _flatten(tree: Mapping[str, Any], origin: str, directory: Path, prefix: str = "") -> dict[str, _Value]:
@@ -364,13 +371,27 @@ def _name_unions(tree: dict[str, Any]) -> None:
 
 
 def _absolute_inputs(path: str, value: _Value) -> Any:
-    if path == "data.sources" and isinstance(value.value, list):
-        return [_absolute_source(table, value.directory) for table in value.value]
-    if path not in leaf_fields() or not is_input(path):
-        return value.value
-    if isinstance(value.value, list | tuple):
-        return [_absolute(item, value.directory) for item in value.value]
-    return _absolute(value.value, value.directory)
+    given, directory = value.value, value.directory
+    if path == "data.sources" and isinstance(given, list):
+        return [_absolute_source(table, directory) for table in given]
+    if path == "reward.mix" and isinstance(given, list):
+        return [
+            {**table, "verifier": _absolute_function(table["verifier"], directory)}
+            if isinstance(table, dict) and "verifier" in table
+            else table
+            for table in given
+        ]
+    if path not in leaf_fields():
+        return given
+    if _has_mark(path, FunctionOfRecipe):
+        if isinstance(given, list | tuple):
+            return [_absolute_function(item, directory) for item in given]
+        return _absolute_function(given, directory)
+    if not is_input(path):
+        return given
+    if isinstance(given, list | tuple):
+        return [file for item in given for file in _matches(_absolute(item, directory))]
+    return _absolute(given, directory)
 
 
 def _absolute_source(table: Any, directory: Path) -> Any:
@@ -383,17 +404,38 @@ def _absolute_source(table: Any, directory: Path) -> Any:
 
 def is_input(path: str) -> bool:
     """Return True if the field `path` holds files that a run reads, relative to its recipe."""
+    return _has_mark(path, RelativeToRecipe)
+
+
+def _has_mark(path: str, kind: type) -> bool:
     field = leaf_fields()[path]
     # pydantic removes the marker from a single path's annotation, but leaves it on the items of a list.
     items = [getattr(item, "__metadata__", ()) for item in typing.get_args(field.annotation)]
-    return any(isinstance(mark, RelativeToRecipe) for marks in (field.metadata, *items) for mark in marks)
+    return any(isinstance(mark, kind) for marks in (field.metadata, *items) for mark in marks)
 
 
 def _absolute(value: Any, directory: Path) -> Any:
-    if not isinstance(value, str | os.PathLike):
+    """Return a path from the recipe's directory, or, if there is nothing, from the current one if it is there."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         return value
     # abspath, not resolve: a symbolic link to a model or data set stays as the recipe names it.
-    return os.path.abspath(directory / Path(value).expanduser())
+    places = [os.path.abspath(base / Path(value).expanduser()) for base in (directory, Path.cwd())]
+    return places[1] if os.path.lexists(places[1]) and not os.path.lexists(places[0]) else places[0]
+
+
+def _absolute_function(value: Any, directory: Path) -> Any:
+    """Return path/to/file.py:name with the file's place if it is there; other names of functions are unchanged."""
+    if not isinstance(value, str) or not is_function_path(value):
+        return value
+    file, _, name = value.rpartition(":")
+    place = _absolute(file, directory) if file.endswith(".py") else ""
+    return f"{place}:{name}" if place and os.path.lexists(place) else value
+
+
+def _matches(file: Any) -> list[Any]:
+    """Return the files that a pattern such as train-*.parquet matches, in order; any other name as it is."""
+    is_pattern = isinstance(file, str) and not os.path.lexists(file) and any(sign in file for sign in "*?[")
+    return sorted(glob(file)) or [file] if is_pattern else [file]
 
 
 def _unknown(path: str, value: _Value) -> Violation:

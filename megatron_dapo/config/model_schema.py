@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from megatron_dapo.config.section import (
     Bounds,
+    FunctionPath,
     InputPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -31,7 +32,7 @@ class ModelConfig(Section):
     """Hugging Face directory of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's
     directory."""
 
-    family: str = ""
+    family: FunctionPath = ""
     """User-defined `Family` for a model_type that is not supported, as "package.module:NAME" or "path/to/file.py:NAME";
     see docs/python.md. "": a supported family."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from megatron_dapo.config.section import (
+    FunctionPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -250,7 +251,7 @@ class RewardModelConfig(ServiceConfig):
 class RewardConfig(Section):
     """The verifier, its worker processes, and reward shaping terms."""
 
-    verifier: str = "dapo"
+    verifier: FunctionPath = "dapo"
     """Preset dapo (bit-compatible with the published scorer), lenient (math-verify), code (unit tests), judge (a language model),
     remote (a service), reward_model (a classifier) or format; mix for the tables [[reward.mix]]; or a user's function as
     "package.module:function" or "path/to/file.py:function"."""
@@ -258,7 +259,7 @@ class RewardConfig(Section):
     mix: tuple[MixComponentConfig, ...] = ()
     """Components of verifier = "mix", tables [[reward.mix]], each with separate processes."""
 
-    shadow_verifier: str = ""
+    shadow_verifier: FunctionPath = ""
     """A second verifier whose disagreements are logged; it never changes a reward. "": none."""
 
     answer_format: str = "auto"

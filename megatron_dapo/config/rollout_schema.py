@@ -9,6 +9,7 @@ from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
     Fraction,
+    FunctionPath,
     InputPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -146,7 +147,7 @@ class DataConfig(Section):
     shuffle_seed: Seed = 0
     """Seed of the order of prompts, separate from run.seed so that two runs can share the order."""
 
-    order: str = ""
+    order: FunctionPath = ""
     """User-defined function that orders the prompts of each epoch, as "package.module:function" or
     "path/to/file.py:function": (prompts, epoch) -> every index once; see docs/python.md. "": shuffled."""
 
@@ -301,7 +302,7 @@ class RolloutConfig(Section):
     accuracy_max: Fraction = 1.0
     """Exclusive upper bound on the mean accuracy of a kept group."""
 
-    group_filter: str = ""
+    group_filter: FunctionPath = ""
     """User-defined function that replaces the two bounds, as "package.module:function" or "path/to/file.py:function":
     `Group` -> True to train it; see docs/python.md. "": none."""
 

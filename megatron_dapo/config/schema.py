@@ -40,6 +40,7 @@ from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
     Fraction,
+    FunctionPath,
     InputPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -117,7 +118,7 @@ class RunConfig(Section):
     """Seconds between a stop signal and the kill. If earlier checkpoints took longer than this, none is started and the
     last one stands. 0: the time left in the Slurm job; no limit outside one."""
 
-    callbacks: tuple[str, ...] = ()
+    callbacks: tuple[FunctionPath, ...] = ()
     """User-defined classes, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start
     and after train steps, evaluations and checkpoints; see docs/python.md."""
 

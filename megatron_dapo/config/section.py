@@ -70,10 +70,16 @@ def is_function_path(name: str) -> bool:
 
 
 class RelativeToRecipe:
-    """Marks a path that, if relative, starts from the directory of the recipe file that sets it."""
+    """Marks a path that, if relative, starts from the directory of the recipe file that sets it, or, if there is nothing,
+    from the current directory."""
+
+
+class FunctionOfRecipe:
+    """Marks a user's function: the file of path/to/file.py:name starts where `RelativeToRecipe` says."""
 
 
 InputPath = Annotated[Path, RelativeToRecipe()]
+FunctionPath = Annotated[str, FunctionOfRecipe()]
 
 
 @dataclass(frozen=True)

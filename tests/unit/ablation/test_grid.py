@@ -104,12 +104,18 @@ def test_settings_are_values_and_contents_not_names_and_places(recipe: Path, tmp
     assert hashed(recipe, "algorithm.loss.clip_ratio_high=0.28") == base  # the default, spelled out
     moved = tmp_path / "moved"
     moved.mkdir()
-    for name in ("recipe.toml", "train.jsonl"):
+    (tmp_path / "own.py").write_text("def reward(sample): return 1.0\n")
+    base = hashed(recipe, f"reward.verifier={tmp_path / 'own.py'}:reward")
+    for name in ("recipe.toml", "train.jsonl", "heldout.jsonl", "own.py"):
         (moved / name).write_bytes((tmp_path / name).read_bytes())
     (moved / "model").symlink_to(tmp_path / "model")
-    assert hashed(moved / "recipe.toml") == base
+    assert hashed(moved / "recipe.toml", f"reward.verifier={moved / 'own.py'}:reward") == base
+    (moved / "own.py").write_text("def reward(sample): return 0.0\n")
+    assert hashed(moved / "recipe.toml", f"reward.verifier={moved / 'own.py'}:reward") != base
+    unmoved = hashed(recipe)
+    assert hashed(moved / "recipe.toml") == unmoved
     (moved / "train.jsonl").write_text("{}\n{}\n")
-    assert hashed(moved / "recipe.toml") != base
+    assert hashed(moved / "recipe.toml") != unmoved
 
 
 def test_variants_share_a_critic_where_its_pretraining_is_the_same(write_grid: WriteGrid) -> None:

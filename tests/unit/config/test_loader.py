@@ -17,6 +17,7 @@ from megatron_dapo.config import (
     read_resolved,
     write_resolved,
 )
+from megatron_dapo.config.algorithm_schema import FunctionLossConfig
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import leaf_fields
 
@@ -55,6 +56,49 @@ def test_inputs_are_relative_to_the_file_that_states_them(tmp_path: Path, monkey
     assert config.model.path == tmp_path / "model"
     assert config.data.eval_paths == (tmp_path / "deep" / "held.jsonl", Path("/abs/held.jsonl"))
     assert config.data.train_paths == (tmp_path / "here.jsonl",)
+
+
+def test_inputs_and_functions_are_looked_for_next_to_the_recipe_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes, here = tmp_path / "recipes", tmp_path / "here"
+    for directory, names in ((recipes, ("both.py", "a.jsonl")), (here, ("both.py", "own.py", "a.jsonl", "b.jsonl"))):
+        directory.mkdir()
+        for name in names:
+            (directory / name).touch()
+    recipe = recipes / "r.toml"
+    recipe.write_text(
+        '[model]\npath = "model"\n[data]\ntrain_paths = ["a.jsonl", "b.jsonl", "c.jsonl"]\norder = "own.py:f"\n'
+        '[run]\noutput_dir = "out"\ncallbacks = ["both.py:C", "package.module:D"]\n'
+        '[reward]\nverifier = "mix"\nmix = [{ verifier = "both.py:f" }, { verifier = "absent.py:f" }, { verifier = "dapo" }]\n'
+        '[algorithm]\nloss = "both.py:f"\n'
+    )
+    monkeypatch.chdir(here)
+    config = load_config(recipe, ["rollout.group_filter=both.py:keep"]).config
+    assert config.data.train_paths == (recipes / "a.jsonl", here / "b.jsonl", recipes / "c.jsonl")
+    assert config.data.order == f"{here}/own.py:f" and config.run.callbacks == (f"{recipes}/both.py:C", "package.module:D")
+    assert [one.verifier for one in config.reward.mix] == [f"{recipes}/both.py:f", "absent.py:f", "dapo"]
+    assert config.algorithm.loss == FunctionLossConfig(function=f"{recipes}/both.py:f")
+    assert config.rollout.group_filter == f"{here}/both.py:keep"  # typed in a shell
+    assert config.run.output_dir == Path("out")
+    words = f"reward.mix: 'absent.py:f': no file absent.py next to the recipe or in {here}. Fix: put it next"
+    assert any(str(one).startswith(words) for one in missing_inputs(config))
+
+
+def test_a_pattern_names_the_files_that_it_matches(tmp_path: Path, recipe: Path) -> None:
+    for number in (2, 1, 10):
+        (recipe.parent / f"train-{number:02}.jsonl").touch()
+    config = load_config(recipe, [f"data.train_paths=['{recipe.parent}/train-*.jsonl', 'x-*.jsonl']"]).config
+    *files, absent = config.data.train_paths
+    assert [file.name for file in files] == ["train-01.jsonl", "train-02.jsonl", "train-10.jsonl"]
+    assert absent.name == "x-*.jsonl"  # refused as a file that does not exist
+
+
+def test_a_base_that_is_absent_is_named_as_the_base(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('base = "bsae.toml"\n')
+    (tmp_path / "base.toml").touch()
+    with pytest.raises(ConfigError, match=r"own.toml: 1 problem\n  - base: expected a recipe .* did you mean .*/base.toml\?"):
+        load_config(tmp_path / "own.toml")
 
 
 def test_base_chain_takes_the_nearest_value_and_says_from_where(tmp_path: Path) -> None:
