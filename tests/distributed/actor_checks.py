@@ -334,11 +334,10 @@ def logprob_error(
 
 def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) -> float:
     """Largest over local parameters of |difference| / |reference|, both 2-norms."""
-    expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in actor.gradients().items()}
+    local = actor.gradients()
+    expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in local.items()}
     fill_local(expected, actor.tensors, dist.get_rank(), gradients)
-    return max(
-        float((actor.gradients()[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items()
-    )
+    return max(float((local[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
 
 
 def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:

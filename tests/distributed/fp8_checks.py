@@ -120,12 +120,12 @@ def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Refer
 
 def _whole(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Gradients of a model that one rank holds, by Hugging Face names."""
-    found = {}
+    found, gradients = {}, actor.gradients()
     for piece in actor.tensors.shards(0):
         whole = found.setdefault(piece.tensor, torch.zeros(actor.tensors.tensors[piece.tensor].shape))
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
         here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
-        whole[there] = actor.gradients()[piece.local][here]
+        whole[there] = gradients[piece.local][here]
     return found
 
 
