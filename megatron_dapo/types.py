@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
 CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]  # of a tool call
-FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected"]  # dynamic sampling's decision on a group
+# Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
+FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
+IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,12 @@ class Score:
     outcome: Outcome
     extracted: str | None = None  # the answer found in the response
     detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the machine prevented the verdict, in a mixture any component's: the reward says nothing."""
+        components = self.detail.get("components", {}).values()
+        return any(detail.get(IS_LOST, False) for detail in (self.detail, *components))
 
     @property
     def failure(self) -> str:

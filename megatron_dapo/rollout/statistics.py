@@ -11,6 +11,7 @@ from typing import Any, Final
 from megatron_dapo.types import Completion, Group, num_distinct
 
 KEPT: Final = "kept"  # the filter decision on a group that is trained
+UNSCORED: Final = "unscored"  # that on a group with a lost score
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class CollectStatistics:
     """
 
     num_started: int  # groups sent to the engine
-    filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong, rejected
+    filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong, rejected, unscored
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
     num_unfinished: int  # groups that the next collection continues

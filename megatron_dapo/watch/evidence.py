@@ -181,6 +181,12 @@ def _file_of_call(pid: int, call: list[str]) -> str:
     return path if path.startswith("/") else ""
 
 
+def oom_kills(counter: Path = Path("/proc/vmstat")) -> int:
+    """Return the processes that the kernel has killed for lack of memory, in a cgroup or, by default, on this machine."""
+    found = re.search(r"oom_kill (\d+)", read_text(counter))
+    return int(found.group(1)) if found else 0
+
+
 class OutOfMemory:
     """OOM kills, as the kernel counts them for the cgroup of a process.
 
@@ -211,8 +217,7 @@ class OutOfMemory:
         return f"the kernel's log says: {lines[-1]}" if lines else ""
 
     def _count(self) -> int:
-        found = re.search(r"oom_kill (\d+)", read_text(self._counter))
-        return int(found.group(1)) if found else 0
+        return oom_kills(self._counter)
 
     def _log_lines(self) -> list[str]:
         lines: list[str] = []

@@ -116,7 +116,8 @@ def recorded_steps(directory: Path) -> int:
 def attempts(directory: Path) -> list[dict]:
     """Return the begins and ends of the attempts of a run."""
     path = directory / "out" / ATTEMPTS
-    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
+    records = [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
+    return [record for record in records if "attempt" in record]
 
 
 def trained_steps(directory: Path) -> int:

@@ -22,10 +22,13 @@ from typing import Any
 
 from megatron_dapo.rewards.pool.supervisor import TOO_MANY_PROCESSES
 from megatron_dapo.rewards.pool.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
+from megatron_dapo.types import IS_LOST
+from megatron_dapo.watch.evidence import oom_kills
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
+MAX_KILLS = 3  # of the processes that score one answer, before it has no score
 _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # until a process has loaded its verifier: a user's function may import torch
@@ -41,6 +44,7 @@ class Dispatcher:
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int) -> None:
         self.started: Future[Mapping[str, Any]] = Future()  # the first worker's first message, once it is ready
         self.counts: Counter[str] = Counter()
+        self._oom_kills = oom_kills()  # before those of the pool's processes
         self._hello = json.dumps(settings).encode() + b"\n"
         self._environment = environment
         self._timeout_s, self._concurrency = settings["timeout_s"], settings["concurrency"]
@@ -359,9 +363,10 @@ class Dispatcher:
         exit_code = worker.exit_code()  # before `_remove`, which kills it
         if exit_code == TOO_MANY_PROCESSES:
             reason = reason or "the user's function had more than reward.max_processes processes"
-        if reason is None and exit_code == -signal.SIGKILL and worker.queue and not worker.queue[0].was_retried:
-            # Killed from outside, usually by the kernel's OOM killer: retry once before the answer is an error.
-            worker.queue[0].was_retried = True
+        is_killed = reason is None and exit_code == -signal.SIGKILL
+        if is_killed and worker.queue and worker.queue[0].num_kills < MAX_KILLS - 1:
+            # From outside, usually by the kernel's OOM killer, which may be passing.
+            worker.queue[0].num_kills += 1
             self._remove(worker)
             return
         if self._isolate(worker):
@@ -372,4 +377,9 @@ class Dispatcher:
             return
         # The worker's own alarm fires only if this thread slept through the deadline.
         outcome = "timeout" if exit_code == -signal.SIGALRM else "error"
-        self._finish(task, failure(outcome, reason or f"the verifier process ended with exit status {exit_code}"))
+        if is_killed:
+            reason = f"the verifier process was killed by signal 9 (SIGKILL) {MAX_KILLS} times, not by this run"
+            if num_oom_kills := oom_kills() - self._oom_kills:
+                reason += f"; out of memory: the kernel has killed {num_oom_kills} processes of this machine since the pool began"
+        reply = failure(outcome, reason or f"the verifier process ended with exit status {exit_code}")
+        self._finish(task, {**reply, "detail": {**reply["detail"], IS_LOST: True}} if is_killed else reply)

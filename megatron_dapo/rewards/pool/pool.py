@@ -9,7 +9,8 @@
 Verifiers run model output through parsers and computer algebra: some inputs never return, exhaust memory or end the
 process. Each answer therefore has a deadline that starts when its worker begins it, not while it is queued, and a
 worker that misses it is killed by the kernel and replaced. `timeout` and `error` are separate outcomes: neither is
-`wrong`. An answer whose worker was killed from outside (the kernel's out-of-memory killer) is scored again, once.
+`wrong`. An answer whose worker was killed from outside (the kernel's out-of-memory killer) is scored again, three times
+in all; then its score is lost, and its group is not trained.
 Workers see a short allow-list of environment variables, so no secrets.
 """
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.rewards.pool import dispatcher
 from megatron_dapo.rewards.pool.pool import VerifierPool, worker_environment
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rewards.verifiers import dapo
@@ -242,9 +243,22 @@ def test_an_answer_whose_process_was_killed_from_outside_is_scored_again(user_pa
         worker.kill()
         assert [score.outcome for score in waiting.result().values()] == ["correct", "correct"]
         assert (pool.counts["killed"], pool.counts["crashed"]) == (0, 1)
-        # Once only: an answer that is killed again (it needs more memory than there is) is an error.
-        assert "exit status -9" in score_one(pool, "sigkill")[0].detail["error"]
-        assert pool.counts["crashed"] == 3
+        assert not waiting.result()["slow"].is_lost
+
+
+def test_an_answer_whose_processes_are_killed_again_and_again_has_no_score_and_names_the_cause(user_path, monkeypatch):
+    """The kernel's counter of OOM kills stands in for the kernel."""
+    kills = iter([7, 9])
+    monkeypatch.setattr(dispatcher, "oom_kills", lambda: next(kills))
+    with VerifierPool("user_rewards:by_command", RewardConfig(timeout_seconds=20.0)) as pool:
+        score, _ = score_one(pool, "sigkill")
+        assert pool.counts["crashed"] == 3 and score.is_lost and score.outcome == "error"
+        assert score.failure == (
+            "the verifier process was killed by signal 9 (SIGKILL) 3 times, not by this run; out of memory: the kernel has "
+            "killed 2 processes of this machine since the pool began"
+        )
+        # The answer's own doing is no excuse.
+        assert not score_one(pool, "kill")[0].is_lost and not score_one(pool, "raise")[0].is_lost
 
 
 def test_a_function_that_forks_replies_once(user_path):

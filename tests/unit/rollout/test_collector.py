@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.collector import sample_seed
+from megatron_dapo.types import IS_LOST
 from tests.examples import examples, first
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
@@ -437,3 +438,21 @@ def test_soft_dynamic_sampling_goes_on_until_one_group_passes(make_world: Callab
     world = make_world([0.0] * 30 + [0.5], max_epochs=None, group_size=16, dynamic_sampling="soft")
     batch = world.collector.collect(4)
     assert len(batch.groups) == 1 and batch.statistics.num_started % 4 == 0
+
+
+@pytest.mark.parametrize("filter_groups", [True, False])
+def test_a_group_with_a_lost_score_is_replaced_with_the_reason_and_teaches_nothing(
+    make_world: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, filter_groups: bool
+) -> None:
+    """Every seventh verdict is lost, as if the kernel had killed its process: neither right nor wrong."""
+    world, numbers = make_world(MIXED * 20, filter_groups=filter_groups), iter(range(10**6))
+    reason = {"error": "killed 3 times; out of memory", IS_LOST: True}
+    verifier = world.collector._scorer.scorer
+    score = verifier._score
+    lose = lambda *item: replace(score(*item), outcome="error", detail=reason) if next(numbers) % 7 == 6 else score(*item)  # noqa: E731
+    monkeypatch.setattr(verifier, "_score", lose)
+    batch = world.collector.collect(6)
+    assert len(batch.groups) == 6 and not any(sample.score.is_lost for group in batch.groups for sample in group.samples)
+    lost = batch.statistics.filter_decisions["unscored"]
+    assert lost > 0 and caplog.text.count("the rewards of 1 of its 4 responses are lost: killed 3 times; out of memory") == lost
+    assert world.collector.accounting().is_balanced
