@@ -269,8 +269,9 @@ class MismatchConfig(Section):
     """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same
     model. bfloat16 on both sides gives about 0.01 to 0.04, so less than 0.05 is refused for it; float32 allows 1e-3."""
 
-    alarm: PositiveFloat = 0.02  # bfloat16 rounding can reach this, so it only warns; the gate above ends the run
-    """Warn, naming the step, when the gap of a batch is larger."""
+    alarm: NonNegativeFloat = 0.0
+    """Warn, once a run, when the gap of a batch is larger; the report marks every such step. 0: what rounding explains, by
+    number format and device: 0.001 to 0.2 (docs/tuning.md)."""
 
     trend_factor: Annotated[float, Bounds(gt=1)] = 2.0
     """Also warn when the gap, smoothed over some steps, has grown by this factor within the last hundred steps."""

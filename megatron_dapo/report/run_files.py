@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.plan.comparison import PLAN
+from megatron_dapo.telemetry.alarms import mismatch_limit
 from megatron_dapo.telemetry.provenance import PROVENANCE
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.watch.attempts import ATTEMPTS
@@ -52,10 +53,15 @@ def read_run(path: Path) -> RunFiles:
     """Read a run's directory. Raises a one-line ValueError for a directory without a run."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: no config.json, so no run's directory; name the run.output_dir of a run")
-    document = _document(path / "config.json")
+    document, provenance = _document(path / "config.json"), _document(path / PROVENANCE)
+    config = dict(_flat(document.get("config", {})))
+    if "mismatch.alarm" in config:
+        # A run that died before it wrote its provenance is on an unknown device: the larger bound holds there.
+        is_on_gpu = not str(provenance.get("machine", "")).partition(";")[0].endswith("CPU")
+        config["mismatch.alarm"] = mismatch_limit(config.get, is_on_gpu)
     return RunFiles(
         path,
-        dict(_flat(document.get("config", {}))),
+        config,
         document.get("origins", {}),
         _by_step(_lines(path / "metrics.jsonl")),
         _by_step(_lines(path / "evaluations.jsonl")),
@@ -64,7 +70,7 @@ def read_run(path: Path) -> RunFiles:
         list(_lines(path / ATTEMPTS)),
         _document(path / "failure.json"),
         _document(path / "summary.json"),
-        _document(path / PROVENANCE),
+        provenance,
         _document(path / PLAN),
     )
 

@@ -5,7 +5,7 @@ The training loop warns about the configured ones; a run's report shows both. Im
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,25 @@ class Alarm:
         """Return the limit, given a configuration with dotted keys; None if it lacks the key."""
         found = config.get(self.limit) if isinstance(self.limit, str) else self.limit
         return float(found) if isinstance(found, (int, float)) else None
+
+
+# Largest mean |log-prob difference| in nats that rounding explains; docs/tuning.md has the measurements.
+_ROUNDING = {("float32", "cpu"): 1e-3, ("float32", "gpu"): 0.02, ("bfloat16", "cpu"): 0.06, ("bfloat16", "gpu"): 0.06}
+_QUANTIZED = 0.2  # trainer or engine multiplies in FP8
+_STALE = 0.02  # added if responses of earlier policies are trained: the policies differ too
+
+
+def mismatch_limit(value_of: Callable[[str], object], is_on_gpu: bool) -> float:
+    """Return the mismatch above which trainer and engine disagree: mismatch.alarm, or if it is 0 a bound on rounding.
+
+    value_of: returns a value of the configuration by its dotted key.
+    """
+    if isinstance(chosen := value_of("mismatch.alarm"), (int, float)) and chosen:
+        return float(chosen)
+    if value_of("sglang.quantization") == "fp8" or "fp8" in str(value_of("precision.recipe")):
+        return _QUANTIZED
+    limit = _ROUNDING.get((str(value_of("model.dtype")), "gpu" if is_on_gpu else "cpu"), _QUANTIZED)
+    return limit + (_STALE if value_of("rollout.max_staleness") else 0.0)
 
 
 QUALITY_ALARMS = (

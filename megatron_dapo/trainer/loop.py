@@ -46,7 +46,7 @@ from megatron_dapo.trainer.memory_check import MemoryCheck
 from megatron_dapo.trainer.metrics import node_metrics, quality_warnings, step_metrics, training_seconds
 from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
-from megatron_dapo.trainer.recorder import Recorder
+from megatron_dapo.trainer.recorder import Recorder, mismatch_alarm
 from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, nothing_trained
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.watch.verdict import STEP
@@ -93,6 +93,7 @@ class TrainingLoop:
         self._parts = parts
         self._progress = progress
         mismatch = context.config.mismatch
+        self._mismatch_alarm, self._has_warned = mismatch_alarm(context.config), False
         self._trend = TrendAlarm(mismatch.trend_factor, mismatch.trend_floor)
         self.saved_step = -1  # train step of the newest checkpoint on disk
         self._save_seconds = 0.0  # duration of the newest save, from start to commit
@@ -241,14 +242,16 @@ class TrainingLoop:
 
     def _watch_mismatch(self, result: LearnResult) -> None:
         """Warn if the mismatch between trainer and engine is too large or keeps growing."""
-        step, alarm = self._progress.train_step, self._config.mismatch.alarm
+        step = self._progress.train_step
         gap = result.metrics["mismatch/abs_logprob_diff_mean"]
-        if gap > alarm:
+        if gap > self._mismatch_alarm and not self._has_warned:
+            self._has_warned = True
             logger.warning(
-                "train step %d: trainer and engine differ by %.3g nats a token on average, above mismatch.alarm %.3g",
+                "train step %d: trainer and engine differ by %.3g nats a token on average, above %.3g (mismatch.alarm); "
+                "further steps are only marked in the report",
                 step + 1,
                 gap,
-                alarm,
+                self._mismatch_alarm,
             )
         growth = self._trend.observe(gap)
         self._progress.mismatch_trend = self._trend.state_dict()

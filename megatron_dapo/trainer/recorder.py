@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_dapo.evaluation.reference import Record, read_record
 from megatron_dapo.files.durable import HERE, Files
 from megatron_dapo.plan.comparison import COMPARED_STEP, PLAN, PlannedRun, comparison_json, comparison_line
 from megatron_dapo.report.background import REPORT, start_writing, write_last
+from megatron_dapo.telemetry.alarms import mismatch_limit
 from megatron_dapo.telemetry.batch_dump import dump_batch
 from megatron_dapo.telemetry.completions import best_and_worst, completions_table, distinct_tasks
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
@@ -90,6 +92,11 @@ class Phases:
         """Show the current phase's progress, on the rank with the display."""
         if self.display is not None:
             self.display.phase(text, done, total)
+
+
+def mismatch_alarm(config: Config) -> float:
+    """Return the mismatch above which this run warns, on this process's device."""
+    return mismatch_limit(lambda key: attrgetter(key)(config), torch.cuda.is_available())
 
 
 def _settings(config: Config) -> dict[str, float | str | bool]:
@@ -166,7 +173,7 @@ class Recorder:
         self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
         if telemetry.progress:
-            self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
+            self.progress = progress_view(config.run.total_steps, mismatch_alarm(config), train_step)
 
     def _note_provenance(self, config: Config, machine: str, operations: str) -> None:
         """Write provenance.json. If the data cannot be read a second time, the run continues."""

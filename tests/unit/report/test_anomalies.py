@@ -155,3 +155,11 @@ def test_an_empty_run_is_no_success(tmp_path: Path) -> None:
         (path / name).unlink()
     run = read_run(path)
     assert verdict_on(run, find_anomalies(run)).text == "no train step was made: nothing was learned"
+
+
+@pytest.mark.parametrize(("dtype", "titles"), [("bfloat16", []), ("float32", ["trainer and engine disagree"])])
+def test_the_default_alarm_is_that_of_format_and_device(tmp_path: Path, dtype: str, titles: list[str]) -> None:
+    rows = {step: {"mismatch/abs_logprob_diff_mean": 0.04} for step in range(1, 31)}
+    path = make_run(tmp_path / "run", rows=rows, mismatch__alarm=0.0, model__dtype=dtype)
+    write_json(path / "provenance.json", {"machine": "TP1 PP1 CP1 DP1 on 1 processes, CPU; host, Linux, 2 CPUs"})
+    assert [each.title for each in find_anomalies(read_run(path))] == titles

@@ -269,3 +269,16 @@ def test_a_replaced_directory_ends_the_run_at_the_next_step_and_nothing_is_saved
     with pytest.raises(DirectoryReplaced, match=f"{run} is another directory than before on "):
         world.loop.run()
     assert world.progress.train_step == 3 and "save 3" not in world.calls
+
+
+def test_a_mismatch_above_the_alarm_is_one_warning_a_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(GAP, "mismatch/abs_logprob_diff_mean", 1.5)
+    world = World({})
+    assert world.loop.run() == "finished" and world.progress.train_step == 4
+    warnings = [message for message in caplog.messages if "trainer and engine differ" in message]
+    assert warnings == [
+        "train step 1: trainer and engine differ by 1.5 nats a token on average, above 1 (mismatch.alarm); "
+        "further steps are only marked in the report"
+    ]
