@@ -96,6 +96,8 @@ def _absent(path: str, file: Path, what: str) -> Violation:
     names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
     near = difflib.get_close_matches(file.name, names, n=1)
     fix = f"did you mean {file.parent / near[0]}?" if near else f"set {path}, or put it there"
+    if file.is_file():
+        fix = "name the directory; GGUF and other single files are not read"
     return Violation(path=path, formula=what, suggestion=fix, values={path: str(file)})
 
 

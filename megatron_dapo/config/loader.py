@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_dapo.config.foreign_names import VALUES, counterpart
 from megatron_dapo.config.megatron_options import SECTIONS, problem_with
 from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
@@ -38,25 +39,6 @@ else:
 DEFAULT_ORIGIN = "default"
 SET_ORIGIN = "--set"
 VERSION = 1  # format of a run directory's config.json
-
-# Names in other frameworks and papers: field -> their name -> our value.
-FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "algorithm.loss.name": {
-            "grpo": 'ppo_clip with algorithm.advantage = "grpo"',
-            "dapo": "ppo_clip with clip_ratio_high above clip_ratio_low",
-            "clip_higher": "ppo_clip with clip_ratio_high above clip_ratio_low",
-            "ppo": "ppo_clip with clip_ratio_high = clip_ratio_low",
-            "vanilla": "ppo_clip",
-        },
-        "algorithm.advantage.name": {
-            "reinforce_plus_plus": "reinforce_pp",
-            "reinforce_plus_plus_baseline": "reinforce_baseline",
-            "gae": 'algorithm.name = "ppo", which has a critic',
-        },
-    }
-)
-
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -447,9 +429,24 @@ def _unknown(path: str, value: _Value) -> Violation:
         fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
         fix = f"set its fields ({fields}), e.g. in a table [{path}]"
         return Violation(path, f"fields of the section {path}", fix, {"value": value.value})
-    nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
+    if isinstance(value.value, Mapping):  # a section of another system
+        leaves = _leaves(value.value, f"{path}.")
+        if known := [f"{leaf} is {meant}" for leaf in leaves if (meant := counterpart(leaf))]:
+            return Violation(path, rule, "; ".join(known))
+    if meant := counterpart(path):
+        is_field = meant.split()[0].strip(",:") in {*leaf_fields(), *section_types()}
+        return Violation(path, rule, f"did you mean {meant}?" if is_field else meant)
+    nearest = _nearest(path)
     return Violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _nearest(path: str) -> str | None:
@@ -492,6 +489,8 @@ def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Vio
         return _of_another_member(path, given, origin, known)
     kind, example = _written(path)
     close = _close_choice(path, given)
+    if isinstance(given, float) and given.is_integer() and kind == _KINDS[int][0]:  # 1e3
+        example, origin = f"{path} = {int(given)}", f"{origin}: {path} = {int(given)}"
     hint = f", e.g. {example}" if origin == SET_ORIGIN and example and not close else ""
     rule = kind or entry["msg"].removeprefix("Input should be ")
     return Violation(path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{hint}{close}")
@@ -535,7 +534,7 @@ def _of_another_member(path: str, given: Any, origin: str, known: Mapping[str, _
 def _close_choice(path: str, given: Any) -> str:
     if path not in leaf_fields():
         return ""
-    if note := FOREIGN_NAMES.get(path, {}).get(str(given)):
+    if note := VALUES.get(path, {}).get(str(given)):
         return f" ({given} is {note})"
     choices = union_names(path.removesuffix(".name")) or _words(leaf_fields()[path])
     close = difflib.get_close_matches(str(given), choices, n=1)

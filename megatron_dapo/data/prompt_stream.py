@@ -19,6 +19,11 @@ from megatron_dapo.hooks import HookError, load_hook, named
 from megatron_dapo.types import FilterDecision, Prompt
 
 STATE_VERSION = 1
+# The end of errors about a checkpoint whose prompts are others.
+AFRESH = (
+    "or start a new run, with a new order, from its weights: `megatron-dapo export RUN/checkpoints/step_... DIR`, then "
+    "model.path = DIR and another run.output_dir"
+)
 
 
 class FreshIds(Protocol):
@@ -268,7 +273,7 @@ class PromptStream:
             raise ValueError(
                 f"the checkpoint's prompt stream is of another data set: saved with {state['num_prompts']} prompts "
                 f"(hash {state['fingerprint']}), now {len(self._prompt_ids)} prompts (hash {self._fingerprint}). "
-                "Use the same data files, template and length limit, or start the data order afresh"
+                f"Use the same data files, template and length limit, {AFRESH}"
             )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's prompt stream has seed {state['seed']}, the configuration {self._seed}")
@@ -277,7 +282,7 @@ class PromptStream:
         if saved != own:
             raise ValueError(
                 f"the checkpoint's prompt stream draws from the sources {saved or 'of one file list'}, the configuration from "
-                f"{own or 'one file list'}: resume with the data.sources of the checkpoint, or start the data order afresh"
+                f"{own or 'one file list'}: resume with the data.sources of the checkpoint, {AFRESH}"
             )
         if state.get("order") != (None if own else self._passes[0].hash_of_order(state["epoch"])):
             raise ValueError(

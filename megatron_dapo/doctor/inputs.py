@@ -28,7 +28,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.files.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, decode_header
 from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.launch.lifetime import require_unused
-from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.telemetry.terminal import quiet_libraries
 from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
 _MAX_ROWS = 2048  # of all files: their answers are checked by the verifier
+_SAVED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as safetensors names them
 _CONNECT_S = 2.0  # to a server that runs already
 _COPY = "copy the directory again, or set model.path to another one"
 
@@ -83,6 +84,9 @@ def machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
     ):
         if directory and (problem := _directory_problem(Path(directory))):
             yield UnusableInput(field, problem, own_directory)
+    if problem := _other_model(config):
+        fix = "set checkpoint.output_dir or run.output_dir to a new directory, or model.path and model.dtype to that model's"
+        yield UnusableInput("checkpoint.output_dir" if config.checkpoint.output_dir else "run.output_dir", problem, fix)
     if not is_here or config.rollout.engine != "sglang":
         return
     for url in config.sglang.urls:
@@ -110,6 +114,28 @@ def _directory_problem(output_dir: Path) -> str:
         require_unused(output_dir)
     except (RuntimeError, OSError) as error:
         return str(error)
+    return ""
+
+
+def _other_model(config: Config) -> str:
+    """Return the difference between the policy and that of the newest checkpoint which the run would resume, "" for none."""
+    # The trainer compares every tensor when it loads. Only what needs no torch is read here.
+    found = sorted(path for path in config.checkpoint_dir.glob("step_*/policy.json") if path.parent.name[5:].isdigit())
+    if not found or not (planned_directory(config.model.path) / "config.json").is_file():
+        return ""
+    try:
+        index = read_json(found[-1])
+        saved = {name: tuple(shape) for name, shape in index["tensors"].items()}
+        kind = index["kinds"]["parameter"]
+        own = read_architecture(planned_directory(config.model.path)).shapes()
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return ""  # a damaged checkpoint falls back to an older one, and a model's directory has its own check
+    different = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]
+    words = {name: f"{name} {saved.get(name, 'is missing')} there, {own.get(name, 'missing')} in the model" for name in different[:1]}
+    if different:
+        return f"{found[-1].parent} is of another model: {len(different)} tensors differ, first {words[different[0]]}"
+    if kind != _SAVED_DTYPES[config.model.dtype]:
+        return f"{found[-1].parent} holds parameters of type {kind}, model.dtype is {config.model.dtype}"
     return ""
 
 

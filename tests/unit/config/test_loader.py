@@ -127,7 +127,8 @@ def test_a_loop_of_bases_is_an_error(tmp_path: Path) -> None:
         ("rollout.groop_size", "rollout.group_size"),
         ("training.learning_rate", "optimizer.learning_rate"),
         ("paralel.tp_size", "parallel.tp_size"),
-        ("lr", None),
+        ("lr", "optimizer.learning_rate"),
+        ("xyzzy", None),
         ("learning_rate", "optimizer.learning_rate"),
         ("algorithm.off_policy.corection", "algorithm.off_policy.correction"),
         ("rolout", "rollout"),
@@ -164,7 +165,7 @@ def test_all_unknown_keys_and_wrong_types_are_reported_together(recipe: Path) ->
         "model.dtype",
         "model.path",  # that there is data is a rule of the validator: files or sources
     }
-    assert "'float32' or 'bfloat16'" in found["model.dtype"] and "did you mean 'bfloat16'" in found["model.dtype"]
+    assert "'float32' or 'bfloat16'" in found["model.dtype"] and "(bf16 is bfloat16)" in found["model.dtype"]
     assert str(recipe) in found["run.seed"]
 
 

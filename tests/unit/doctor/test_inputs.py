@@ -13,12 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from megatron_dapo.checkpoints.formats.saved_model import state_index
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.schema import Config
-from megatron_dapo.doctor.inputs import input_problems, quick_problems
+from megatron_dapo.doctor.inputs import input_problems, machine_problems, quick_problems
+from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
@@ -516,6 +521,47 @@ def test_what_cannot_run_is_refused_in_one_line(
     for word in words:
         assert word in found[0]
     assert not (own / "run").is_dir() and not any("Traceback" in line for line in lines)
+
+
+def write_checkpoint(directory: Path, model: Path, dtype: torch.dtype = torch.float32) -> None:
+    """The index of a policy's state, as a save on one rank writes it."""
+    layout = megatron_layout(read_architecture(model), ParallelLayout(1), dtype)
+    directory.mkdir(parents=True)
+    index = state_index(layout.tensors, layout.parallel, True, {"policy_00000.safetensors": layout.shards(0)})
+    (directory / "policy.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma3_text"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_the_same_model_is_resumed(
+    family: str, tied: bool, own: Path, make_model_directory: Callable[..., Path]
+) -> None:
+    model = make_model_directory(family, tied=tied)
+    write_checkpoint(own / "run" / "checkpoints" / "step_000003", model)
+    assert not [one for one in machine_problems(config_of(own, f"model.path={model}"), True)]
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(own: Path) -> None:
+    other = own / "other"
+    shutil.copytree(own / "base_model", other)
+    facts = json.loads((other / "config.json").read_text())
+    for changes, words in (
+        ({"vocab_size": 7}, "1 tensors differ, first model.embed_tokens.weight (7, 96) there, (451, 96) in the model"),
+        ({"num_hidden_layers": 1}, "is missing there"),
+        ({"intermediate_size": 8}, "mlp.gate_proj.weight (8, 96) there"),
+    ):
+        (other / "config.json").write_text(json.dumps({**facts, **changes}))
+        shutil.rmtree(own / "run", ignore_errors=True)
+        write_checkpoint(own / "run" / "checkpoints" / "step_000003", other)
+        [problem] = machine_problems(config_of(own), True)
+        assert problem.path == "run.output_dir" and "step_000003 is of another model: " in str(problem)
+        assert words in str(problem) and "set checkpoint.output_dir or run.output_dir to a new directory" in str(problem)
+    shutil.rmtree(own / "run")
+    write_checkpoint(own / "saves" / "step_000003", own / "base_model", torch.bfloat16)
+    [problem] = machine_problems(config_of(own, f"checkpoint.output_dir={own / 'saves'}"), True)
+    assert str(problem).startswith("checkpoint.output_dir: ") and "type BF16, model.dtype is float32" in str(problem)
+    (own / "saves" / "step_000003" / "policy.json").write_text("{")  # damaged: an older one is resumed
+    assert not list(machine_problems(config_of(own, f"checkpoint.output_dir={own / 'saves'}"), True))
 
 
 def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
