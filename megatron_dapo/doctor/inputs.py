@@ -141,14 +141,13 @@ def _other_model(config: Config) -> str:
 
 def _ports_problem(host: str, count: int) -> str:
     """Return the reason why `count` ports cannot be reserved on `host` at once, "" for none. They are released."""
-    from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
     from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
 
     # All at once: a port that is released before the next is reserved would be found twice.
     with ExitStack() as stack:
         try:
             for _ in range(count):
-                stack.callback(reserve_port(listen_address(host, LOOPBACK).bind).release)
+                stack.callback(reserve_port(listen_address(host, "127.0.0.1").bind).release)
         except (ValueError, RuntimeError) as error:
             return str(error)
     return ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -34,7 +33,7 @@ class RunTopology:
     policy_layout: ParallelLayout
     critic_layout: ParallelLayout
     coordination: Coordination  # all ranks, through host memory
-    rendezvous_host: str = LOOPBACK  # the node of rank 0
+    rendezvous_host: str = "127.0.0.1"  # the node of rank 0
     supervision: Supervision | None = None  # supervision of servers; None if nothing starts the run's processes again
 
     @property
@@ -44,7 +43,7 @@ class RunTopology:
 
 
 def run_topology(
-    config: Config, rendezvous_host: str = LOOPBACK, supervision: Supervision | None = None
+    config: Config, rendezvous_host: str = "127.0.0.1", supervision: Supervision | None = None
 ) -> RunTopology:
     """Return the topology of a run whose default process group exists. Collective."""
     # Commands that only print a layout import this module and must not need torch.

@@ -215,5 +215,6 @@ def test_version(arguments: list[str]) -> None:
 
 
 def test_no_command_waits_for_torch_that_does_not_need_it() -> None:
-    program = "import sys, megatron_dapo.cli.main; sys.exit('torch' in sys.modules)"
+    modules = "sys, megatron_dapo.cli.main, megatron_dapo.cli.plan, megatron_dapo.run.start"
+    program = f"import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
