@@ -54,24 +54,35 @@ export MASTER_PORT=${MASTER_PORT:-$port}
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
 export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # without it NCCL fails without saying why
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # else each rank warns that an address has no reverse name
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLS takes 2 GB of a GPU for each process group
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks. A
 # task moves itself to the cores next to its GPU.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
-step=(srun --overlap --immediate=120 --kill-on-bad-exit=1 --cpu-bind=none)
+step=(srun --overlap --immediate=120 --kill-on-bad-exit=1)
+# Where nothing binds tasks, srun warns of the option in every step.
+if scontrol show config | grep -qE '^TaskPlugin .*(affinity|cgroup)'; then step+=(--cpu-bind=none); fi
 is_smaller() {
     local left
     left=$(squeue -h -j "$SLURM_JOB_ID" -o %D) && [ -n "$left" ] && [ "$left" != "$SLURM_JOB_NUM_NODES" ] || return 1
     echo "a node of this job is lost: it has $left of $SLURM_JOB_NUM_NODES; it starts again on others" >&2
+}
+# has_others NODES: the partition has enough nodes without NODES; a job that asks for more would wait forever.
+has_others() {
+    local others
+    others=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -cvxF "${1//,/$'\n'}") || true
+    [ "${others:-0}" -ge "$SLURM_JOB_NUM_NODES" ] && return
+    echo "$1 should be left out, but partition $SLURM_JOB_PARTITION has only ${others:-0} other nodes for $SLURM_JOB_NUM_NODES" >&2
+    return 1
 }
 # requeue NODES: start the job again, without NODES. One that scancel or its time limit is ending is not: its tasks end as at every stop.
 requeue() {
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || return 0
     trap '' TERM # of the requeue, before the next line is done
     scontrol requeue "$SLURM_JOB_ID"
-    if [ -n "$1" ]; then
-        # nodes.action = "exclude": found by their metrics. What sbatch --exclude named stays out too.
+    if [ -n "$1" ] && has_others "$1"; then
+        # Found by their metrics (nodes.action) or by failures (run.max_node_failures). What sbatch --exclude named stays out too.
         before=$(squeue -h -j "$SLURM_JOB_ID" -o %x)
         scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$1${before:+,$before}"
     fi

@@ -114,6 +114,10 @@ class RunConfig(Section):
     """Attempts in a row without a new train step after which the run is no longer restarted automatically (requeued
     under Slurm, restarted by torchrun)."""
 
+    max_node_failures: NonNegativeInt = 2
+    """Attempts in a row that failed on the same node without a new train step, after which a requeued Slurm job leaves
+    that node out, if its partition has enough others. 0: never."""
+
     stop_notice_seconds: NonNegativeFloat = 0.0
     """Seconds between a stop signal and the kill. If earlier checkpoints took longer than this, none is started and the
     last one stands. 0: the time left in the Slurm job; no limit outside one."""

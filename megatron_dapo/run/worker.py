@@ -138,7 +138,8 @@ def _begin(loaded: LoadedConfig) -> int:
 
 
 def _report_verdict(loaded: LoadedConfig, first: int) -> int:
-    from megatron_dapo.watch.attempts import Verdict, excluded_nodes
+    from megatron_dapo.watch.attempts import Verdict, excluded_nodes, failing_node
+    from megatron_dapo.watch.failure import EXIT_CODE
 
     run, job = loaded.config.run, batch_job()
     restrict_files(run.group_readable)
@@ -147,8 +148,9 @@ def _report_verdict(loaded: LoadedConfig, first: int) -> int:
     else:
         nothing = f"no attempt is on record in {run.output_dir}: the workers did not start"
         end = judge(loaded) or Verdict(1, nothing)
-    is_in_place = end.leaves_nodes_healthy and loaded.config.leaves_processes
-    excluded = ",".join(excluded_nodes(run.output_dir, job))
+    failing = failing_node(run.output_dir, job, run.max_node_failures) if end.exit_code == EXIT_CODE else ""
+    is_in_place = end.leaves_nodes_healthy and loaded.config.leaves_processes and not failing
+    excluded = ",".join(sorted({*excluded_nodes(run.output_dir, job), *filter(None, [failing])}))
     sys.stdout.write(f"{'trainer' if is_in_place else 'job'} {excluded}".rstrip() + "\n")
     sys.stderr.write(f"exit code {end.exit_code}: {end.reason}\n")
     return end.exit_code

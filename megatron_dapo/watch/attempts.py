@@ -89,9 +89,12 @@ def begin_attempt(run_directory: Path, attempt: int, job: str) -> None:
 
     Rank 0 calls it before the records of steps change.
     """
+    failure = read_failure(run_directory)
     clear_failures(run_directory, keep=attempt)
-    steps = completed_steps(run_directory)
-    _append(run_directory, {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": steps})
+    begin = {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": completed_steps(run_directory)}
+    if failure is not None and failure.attempt == attempt - 1:
+        begin["after"] = {"node": failure.node, "cause": failure.cause}  # of the failure that ended the attempt before
+    _append(run_directory, begin)
 
 
 def record_unstarted(run_directory: Path, job: str) -> None:
@@ -100,7 +103,7 @@ def record_unstarted(run_directory: Path, job: str) -> None:
     begin_attempt(run_directory, attempt, job)
     end = {"attempt": attempt, "ended": time.time(), "reason": _UNSTARTED, "exit_code": EXIT_CODE}
     _append(run_directory, end)
-    failure = Failure(-1, "not started", _UNSTARTED, socket.gethostname(), "start", attempt=attempt)
+    failure = Failure(-1, "not started", _UNSTARTED, f"job {job}", "start", attempt=attempt)
     write_failures(run_directory, [failure], "launcher")
 
 
@@ -136,6 +139,26 @@ def excluded_nodes(run_directory: Path, job: str) -> list[str]:
     """Return the host names that attempts of the batch job `job` are to leave out."""
     records = _records(run_directory / ATTEMPTS)
     return sorted({record["excluded"] for record in records if record.get("excluded") and record["job"] == job})
+
+
+def failing_node(run_directory: Path, job: str, limit: int) -> str:
+    """Return the node on which the last `limit` attempts of a batch job failed without a new train step; "" if there is none."""
+    failure = read_failure(run_directory)
+    if failure is None or limit == 0 or not _is_host(failure.node):
+        return ""
+    num_failures, steps = 1, completed_steps(run_directory)
+    for record in _records(run_directory / ATTEMPTS):
+        if "began" not in record or record["job"] != job:
+            continue
+        # What an attempt found when it began, and how the one before it ended.
+        if num_failures >= limit or record["completed_steps"] < steps or record.get("after", {}).get("node") != failure.node:
+            break
+        num_failures += 1
+    return failure.node if num_failures >= limit else ""
+
+
+def _is_host(name: str) -> bool:
+    return bool(name) and " " not in name  # " and ": a pair, of which either may be at fault
 
 
 def completed_steps(run_directory: Path) -> int:

@@ -17,7 +17,8 @@ ARGUMENTS = {
     "dapo_qwen2.5_32b_slurm.sh": ["model", "train.jsonl", "eval.jsonl"],
 }
 STUBS = {
-    "scontrol": 'case "$1" in requeue) echo "requeue $2";; update) echo "$@";; *) echo node0; echo node1;; esac',
+    "scontrol": 'case "$1 $2" in requeue*) echo "requeue $2";; update*) echo "$@";; "show config") echo "TaskPlugin = $PLUGIN";; *) echo node0; echo node1;; esac',
+    "sinfo": 'for node in $PARTITION; do echo $node; done',
     "megatron-dapo": "true",  # the dry run
     "squeue": 'case "${@: -1}" in %T) echo "$STATE";; %D) left=($NODES_LEFT); [ -s asked ] && echo "${left[-1]}" || echo "${left[0]}"; echo x >> asked;; %x) echo "$EXCLUDED";; *) echo 2026-11-22T10:00:00;; esac',
     # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
@@ -70,6 +71,9 @@ def run_script(
         "NODES_LEFT": nodes_left,
         "EXCLUDED": excluded,
         "BEGUN": 0,
+        "PLUGIN": "task/affinity,task/cgroup",
+        "PARTITION": "node0 node1 node3 node4 node4 node5",
+        "SLURM_JOB_PARTITION": "gpu",
         "SLURM_JOB_NUM_NODES": 2,
         "PREFLIGHT": 0,
         **variables,
@@ -143,6 +147,17 @@ def test_a_controller_that_does_not_answer_is_no_lost_node(tmp_path: Path) -> No
 def test_a_node_that_is_to_go_is_excluded_beside_those_that_were(tmp_path: Path, excluded: str, named: str) -> None:
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, scope="job node3,node5", excluded=excluded)
     assert code == 75 and lines[-2:] == ["requeue 17", f"update JobId=17 ExcNodeList={named}"]
+
+
+def test_a_node_is_excluded_only_if_the_partition_has_enough_others(tmp_path: Path) -> None:
+    """The job would wait for nodes that there are not."""
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, scope="job node1", PARTITION="node0 node1")
+    assert code == 75 and lines[-1] == "requeue 17"
+
+
+def test_srun_is_not_asked_to_bind_where_nothing_does(tmp_path: Path) -> None:
+    lines = run_script("slurm.sh", tmp_path, 17, PLUGIN="(null)")[1]
+    assert "--cpu-bind=none" not in lines and "--overlap" in lines
 
 
 def test_several_nodes_are_measured_first_and_a_slow_one_ends_the_job(tmp_path: Path) -> None:

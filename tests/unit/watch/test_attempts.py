@@ -19,6 +19,7 @@ from megatron_dapo.watch.attempts import (
     begin_launch,
     completed_steps,
     exit_code_at,
+    failing_node,
     first_attempt_since,
     is_finished,
     next_attempt,
@@ -253,3 +254,31 @@ def test_an_attempt_that_ended_left_a_checkpoint_and_one_that_started_anew_did_n
     begin(tmp_path)  # with checkpoint.resume = "never", which cuts the metrics off
     train_to(tmp_path, 3)
     require_new_run(tmp_path, tmp_path / "checkpoints", 5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "steps", "limit", "excluded"),
+    [
+        (["node3"], [0], 2, ""),
+        (["node3", "node3"], [0, 0], 2, "node3"),
+        (["node3", "node3"], [0, 0], 0, ""),
+        (["node3", "node3"], [0, 0], 3, ""),
+        (["node1", "node3"], [0, 0], 2, ""),
+        (["node3", "node1", "node3"], [0, 0, 0], 2, ""),
+        (["node3", "node3"], [4, 9], 2, ""),  # it made progress in between
+        (["node3", "node3", "node3"], [4, 9, 9], 2, "node3"),
+        (["node0 and node3", "node0 and node3"], [0, 0], 2, ""),  # either may be at fault
+    ],
+)
+def test_a_node_on_which_attempts_failed_in_a_row_is_left_out(
+    tmp_path: Path, nodes: list[str], steps: list[int], limit: int, excluded: str
+) -> None:
+    """steps: on record when each attempt ended."""
+    for number, (node, step) in enumerate(zip(nodes, steps, strict=True), start=1):
+        begin(tmp_path)
+        train_to(tmp_path, step)
+        write_failures(tmp_path, [Failure(1, "exception", "read-only file system", node, attempt=number)], "node_0")
+    assert failing_node(tmp_path, "17", limit) == excluded
+    assert failing_node(tmp_path, "18", 2) == "", "of another job"
+    begin(tmp_path)
+    assert failing_node(tmp_path, "17", limit) == "", "the next attempt has not failed"
