@@ -100,7 +100,7 @@ def _plan_run(grid: Grid, variant: Variant, seed: int, machines: Machines, commi
     overrides = (*variant.overrides, f"run.seed={seed}", f"data.shuffle_seed={seed}")
     plan = make_plan(variant.recipe, overrides, None, None, machines)
     config = plan.loaded.config
-    if not config.data.eval_paths or not config.evaluation.at_end:
+    if not config.data.has_held_out or not config.evaluation.at_end:
         rule, fix = "a held-out evaluation at the end", "set data.eval_paths and evaluation.at_end = true"
         raise ConfigError([Violation("data.eval_paths", rule, fix)], str(variant.recipe))
     program = {"program": variant.program.name} if variant.program else {}

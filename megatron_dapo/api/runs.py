@@ -112,7 +112,7 @@ def evaluate(recipe: Recipe, model: str | Path | None = None) -> EvaluationResul
         overrides = (f"model.path={model}",) if model else ()
         plan = make_plan(file, overrides, "tp1", None, ONE_NODE_OF_CPUS, for_evaluation, "quick")
         config = plan.loaded.config
-        if not config.data.eval_paths:
+        if not config.data.has_held_out:
             problem = Violation("data.eval_paths", "a file of held-out rows", "pass eval_data to Recipe")
             raise ConfigError([problem], str(file))
         return evaluate_model(config)

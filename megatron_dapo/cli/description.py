@@ -9,6 +9,7 @@ from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, Funct
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.plan import cpu
 from megatron_dapo.plan.check import response_seconds, weight_sync_seconds
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
@@ -30,12 +31,17 @@ def describe(plan: Plan) -> Iterator[str]:
     else:
         bounds = f"{loss.name}, ratio in [{1 - loss.clip_ratio_low:g}, {1 + loss.clip_ratio_high:g}]"
     yield _layout(plan)
+    yield from data_lines(plan)
     yield from precision_lines(config, plan.architecture, plan.layout)
     yield from memory_lines(plan)
     yield (
         f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps"
     )
+    if plan.cluster.cores:
+        problems = plan.prompts.held_out if plan.prompts else 0
+        found = cpu.estimate(config, plan.architecture, plan.cluster.cores, plan.cluster.has_bf16, problems)
+        yield cpu.step_line(config, found, plan.cluster.cores)
     yield (
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}"
@@ -44,6 +50,26 @@ def describe(plan: Plan) -> Iterator[str]:
     of_critic = f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""
     yield f"learning rate: {_rate(config.optimizer)}{of_critic}"
     yield f"output: {config.run.output_dir}"
+
+
+def data_lines(plan: Plan) -> Iterator[str]:
+    """Yield how many prompts are trained and held out, if they were counted, and a warning if a step needs more."""
+    counts, data, per_step = plan.prompts, plan.loaded.config.data, plan.loaded.config.rollout.prompts_per_step
+    if counts is None:
+        return
+    train = f"{counts.train:,} prompts to train" if counts.train else "prompts to train"
+    if data.holds_out:
+        how = f"by a hash of their text (data.held_out_share = {data.held_out_share:g}, as data.eval_paths is empty)"
+        yield f"data: {train}, {counts.held_out} held out {how}"
+    elif counts.held_out:
+        yield f"data: {train}, {counts.held_out:,} held out"
+    elif not data.has_held_out:
+        yield f"data: {train}, none held out: nothing will say whether the run learned; set data.eval_paths"
+    if 0 < counts.train < per_step:
+        yield (
+            f"warning: a step needs {per_step} prompts (rollout.prompts_per_step) and there are {counts.train}: each is sampled "
+            f"{per_step / counts.train:.1f} times a step; lower it to {max(1, counts.train // 4)} or less"
+        )
 
 
 def describe_pretraining(plan: Plan) -> Iterator[str]:
@@ -156,11 +182,13 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     if critic := memory.critic:
         activations = _gib(critic.training - critic.state)
         yield f"memory of the critic on its fullest rank: state {_gib(critic.state)}, activations {activations}"
-    device = "GPU" if has_gpus else "process"
+    if not has_gpus:
+        free = f" of {cluster.host_gib:.1f} GiB that are free" if cluster.cores else ""
+        yield f"memory of the run: {_gib(cpu.memory_bytes(config, memory, processes))}{free}"
+        return
     generating = f", while engines generate {_gib(memory.engine)}" if memory.engine else ""
-    yield f"memory of a {device}: while training {_gib(memory.trainer)}{generating}"
-    host = f" of {cluster.host_gib:.0f} GiB" if has_gpus else ""
-    yield f"host memory of a node: {_gib(memory.host)}{host}"
+    yield f"memory of a GPU: while training {_gib(memory.trainer)}{generating}"
+    yield f"host memory of a node: {_gib(memory.host)} of {cluster.host_gib:.0f} GiB"
     yield from memory_warnings(config, memory, processes, cluster)
 
 

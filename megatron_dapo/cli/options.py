@@ -34,7 +34,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object"
 OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
 HostMemoryOption = Annotated[
     float | None,
-    typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
+    typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's, 1000 for others"),
 ]
 NetworkOption = Annotated[
     float, typer.Option("--network-gbit", min=0.1, help="Gbit/s of a node for weights that cross between nodes over TCP")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,18 +29,22 @@ from megatron_dapo.cli.options import (
     refusing,
 )
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
+from megatron_dapo.config.loader import toml_value
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.check import check
-from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, cluster_for
+from megatron_dapo.plan import cpu
+from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import num_parameters, recompute_of
 from megatron_dapo.plan.search import Found, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 from megatron_dapo.rounding import GIB
+from megatron_dapo.run.plan import these_cpus
 from megatron_dapo.svg import GRAY, document, text
 
 DOES_NOT_FIT = 1
+_DEFAULT_GPU = "H100"
 
 
 class RecipeOrCommand(TyperGroup):
@@ -65,7 +72,10 @@ def plan_recipe(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="find the layouts for so many GPUs instead of the recipe's own")
     ] = None,
-    gpu: Annotated[str, typer.Option(help=f"kind of GPU: {', '.join(GPUS)}")] = "H100",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help=f"kind of GPU: {', '.join(GPUS)}; default: H100, this machine's CPUs with the embedded engine"),
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = GPUS_PER_NODE,
     host_memory: HostMemoryOption = None,
     network_gbit: NetworkOption = NETWORK_GBIT,
@@ -76,6 +86,9 @@ def plan_recipe(
         float | None, typer.Option(min=1, help="mean tokens of a response; default: a quarter of the longest")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="file for a picture of the layout, with --gpus of the first")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="recipe to write: this one with its settings, with --gpus those of the first layout")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Plan a run without starting it: memory of a GPU by phase and component, KV cache and queues, seconds of a step,
@@ -84,10 +97,18 @@ def plan_recipe(
 
     Exit code: 0 it fits, 1 it does not, 2 a recipe or sizes that cannot be planned.
     """
-    _require_known(gpu)
+    _require_known(gpu or _DEFAULT_GPU)
     with refusing(ValueError, OSError):
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
         architecture = read_architecture(planned_directory(config.model.path))
+        if gpu is None and not gpus and config.rollout.engine == "embedded":
+            here = these_cpus()
+            machines = Cluster(1, 0, host_gib=host_memory or here.host_gib, cores=here.cores, has_bf16=here.has_bf16)
+            report, lines, drawn = _on_cpus(config, architecture, machines)
+            _write_files(drawn, "CPUs", svg, write, recipe, _given(config, overrides, layout))
+            typer.echo(json.dumps(report) if json_output else "\n".join(lines))
+            raise typer.Exit(DOES_NOT_FIT if report["problems"] else 0)
+        gpu = gpu or _DEFAULT_GPU
         machines = cluster_for(
             config,
             -(-gpus // gpus_per_node) if gpus else None,
@@ -97,7 +118,6 @@ def plan_recipe(
             network_gbit,
             nvls,
         )
-        drawn: StepPlan | None
         if gpus:
             found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
             report, lines, fits = found_json(found, gpu, gpus), list(found_lines(found, gpu, gpus)), bool(found.layouts)
@@ -111,8 +131,8 @@ def plan_recipe(
             report = {"gpu": gpu, **plan_json(drawn), "problems": [str(one) for one in problems]}
             lines = [*plan_lines(drawn, architecture, gpu), *(f"does not fit: {one}" for one in problems)]
             fits = not problems
-        if svg and drawn:
-            svg.write_text(to_svg(drawn), encoding="utf-8")
+        settings = found.layouts[0].settings if gpus and found.layouts else {}
+        _write_files(drawn, gpu, svg, write, recipe, {**_given(config, overrides, layout), **_of_run(settings, config)})
     typer.echo(json.dumps(report) if json_output else "\n".join(lines))
     raise typer.Exit(0 if fits else DOES_NOT_FIT)
 
@@ -155,6 +175,59 @@ def plan_sync(
     typer.echo(json.dumps(asdict(figures)) if json_output else "\n".join(costs.describe_sync(figures)))
 
 
+def _on_cpus(
+    config: Config, architecture: ModelArchitecture, machines: Cluster
+) -> tuple[dict[str, Any], list[str], StepPlan]:
+    """Return the report, the lines and the plan of a run on the CPUs of this machine."""
+    processes = config.num_processes
+    if violations := validate(config, processes, architecture):
+        raise ConfigError(violations, str(config.model.path))
+    plan = cpu.plan_on_cpus(config, architecture, processes, machines)
+    problems = [str(one) for one in cpu.problems(config, machines, architecture, processes)]
+    report = {"gpu": None, "cores": machines.cores, **plan_json(plan), "problems": problems}
+    return report, [*cpu_lines(plan, architecture), *(f"does not fit: {one}" for one in problems)], plan
+
+
+def _given(config: Config, overrides: list[str] | None, layout: str | None) -> dict[str, str]:
+    """Return what the command's overrides set, as TOML by its path; files by absolute paths."""
+    resolved = config.model_dump(mode="json")
+    paths = (one.partition("=")[0].strip() for one in (*(overrides or []), *(layout_overrides(layout) if layout else ())))
+    return {path: toml_value(functools.reduce(lambda tree, name: tree[name], path.split("."), resolved)) for path in paths}
+
+
+def _of_run(settings: Mapping[str, Any], config: Config) -> dict[str, str]:
+    """Return the settings of a layout as TOML by their path, without a critic's if the run has none."""
+    return {
+        path: toml_value(value)
+        for path, value in settings.items()
+        if config.has_critic or not path.startswith("critic.")
+    }
+
+
+def _write_files(
+    plan: StepPlan | None, machine: str, svg: Path | None, write: Path | None, recipe: Path, values: Mapping[str, str]
+) -> None:
+    """Write the picture of a plan, and a recipe of the values on top of `recipe`."""
+    if plan is None:
+        return
+    if svg:
+        title = f"{recipe.stem}: {_layout(plan.config)}, {_machines(plan, machine)}"
+        svg.write_text(to_svg(plan, title), encoding="utf-8")
+    if write:
+        if write.resolve() == recipe.resolve():
+            raise ValueError(f"--write {write}: is the recipe itself, which the new one is based on; name another file")
+        base = os.path.relpath(recipe.resolve(), write.resolve().parent)
+        lines = [f"# Written by `megatron-dapo plan {recipe.name}`: {_layout(plan.config)}", f"base = {json.dumps(base)}"]
+        write.write_text("\n".join([*lines, *(f"{path} = {value}" for path, value in values.items())]) + "\n", encoding="utf-8")
+
+
+def _machines(plan: StepPlan, name: str) -> str:
+    """Return the machines of a plan in words."""
+    if not plan.cluster.gpus_per_node:
+        return f"{plan.cluster.cores} cores of this machine"
+    return f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {name}"
+
+
 def _require_known(gpu: str) -> None:
     if gpu not in GPUS:
         refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
@@ -163,10 +236,25 @@ def _require_known(gpu: str) -> None:
 # ---- lines
 
 
+def cpu_lines(plan: StepPlan, architecture: ModelArchitecture) -> Iterator[str]:
+    """Yield the lines of a run on CPUs."""
+    config, cluster = plan.config, plan.cluster
+    yield f"model: {num_parameters(architecture) / 1e6:,.1f} M parameters; {_layout(config)}; {_machines(plan, '')}"
+    yield "memory of a process, by phase, in MiB"
+    for phase in plan.memory.phases:
+        parts = ", ".join(f"{name} {part / 2**20:.0f}" for name, part in phase.parts.items() if part >= 2**20)
+        yield f"  {phase.phase:13} {phase.total / 2**20:7,.0f}: {parts}"
+    needed = cpu.memory_bytes(config, plan.memory, plan.processes) / GIB
+    yield f"memory of the run: {needed:.1f} GiB of {cluster.host_gib:.1f} GiB that are free"
+    found = cpu.estimate(config, architecture, cluster.cores, cluster.has_bf16)
+    yield cpu.step_line(config, found, cluster.cores)
+    yield "  " + ", ".join(f"{phase} {cpu.duration(seconds)}" for phase, seconds in found.phases.items())
+    yield f"bytes: checkpoint {size(plan.checkpoint_bytes)} every {config.checkpoint.interval} steps"
+
+
 def plan_lines(plan: StepPlan, architecture: ModelArchitecture, gpu: str) -> Iterator[str]:
     """Yield the lines of one layout."""
-    machines = f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {gpu}"
-    yield f"model: {num_parameters(architecture) / 1e9:.1f} B parameters; {_layout(plan.config)}; {machines}"
+    yield f"model: {num_parameters(architecture) / 1e9:.1f} B parameters; {_layout(plan.config)}; {_machines(plan, gpu)}"
     yield f"memory of a GPU of {plan.cluster.gpu_gib:g} GiB, by phase (shared: trainer and engine take turns), in GiB"
     for phase in plan.memory.phases:
         parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in phase.parts.items() if part >= 0.05 * GIB)
@@ -233,9 +321,26 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
         yield f"    limited by {one.binding}"
         if one.flip:
             yield f"    {one.flip}"
+        if rank > 1:
+            yield f"    unlike the first: {_difference(one.settings, found.layouts[0].settings)}"
     if found.layouts:
-        yield "settings of the first:"
-        yield "  " + " ".join(f"--set {path}={_value(value)}" for path, value in found.layouts[0].settings.items())
+        first, config = found.layouts[0].settings, found.layouts[0].plan.config
+        chosen = {path: value for path, value in first.items() if config.has_critic or not path.startswith("critic.")}
+        yield "settings of the first: (--write layout.toml makes a recipe of them)"
+        yield "  " + " ".join(f"--set {path}={_value(value)}" for path, value in chosen.items())
+
+
+def _difference(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the settings that differ from those of another layout, or are not among them."""
+    paths = dict.fromkeys([*settings, *other])
+    words = (
+        f"{path} = {_value(settings[path])}"
+        if path in settings
+        else f"without {path}"
+        for path in paths
+        if settings.get(path) != other.get(path) and not path.startswith("critic.")
+    )
+    return ", ".join(words)
 
 
 def _layout(config: Config) -> str:
@@ -257,42 +362,77 @@ def _value(value: Any) -> str:
 
 # ---- picture: a bar of memory for each phase, and a bar of the step's seconds
 
-_LEFT, _WIDTH, _ROW, _TOP = 110, 760, 30, 40
-_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#994455", "#6699cc", "#997700")
+_LEFT, _WIDTH, _ROW, _TOP, _RIGHT = 110, 760, 30, 64, 90
+_LEGEND_COLUMNS, _LEGEND_ROW = 5, 20
+_COLORS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#994455", "#6699cc", "#997700"),
+    *("#44aa99", "#882255", "#ddcc77", "#117733", "#cc6677", "#332288", "#999933", "#aa4499", "#88ccee"),
+)
 _NARROW = 60  # a part of fewer points has no name in it
 
 
-def to_svg(plan: StepPlan) -> str:
-    """Return the picture as an SVG document; the names of narrow parts are their tooltips."""
-    limit = max(plan.cluster.gpu_bytes, plan.peak)
-    parts = [text(10, 18, f"Memory of a GPU by phase, of {plan.cluster.gpu_gib:g} GiB", anchor="start")]
+def to_svg(plan: StepPlan, title: str) -> str:
+    """Return the picture as an SVG document: a colour for each component, a legend, and totals at the right."""
+    on_gpus = plan.cluster.gpus_per_node > 0
+    limit = max(plan.cluster.gpu_bytes if on_gpus else 0, plan.peak) / GIB
+    bars = {one.phase: {name: part / GIB for name, part in one.parts.items()} for one in plan.memory.phases}
+    words = f"of a GPU by phase, of {plan.cluster.gpu_gib:g} GiB" if on_gpus else "of a process by phase"
+    parts = [text(10, 20, title, anchor="start"), text(10, _TOP - 16, f"Memory {words}", GRAY, "start")]
     top = _TOP
-    for phase in plan.memory.phases:
-        sizes = {name: num_bytes / GIB for name, num_bytes in phase.parts.items()}
-        parts += _bar(top, phase.phase, sizes, limit / GIB, "GiB")
+    colors = _colors(bars.values(), limit)
+    for phase, sizes in bars.items():
+        parts += _bar(top, phase, sizes, limit, "GiB", colors)
         top += _ROW
-    right = _LEFT + _WIDTH * plan.cluster.gpu_bytes / limit
-    parts.append(f'<line x1="{right:.1f}" y1="{_TOP - 6}" x2="{right:.1f}" y2="{top}" stroke="#cc3311"/>')
-    parts.append(text(10, top + 24, f"Seconds of a step, {plan.total:.0f} in all", anchor="start"))
-    seconds = {phase: plan.of_phase(phase) for phase in plan.seconds}
-    parts += _bar(top + 40, "step", seconds, sum(seconds.values()), "s")
-    return document(_LEFT + _WIDTH + 20, top + 40 + _ROW, parts)
+    if on_gpus:
+        right = _LEFT + _WIDTH * plan.cluster.gpu_bytes / GIB / limit
+        parts.append(f'<line x1="{right:.1f}" y1="{_TOP - 6}" x2="{right:.1f}" y2="{top}" stroke="#cc3311"/>')
+    top = _legend(parts, top + 8, colors)
+    seconds = {phase: plan.of_phase(phase) for phase in plan.seconds if plan.of_phase(phase)}
+    parts.append(text(10, top + 24, f"Seconds of a step, {plan.total:,.0f} in all{_overlap(plan)}", GRAY, "start"))
+    colors = _colors([seconds], sum(seconds.values()))
+    parts += _bar(top + 40, "step", seconds, sum(seconds.values()), "s", colors)
+    top = _legend(parts, top + 40 + _ROW + 8, colors)
+    return document(_LEFT + _WIDTH + _RIGHT, top + 10, parts)
 
 
-def _bar(top: int, name: str, sizes: Mapping[str, float], limit: float, unit: str) -> Iterator[str]:
-    """Yield a row of parts side by side, `limit` being the whole width."""
+def _overlap(plan: StepPlan) -> str:
+    return "; generation runs during training" if plan.overlaps else ""
+
+
+def _colors(bars: Iterable[Mapping[str, float]], limit: float) -> dict[str, str]:
+    """Return a colour for each component that can be seen in one of the bars, in order of appearance."""
+    names = dict.fromkeys(name for sizes in bars for name, size in sizes.items() if size >= limit / _WIDTH)
+    return dict(zip(names, itertools.cycle(_COLORS)))
+
+
+def _bar(
+    top: int, name: str, sizes: Mapping[str, float], limit: float, unit: str, colors: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a row of parts side by side with their total, `limit` being the whole width."""
     yield text(_LEFT - 8, top + 16, name, GRAY, "end")
     left = float(_LEFT)
-    for index, (part, size) in enumerate(sizes.items()):
-        width, color = _WIDTH * size / limit, _COLORS[index % len(_COLORS)]
+    for part, size in sizes.items():
+        width = _WIDTH * size / max(limit, 1e-9)
         label = f"{part} {size:.1f} {unit}"
         yield (
-            f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 8}" fill="{color}">'
+            f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 8}" fill="{colors.get(part, GRAY)}">'
             f"<title>{escape(label)}</title></rect>"
         )
-        if width > max(_NARROW, 7 * len(part)):
-            yield text(left + width / 2, top + 15, part, "#ffffff")
+        if width > max(_NARROW, 7 * len(label)):
+            yield text(left + width / 2, top + 15, label, "#ffffff")
         left += width
+    yield text(_LEFT + _WIDTH + 8, top + 16, f"{sum(sizes.values()):,.1f} {unit}", anchor="start")
+
+
+def _legend(parts: list[str], top: int, colors: Mapping[str, str]) -> int:
+    """Append a square and a name for each component, and return where the next row begins."""
+    width = (_WIDTH + _RIGHT) / _LEGEND_COLUMNS
+    for number, (name, color) in enumerate(colors.items()):
+        row, column = divmod(number, _LEGEND_COLUMNS)
+        x, y = _LEFT + column * width, top + row * _LEGEND_ROW
+        parts.append(f'<rect x="{x:.1f}" y="{y}" width="12" height="12" fill="{color}"/>')
+        parts.append(text(x + 18, y + 11, name, anchor="start"))
+    return top + _LEGEND_ROW * -(-len(colors) // _LEGEND_COLUMNS)
 
 
 # ---- JSON

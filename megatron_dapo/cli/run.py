@@ -52,13 +52,13 @@ class RunOptions:
     dry_run: DryRunOption = False
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
+        typer.Option(min=1, help="nodes that --dry-run is for; default: the Slurm job's, else this machine"),
     ] = None
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
+        int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's or this machine's, 8 for others")
     ] = None
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
+        float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: this machine's, 79 (an 80 GB H100) for others")
     ] = None
     host_memory: HostMemoryOption = None
     free_disk: Annotated[
@@ -71,8 +71,8 @@ class RunOptions:
         bool,
         typer.Option(
             "--inputs/--no-inputs",
-            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; without, the model's "
-            "config.json is enough, and none is needed for a model of the shipped recipes",
+            help="whether --dry-run reads weights and data and tries tokenizer, reward and engine; without, it is for another "
+            "machine: the model's config.json is enough, and none is needed for a model of the shipped recipes",
         ),
     ] = True
     verbose: Annotated[
@@ -142,7 +142,12 @@ def _check_and_run(
     """
     with refusing(ValueError):
         machines = machines_of(
-            options.dry_run, options.nodes, options.gpus_per_node, options.gpu_memory, options.host_memory
+            options.dry_run,
+            options.nodes,
+            options.gpus_per_node,
+            options.gpu_memory,
+            options.host_memory,
+            is_here=options.inputs,
         )
     directory = options.output_dir
     plan = _plan(
@@ -306,7 +311,7 @@ def evaluate(
                 export_checkpoint(checkpoint, model)
         config = _evaluated_config(recipe, model, overrides, dry_run)
         if dry_run:
-            files = ", ".join(map(str, config.data.eval_paths))
+            files = ", ".join(map(str, config.data.eval_paths)) or "what is held out of data.train_paths"
             typer.echo(f"would evaluate {checkpoint or config.model.path} on {files}; {SAMPLING}")
             return
         result = _evaluated(config, str(checkpoint or config.model.path))
@@ -330,7 +335,7 @@ def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | N
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
     plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, for_evaluation, _inputs(dry_run))
-    if not plan.loaded.config.data.eval_paths:
+    if not plan.loaded.config.data.has_held_out:
         refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
     return plan.loaded.config
 

@@ -130,7 +130,7 @@ def architecture_rules(layout: str) -> tuple[Rule, ...]:
             )
             for path, condition in (
                 ("rollout.max_response_tokens", ""),
-                ("evaluation.max_response_tokens", " and data.eval_paths and evaluation.max_response_tokens > 0"),
+                ("evaluation.max_response_tokens", " and data.has_held_out and evaluation.max_response_tokens > 0"),
             )
         ),
         Rule(

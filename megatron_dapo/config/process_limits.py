@@ -44,6 +44,14 @@ def process_limits(root: Path = Path("/")) -> ProcessLimits:
     )
 
 
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if this machine's cores have instructions for products of bfloat16."""
+    try:
+        return any(flag in cpuinfo.read_text(encoding="utf-8") for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    except OSError:
+        return False
+
+
 def _cgroup_files(root: Path) -> Iterator[Path]:
     """Yield the limits of this process's control groups and of their parents; the lowest one applies."""
     try:

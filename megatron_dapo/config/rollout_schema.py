@@ -119,7 +119,12 @@ class DataConfig(Section):
 
     eval_paths: tuple[InputPath, ...] = ()
     """Held-out data with the same columns and in the same formats. With several files, each has separate metrics under
-    its file name, in addition to those over all problems. Empty: no evaluation."""
+    its file name, in addition to those over all problems. Empty: a part of train_paths is held out."""
+
+    held_out_share: Fraction = 0.1
+    """Share of the prompts of train_paths that is held out if eval_paths is empty: evaluated and never trained, at least 4 and at
+    most 64 prompts, those whose text has the smallest hashes. The same file gives the same ones. With fewer than 20
+    prompts none is held out. 0: none."""
 
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the columns. The defaults are those of DAPO-Math-17k."""
@@ -156,6 +161,16 @@ class DataConfig(Section):
 
     max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
+
+    @property
+    def holds_out(self) -> bool:
+        """True if a part of train_paths is evaluated instead of eval_paths."""
+        return bool(self.train_paths) and not self.eval_paths and self.held_out_share > 0
+
+    @property
+    def has_held_out(self) -> bool:
+        """True if there are problems to evaluate."""
+        return bool(self.eval_paths) or self.holds_out
 
     def broken_rules(self) -> Iterator[Rule]:
         yield from self._broken_rules_of_sources()

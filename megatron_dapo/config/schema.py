@@ -122,6 +122,9 @@ class RunConfig(Section):
     """Seconds between a stop signal and the kill. If earlier checkpoints took longer than this, none is started and the
     last one stands. 0: the time left in the Slurm job; no limit outside one."""
 
+    ignore_estimates: bool = False
+    """Start a run on CPUs even if it is estimated to take more than a day or more memory than is free."""
+
     callbacks: tuple[FunctionPath, ...] = ()
     """User-defined classes, as "package.module:Class" or "path/to/file.py:Class", whose methods are called at the start
     and after train steps, evaluations and checkpoints; see docs/python.md."""
@@ -195,7 +198,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on data.eval_paths: avg@k, pass@k, cons@k."""
+    """Evaluation on data.eval_paths, or on what is held out of data.train_paths: avg@k, pass@k, cons@k."""
 
     interval: NonNegativeInt = 0
     """Train steps between evaluations. 0: none during training."""

@@ -294,9 +294,9 @@ RULES = (
     ),
     *_schedule_rules("optimizer", "scheduled_steps", ""),
     *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name not in ("dapo", "sft") and '),
-    # at_start and at_end are on by default; without eval_paths they have no effect, so a recipe with only model and
+    # at_start and at_end are on by default; without held-out problems they have no effect, so a recipe with only model and
     # data is valid.
-    Rule("data.eval_paths != ()", "set data.eval_paths, or evaluation.interval = 0", when="evaluation.interval > 0"),
+    Rule("data.has_held_out", "set data.eval_paths, or evaluation.interval = 0", when="evaluation.interval > 0"),
     Rule(
         'model.recompute_granularity == "selective"',
         'set model.recompute_granularity = "selective"',

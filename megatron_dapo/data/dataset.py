@@ -6,8 +6,6 @@ Rows with the same prompt and answer are one problem, and the report says how ma
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.config.rollout_schema import DataConfig
-from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256
+from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256, prompt_id_of, question_of
 from megatron_dapo.data.prompt_stream import FreshIds, SourceShare
 from megatron_dapo.data.sources import Source, train_sources
 from megatron_dapo.data.template import Messages, PromptTemplate, Tokenizer
@@ -133,6 +131,8 @@ def load_sources(
 ) -> PromptDataset:
     """Load the prompts of several sources; a problem in two of them goes to the first. Errors: see `load_prompts`."""
     collected = _collect_sources(sources, deduplicate)
+    if not collected.rows:
+        raise ValueError("data.train_paths has too few prompts to hold some out: set data.held_out_share = 0 or data.eval_paths")
     _check_answers(collected.rows, validate_answers)
     prompts = [
         Prompt(
@@ -174,19 +174,7 @@ def load_eval_sources(
     return dataset
 
 
-def prompt_id_of(messages: Messages, answer: str) -> str:
-    """Return 16 hex digits of a SHA-256; equal (messages, answer) have equal ids on every machine."""
-    # A message's keys may be in any order in the file, so take role and content by name.
-    canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
 # ---- training data against held-out data
-
-
-def question_of(messages: Messages) -> str:
-    """Return what a prompt asks, without its system prompt, and however its white space is."""
-    return "\n".join(" ".join(m["content"].split()) for m in messages if m["role"] != "system")
 
 
 def also_trained(held_out: Sequence[Asked], trained: Iterable[HasMessages]) -> list[Asked]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.data.dataset import prompt_id_of
-from megatron_dapo.data.files import Columns, checked_messages, read_table
+from megatron_dapo.data.files import Columns, checked_messages, prompt_id_of, read_table
 from megatron_dapo.data.template import PromptTemplate, StopTokens
 from megatron_dapo.types import Prompt
 

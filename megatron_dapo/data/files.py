@@ -49,6 +49,7 @@ class Row:
     extra: Mapping[str, Any]
     location: str
     source: str = ""  # the name of its source in metrics
+    turns: tuple[Mapping[str, str], ...] = ()  # of the file, without system prompt and template
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,18 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
     with blamed_on(path):
         for location, values in read_table(path, row_format.columns, RowSample(places, rows)):
             yield _checked_row(values, location, row_format)
+
+
+def prompt_id_of(messages: Sequence[Mapping[str, str]], answer: str) -> str:
+    """Return 16 hex digits of a SHA-256; equal (messages, answer) have equal ids on every machine."""
+    # A message's keys may be in any order in the file, so take role and content by name.
+    canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def question_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return what a prompt asks, without its system prompt, and however its white space is."""
+    return "\n".join(" ".join(m["content"].split()) for m in messages if m["role"] != "system")
 
 
 def made_rows(problems: MadeProblems, row_format: RowFormat, count: int | None = None) -> Iterator[Row]:
@@ -375,6 +388,7 @@ def _checked_row(values: Mapping[str, Any], location: str, row_format: RowFormat
         str(values.get("data_source") or ""),
         {str(name): _plain(value) for name, value in extra.items() if value is not None},
         location,
+        turns=messages,
     )
 
 

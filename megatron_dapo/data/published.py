@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dapo.data.dataset import CollectedRows, collect_rows, find_conflicts, prompt_id_of
+from megatron_dapo.data.dataset import CollectedRows, collect_rows, find_conflicts
 from megatron_dapo.data.files import (
     DAPO_COLUMNS,
     Columns,
@@ -23,6 +23,7 @@ from megatron_dapo.data.files import (
     checked_answer,
     column_names,
     file_sha256,
+    prompt_id_of,
     read_rows,
     read_table,
 )

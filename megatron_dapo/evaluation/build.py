@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 from typing import Any
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.dataset import PromptDataset, load_eval_sources, prompt_template
+from megatron_dapo.data.dataset import PromptDataset, load_eval_sources, load_sources, prompt_template
 from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.data.sources import eval_sources
 from megatron_dapo.data.template import StopTokens
@@ -14,9 +15,12 @@ from megatron_dapo.evaluation.protocol import EvaluationProtocol
 
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
-    """Load the held-out problems, each once."""
+    """Load the held-out problems, each once. Those that are held out of the training prompts are left out if they are too
+    long, as in training."""
     template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
-    return load_eval_sources(eval_sources(config.data), template, config.data.max_prompt_tokens, pool.validate_answers)
+    load = partial(load_sources, deduplicate=True) if config.data.holds_out else load_eval_sources
+    sources, limit = eval_sources(config.data), config.data.max_prompt_tokens
+    return load(sources, template, limit, validate_answers=pool.validate_answers)
 
 
 def evaluation_protocol(

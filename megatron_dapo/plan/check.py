@@ -50,7 +50,7 @@ CLUSTER_RULES = (
     Rule(
         "processes <= num_nodes * gpus_per_node",
         "use a layout for {num_nodes * gpus_per_node} processes, or start one worker a GPU on "
-        "{ceil(processes / gpus_per_node)} nodes (examples/launch)",
+        "{ceil(processes / gpus_per_node)} nodes (examples/launch; in a dry run --nodes, and --gpus-per-node for larger ones)",
         when=_ON_GPUS,
         path="parallel",
     ),

@@ -23,6 +23,8 @@ class Cluster:
     host_gib: float = HOST_GIB  # memory of a node
     network_gbit: float = NETWORK_GBIT  # per node and direction, for weights sent between nodes over TCP
     nvls: bool = False  # NCCL uses NVLS, whose buffers are large; the launch scripts switch it off
+    cores: int = 0  # of a node without GPUs; 0: not known, and nothing is estimated
+    has_bf16: bool = False  # these multiply bfloat16
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.gpus_per_node < 0 or min(self.gpu_gib, self.host_gib, self.network_gbit) <= 0:

@@ -106,6 +106,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
         "data": {
             "train_paths": paths,
             "sources": () if paths else config.data.sources,
+            "held_out_share": 0.0,  # its rows are responses
             "max_epochs": 0,
             "injection": InjectionConfig(),
         },

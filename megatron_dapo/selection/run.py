@@ -13,7 +13,7 @@ from typing import Any
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config import Config
 from megatron_dapo.config.derive import derive
-from megatron_dapo.data.dataset import question_of
+from megatron_dapo.data.files import question_of
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.sources import train_files
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset

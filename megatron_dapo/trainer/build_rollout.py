@@ -198,7 +198,7 @@ def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
 
 
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any, files: Files) -> EvaluationTask | None:
-    if not config.data.eval_paths:
+    if not config.data.has_held_out:
         return None
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
@@ -234,9 +234,9 @@ def build_collector(context: RunContext, data: RolloutData, engines: Engines) ->
 def build_evaluator(
     context: RunContext, engines: Engines, data: RolloutData | None, collector: AsyncCollector | None
 ) -> Evaluator | None:
-    """Return the evaluator for data.eval_paths, or None without such files. `data` and `collector`: rank 0 only."""
+    """Return the evaluator for the held-out problems, or None without any. `data` and `collector`: rank 0 only."""
     config, stop = context.config, context.stop
-    if not config.data.eval_paths:
+    if not config.data.has_held_out:
         return None
     # An engine holds up to slots_per_rank sequences per rank; four times as many requests keep it full.
     max_in_flight = 4 * config.rollout.slots_per_rank * context.topology.policy_layout.world_size

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
+from megatron_dapo.svg import GRAY
 from tests.unit.config.architectures import QWEN_7B, QWEN_32B, write_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -65,7 +66,15 @@ def test_a_picture_has_a_bar_of_each_phase(model: Path, tmp_path: Path) -> None:
     tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
     words = {node.text for node in tree.iter() if node.text}
     assert {"generate", "train", "weight_update", "Memory of a GPU by phase, of 79 GiB"} <= words
-    assert any(word.startswith("kv_tokens ") for word in words)
+    assert "colocated_16nodes: TP8 PP1 DP16, recompute selective (mlp), 16 x 8 H100" in words
+    assert {"kv_tokens", "gradients", "engine_asleep", "weights", "communication"} <= words, "the legend"
+    report = json.loads(run(LAYOUT, model, "--json").stdout)
+    assert {f"{phase['total'] / 2**30:,.1f} GiB" for phase in report["memory"]} <= words, "totals"
+    # A component has the same colour in all phases, and no other component has it; phases of the step have a legend of their own.
+    bars = [node for node in tree.iter() if node.tag.endswith("rect") and len(node)]
+    pairs = {(bar[0].text.split()[0], bar.get("fill")) for bar in bars if bar[0].text.endswith("GiB")}
+    colored = {name: color for name, color in pairs if color != GRAY}
+    assert len(set(colored.values())) == len(colored) == len([one for one in pairs if one[1] != GRAY])
     assert run(LAYOUT, model, "--svg", str(tmp_path / "absent" / "plan.svg")).exit_code == 2
 
 
@@ -90,6 +99,43 @@ def test_layouts_for_a_number_of_gpus_are_ranked(model: Path) -> None:
     ]
     again = json.loads(run(RECIPE, model, *settings, "--gpu", "H200", "--json").stdout)
     assert again["step_seconds"] == pytest.approx(report["layouts"][0]["step_seconds"]) and not again["problems"]
+
+
+def test_a_written_layout_loads_again_and_has_the_same_plan(model: Path, tmp_path: Path) -> None:
+    """Of a search with the first layout's settings, of a single layout with the command's; the paths are absolute."""
+    searched = json.loads(run(RECIPE, model, "--gpus", "64", "--json", "--write", str(tmp_path / "found.toml")).stdout)
+    for arguments, expected in (
+        (("found.toml",), searched["layouts"][0]),
+        (("set.toml",), json.loads(run(LAYOUT, model, "--layout", "tp8pp2dp8sp", "--json", "--write", str(tmp_path / "set.toml")).stdout)),
+    ):
+        result = CliRunner().invoke(app, ["plan", str(tmp_path / arguments[0]), "--json"])
+        again = json.loads(result.stdout)
+        assert again["memory"] == expected["memory"] and again["step_seconds"] == expected["step_seconds"]
+        assert again["layout"] == expected["layout"]
+    dapo = tmp_path / "dapo.toml"
+    assert run(LAYOUT, model, "--gpus", "64", "--write", str(dapo)).exit_code == 0
+    assert "critic." not in dapo.read_text() and "critic." in (tmp_path / "found.toml").read_text()
+    assert run(dapo, model, "--write", str(dapo)).exit_code == 2
+
+
+def test_layouts_that_look_alike_say_what_differs(model: Path) -> None:
+    lines = run(LAYOUT, model, "--gpus", "128").stdout.splitlines()
+    others = [line.partition(": ")[2] for line in lines if line.strip().startswith("unlike the first: ")]
+    assert len(others) == sum(line[2:4] == ". " for line in lines) - 1 and all(" = " in one for one in others)
+    settings = next(line for line in lines if line.strip().startswith("--set"))
+    assert "critic." not in settings
+
+
+def test_a_recipe_with_the_embedded_engine_is_planned_for_cpus(tmp_path: Path) -> None:
+    recipe = EXAMPLES / "quickstart" / "quickstart.toml"
+    command = ["plan", str(recipe), "--svg", str(tmp_path / "plan.svg")]
+    text = CliRunner().invoke(app, command).stdout
+    assert "cores of this machine" in text and "H100" not in text and "step: 0 s" not in text
+    assert "a step: 256 responses of up to 256 tokens; about" in text
+    report = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert set(report["seconds"]) == {"generate", "log_probs", "train"} and report["step_seconds"] > 0.1
+    assert "cores of this machine" in (tmp_path / "plan.svg").read_text()
+    assert "1 x 8 H100" in CliRunner().invoke(app, [*command, "--gpu", "H100"]).stdout
 
 
 def test_what_cannot_be_planned_is_refused(model: Path, tmp_path: Path) -> None:

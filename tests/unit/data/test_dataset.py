@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from megatron_dapo.data.dataset import count_trained, load_eval_sources, load_prompts, load_sources, prompt_id_of
-from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, read_rows
+from megatron_dapo.data.dataset import count_trained, load_eval_sources, load_prompts, load_sources
+from megatron_dapo.data.files import BATCH_ROWS, DAPO_FORMAT, prompt_id_of, read_rows
 from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.rewards.verifiers.dapo import gold_problem

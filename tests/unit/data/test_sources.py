@@ -20,7 +20,7 @@ from megatron_dapo.data.files import RowFormat, count_rows, file_sha256, read_ro
 from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.made_problems import MadeProblems
 from megatron_dapo.data.prompt_stream import PromptStream, SourceShare
-from megatron_dapo.data.sources import eval_sources, train_sources
+from megatron_dapo.data.sources import count_prompts, eval_sources, train_sources
 from megatron_dapo.data.template import PromptTemplate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,3 +265,48 @@ def test_a_prompt_of_a_later_epoch_is_made_again_from_its_id(make_tokenizer) -> 
     with pytest.raises(ValueError, match="not among those that reasoning_gym:chain_sum makes for epoch 1"):
         book["chain_sum@1/0"]
     assert "other@1/0" not in book and not fresh.has("0123456789abcdef")
+
+
+def held_out_texts(config: Config) -> tuple[list[str], list[str]]:
+    """Return the training and the held-out prompts' texts."""
+    sources = (train_sources(config.data), eval_sources(config.data))
+    return tuple([row.turns[-1]["content"] for one in parts for row in one.rows()] for parts in sources)  # type: ignore[return-value]
+
+
+def write_rows(path: Path, table: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+
+
+COLUMNS = {"prompt": "question", "answer": "answer"}
+
+
+@pytest.mark.parametrize(("count", "share", "expected"), [(60, 0.1, 6), (30, 0.1, 4), (19, 0.1, 0), (2000, 0.1, 64), (60, 0.0, 0)])
+def test_a_part_is_held_out_without_evaluation_data(count: int, share: float, expected: int, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", rows("sum", count))
+    config = config_of(tmp_path, train_paths=["a.jsonl"], columns=COLUMNS, held_out_share=share)
+    train, held_out = held_out_texts(config)
+    assert len(held_out) == expected and len(train) == count - expected and not set(train) & set(held_out)
+    counts = count_prompts(config.data)
+    assert (counts.train, counts.held_out) == (count - expected, expected)
+
+
+def test_the_held_out_part_depends_on_the_texts_of_the_prompts_only(tmp_path: Path) -> None:
+    """Not on the order of rows, their answers and repetitions, a system prompt or a template; so a resumed run has the same."""
+    table = rows("sum", 50)
+    write_rows(tmp_path / "a.jsonl", table)
+    write_rows(tmp_path / "b.jsonl", [*reversed(table), *({**row, "answer": "other"} for row in table)])
+    config = config_of(tmp_path, train_paths=["a.jsonl"], columns=COLUMNS)
+    other = config_of(
+        tmp_path, train_paths=["b.jsonl"], columns=COLUMNS, system_prompt="Think.", prompt_template="Solve: {prompt}"
+    )
+    first, second = held_out_texts(config), held_out_texts(other)
+    assert set(first[1]) == set(second[1]) and len(second[1]) == 2 * len(first[1])
+    assert not set(second[0]) & set(second[1])
+
+
+def test_given_evaluation_data_leaves_all_rows_to_training(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", rows("sum", 50))
+    write_rows(tmp_path / "b.jsonl", rows("product", 3))
+    config = config_of(tmp_path, train_paths=["a.jsonl"], eval_paths=["b.jsonl"], columns=COLUMNS)
+    train, held_out = held_out_texts(config)
+    assert (len(train), len(held_out)) == (50, 3) and config.data.has_held_out and not config.data.holds_out

@@ -566,10 +566,8 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(own: Pa
 
 def test_more_gpus_than_this_machine_has_are_refused(own: Path) -> None:
     given = [f"run.output_dir={own / 'run'}"]
-    with pytest.raises(
-        ConfigError, match="parallel: the run needs 2 GPUs of its node, this machine has 1.* --gpus-per-node 2"
-    ):
-        make_plan(own / "quickstart.toml", given, "tp2", None, Machines(gpus_here=1))
+    with pytest.raises(ConfigError, match="processes = 2, num_nodes = 1, gpus_per_node = 1.* --gpus-per-node"):
+        make_plan(own / "quickstart.toml", given, "tp2", None, Machines(1, 1))
 
 
 def test_a_rendezvous_port_in_use_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
