@@ -5,22 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.api.source import path_of
-from megatron_dapo.config.loader import overrides_of, read_toml, recipe_values
+from megatron_dapo.config.loader import config_from_dict, overrides_of, read_toml, recipe_values
+from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.data.hub import marked_model
 
 Rows = Iterable[Mapping[str, Any]]
 Data = str | Path | list[str] | list[Path] | Rows
-Reward = str | Callable[..., Any]
+Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 
 INPUTS = "inputs"  # directory of a run with the files that are written for its processes
 _FILES = {"data": "train.jsonl", "eval_data": "eval.jsonl"}
 _PATHS = {"data": "data.train_paths", "eval_data": "data.eval_paths"}
+# Argument -> the field that it sets.
+_FIELDS = {
+    **_PATHS,
+    "model": "model.path",
+    "reward": "reward.verifier",
+    "prompt_column": "data.columns.prompt",
+    "answer_column": "data.columns.answer",
+    "output_dir": "run.output_dir",
+}
+_ARGUMENTS = {field: argument for argument, field in _FIELDS.items()}
 
 
 class Recipe:
@@ -28,16 +41,19 @@ class Recipe:
 
     Args:
         model: Hugging Face directory of the policy (model.path), or OWNER/NAME of the Hub.
-        data: rows to train on: a file, several files, or rows as mappings (a list, a `datasets.Dataset`).
-        reward: a function, see docs/rewards.md, its path, or the name of a preset (reward.verifier).
-        eval_data: held-out rows, in the same forms; None: no evaluation.
+        data: rows to train on: a file, several files, rows as mappings (a list, a `datasets.Dataset`), or a table of pandas, polars or
+            pyarrow.
+        reward: a function, see docs/rewards.md, its path, or the name of a preset (reward.verifier); of a list of them the sum,
+            with each one's part under its name, and the first decides what is correct.
+        eval_data: held-out rows, in the same forms; None: a part of `data` is held out (data.held_out_share).
         prompt_column, answer_column: columns of the rows; None: "prompt" and "answer" of rows that are mappings, and the names of
             data.columns of files. An answer column that the rows lack is none.
         output_dir: where the run writes (run.output_dir).
         settings: fields by their path, {"data.max_prompt_tokens": 512}, with functions and classes in place of paths to them.
         overrides: the same as sections, run={"total_steps": 8}.
 
-    Values are checked, and files written, when `train`, `evaluate`, `generate` or `write` is called.
+    Names and types are checked here: ConfigError, TypeError or ValueError with the argument. Files are written, and read, when
+    `train`, `evaluate`, `generate` or `write` is called.
     """
 
     def __init__(
@@ -57,6 +73,7 @@ class Recipe:
         self._values: dict[str, Any] = {}
         self._rows: dict[str, list[Mapping[str, Any]]] = {}
         self._functions: dict[str, Any] = {}
+        self._rewards: list[str | Callable[..., Any]] = []
         self._take_data("data", data)
         self._take_data("eval_data", eval_data)
         columns = {"prompt": prompt_column, "answer": answer_column}
@@ -64,12 +81,41 @@ class Recipe:
             defaults = {"prompt": "prompt", "answer": "answer" if "answer" in rows[0] else ""}
             columns = {name: defaults[name] if column is None else column for name, column in columns.items()}
         named: dict[str, Any] = {f"data.columns.{name}": column for name, column in columns.items()}
+        if model is not None and not isinstance(model, (str, Path)):
+            raise TypeError(
+                f"model is of type {type(model).__name__}, and the run's processes load the model themselves: save it with its tokenizer "
+                "(save_pretrained(DIRECTORY)) and pass the directory, or pass OWNER/NAME of the Hub"
+            )
+        if isinstance(reward, (list, tuple)):
+            self._rewards, reward = list(reward), "mix"
         named |= {"model.path": model, "reward.verifier": reward, "run.output_dir": output_dir}
         for path, value in named.items():
             if value is not None:
                 self._take(path, value)
         for path, value in {**(settings or {}), **overrides}.items():
             self._take(path, value)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise for functions that cannot be written, and for names and types that no recipe has."""
+        values = self._all_values(None)
+        required = {"model.path": "model", "data.train_paths": ["data"]}  # a base may have them
+        try:
+            config_from_dict({**required, **values})
+        except ConfigError as error:
+            raise self.blamed(error) from None
+
+    def blamed(self, error: ConfigError) -> ConfigError:
+        """Return an error of the written recipe as one of this object: it names arguments, and rows by their index."""
+        return ConfigError([self._blamed(one) for one in error.violations], "Recipe")
+
+    def _blamed(self, violation: Violation) -> Violation:
+        formula = violation.formula
+        for argument, file in _FILES.items():
+            if argument in self._rows:
+                pattern = rf"\S*/{INPUTS}/{re.escape(file)}(?:, line (\d+))?"
+                formula = re.sub(pattern, lambda found: f"{argument}[{int(found[1]) - 1}]" if found[1] else argument, formula)
+        return replace(violation, path=_ARGUMENTS.get(violation.path, violation.path), formula=formula)
 
     @classmethod
     def from_toml(cls, path: str | Path, **given: Any) -> Recipe:
@@ -83,6 +129,7 @@ class Recipe:
     def _take_data(self, name: str, data: Data | None) -> None:
         if data is None:
             return
+        data = _rows_of_table(data)
         if isinstance(data, (str, Path)):
             self._values[_PATHS[name]] = [os.fspath(data)]
             return
@@ -114,7 +161,7 @@ class Recipe:
             self._values[path] = os.fspath(value) if isinstance(value, Path) else value
         else:
             raise TypeError(
-                f"{path} is of type {type(value).__name__}; pass a number, a text, a list, a function or a class"
+                f"{_ARGUMENTS.get(path, path)} is of type {type(value).__name__}; pass a number, a text, a list, a function or a class"
             )
 
     def write(self, directory: str | Path | None = None) -> Path:
@@ -138,27 +185,66 @@ class Recipe:
 
     def _lines(self, directory: Path) -> list[str]:
         """Return every value as "a.b=value" in TOML, and write functions without an import path into `directory`."""
-        values = dict(self._values)
+        values = self._all_values(directory)
         values.update({_PATHS[name]: [os.fspath(directory / _FILES[name])] for name in self._rows})
         if "model.path" in values:
             values["model.path"] = marked_model(values["model.path"])
-        for path, given in self._functions.items():
-            stem, hooks = path.replace(".", "_"), given if isinstance(given, (list, tuple)) else [given]
-            try:
-                paths = [path_of(hook, directory / f"{stem}_{number}.py") for number, hook in enumerate(hooks)]
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-            values[path] = paths if isinstance(given, (list, tuple)) else paths[0]
         return list(overrides_of(values))
+
+    def _all_values(self, directory: Path | None) -> dict[str, Any]:
+        """Return every value by its path, with functions as paths to them; None writes none and only checks them."""
+        values = dict(self._values)
+        for path, given in self._functions.items():
+            hooks = given if isinstance(given, (list, tuple)) else [given]
+            paths = [_hook_path(path, number, hook, directory) for number, hook in enumerate(hooks)]
+            values[path] = paths if isinstance(given, (list, tuple)) else paths[0]
+        if self._rewards:
+            values["reward.mix"] = [
+                {"verifier": _hook_path("reward", number, one, directory), "name": name}
+                for number, (one, name) in enumerate(zip(self._rewards, _names(self._rewards)))
+            ]
+        return values
+
+
+def _hook_path(field: str, number: int, hook: Any, directory: Path | None) -> str:
+    file = directory / f"{field.replace('.', '_')}_{number}.py" if directory else None
+    try:
+        return path_of(hook, file)
+    except ValueError as error:
+        raise ValueError(f"{_ARGUMENTS.get(field, field)}: {error}") from error
+
+
+def _names(rewards: Sequence[str | Callable[..., Any]]) -> list[str]:
+    """Return a name for each reward: that of its preset or function, with a number if an earlier one has the same."""
+    names: list[str] = []
+    for one in rewards:
+        name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "reward")
+        names.append(f"{name}_{len(names)}" if name in names else name)
+    return names
+
+
+def _rows_of_table(data: Any) -> Any:
+    """Return the rows of a table of polars, pyarrow or pandas, told by its methods; anything else as it is."""
+    for method, arguments in (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",))):
+        if hasattr(data, method) and hasattr(data, "columns"):
+            return getattr(data, method)(*arguments)
+    return data
 
 
 def _line(name: str, number: int, row: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name}[{number}]: no JSON ({error}); convert it to numbers, texts, lists and mappings"
         ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar or an array of numpy as Python's own; TypeError for anything else."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} {value!r:.60}")
 
 
 def _replace(file: Path, text: str) -> None:

@@ -87,7 +87,10 @@ def train(recipe: Recipe, *, layout: str | None = None, restarts: int = 0, check
 
     quiet_libraries()
     inputs: Inputs = "all" if check else "quick"
-    plan = make_plan(recipe.write(), (), layout, None, machines_of(dry_run=False), inputs=inputs)
+    try:
+        plan = make_plan(recipe.write(), (), layout, None, machines_of(dry_run=False), inputs=inputs)
+    except ConfigError as error:
+        raise recipe.blamed(error) from None
     directory = plan.loaded.config.run.output_dir
     end = run_to_end(plan, restarts=restarts)
     if end is not None and end.exit_code:

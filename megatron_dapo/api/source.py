@@ -23,9 +23,9 @@ from typing import Any
 _HEAD = '"""Written by megatron_dapo from the script or notebook that started the run."""\n\nfrom __future__ import annotations\n'
 
 
-def path_of(hook: Any, file: Path) -> str:
+def path_of(hook: Any, file: Path | None) -> str:
     """Return "package.module:name" or "path/to/file.py:name" of a function or class; `file` is written if it has no
-    such path.
+    such path, None writes none and only checks.
 
     A text is returned as it is. ValueError in one line for what cannot be written.
     """
@@ -44,6 +44,8 @@ def path_of(hook: Any, file: Path) -> str:
         is_plain_file = origin is not None and not is_in_package and "site-packages" not in origin
         return f"{Path(origin).resolve()}:{name}" if origin and is_plain_file else f"{hook.__module__}:{name}"
     text = source_of(hook)
+    if file is None:
+        return f"source.py:{name}"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return f"{file.resolve()}:{name}"

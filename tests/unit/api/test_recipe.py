@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
 
 import megatron_dapo
-from megatron_dapo import ConfigError, Recipe, generate
+from megatron_dapo import ConfigError, Recipe, generate, train
 from megatron_dapo.config import load_config
+from megatron_dapo.config.rules import UnusableInput
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig
 from megatron_dapo.data.hub import HubError, HubReference, hub_reference, input_directory
 
@@ -147,13 +150,75 @@ def test_what_is_no_recipe(arguments: dict, error: type[Exception], words: str) 
         Recipe("m", reward=own_reward, **arguments)
 
 
+class Frame:
+    """A table as pandas has it."""
+
+    columns = ("prompt", "answer")
+
+    def to_dict(self, orient: str) -> list[dict]:
+        assert orient == "records"
+        return [{"prompt": "1 + 1 =", "answer": np.int64(2)}, {"prompt": "ü", "answer": np.float32(3.0)}]
+
+
+@pytest.mark.parametrize("table", [Frame(), pyarrow.table({"prompt": ["1 + 1 =", "ü"], "answer": [2, 3]})])
+def test_a_table_is_its_rows(table: object, tmp_path: Path) -> None:
+    config = load_config(Recipe("m", table, own_reward).write(tmp_path)).config  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in config.data.train_paths[0].read_text().splitlines()]
+    assert rows == [{"prompt": "1 + 1 =", "answer": 2}, {"prompt": "ü", "answer": 3}]
+
+
+def short(sample: object) -> float:
+    return 0.5
+
+
+def test_a_list_of_rewards_is_their_sum(tmp_path: Path) -> None:
+    """As reward_funcs of TRL: each has its part under its own name."""
+    reward = load_config(Recipe("m", ROWS, [own_reward, short, "lenient", short]).write(tmp_path)).config.reward
+    assert reward.verifier == "mix"
+    assert [(one.name, one.verifier, one.weight) for one in reward.mix] == [
+        ("own_reward", f"{__name__}:own_reward", 1.0),
+        ("short", f"{__name__}:short", 1.0),
+        ("lenient", "lenient", 1.0),
+        ("short_3", f"{__name__}:short", 1.0),
+    ]
+
+
 def test_what_cannot_be_written_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\[1\]: no JSON"):
         Recipe("m", [{"prompt": "a"}, {"prompt": object()}], own_reward).write(tmp_path)
-    with pytest.raises(ValueError, match=r"rollout.group_filter: a lambda has no name"):
-        Recipe("m", ROWS, own_reward, rollout={"group_filter": lambda group: True}).write(tmp_path)
 
 
-def test_a_misspelled_key_is_named_as_by_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean rollout.group_size"):
-        load_config(Recipe("m", ROWS, own_reward, rollout={"group_siz": 3}).write(tmp_path))
+class Model:
+    """A loaded model, as transformers has it."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"model": Model()}, TypeError, "model is of type Model.*save_pretrained"),
+        ({"reward": lambda sample: 1.0}, ValueError, "reward: a lambda has no name"),
+        ({"reward": [own_reward, lambda sample: 1.0]}, ValueError, "reward: a lambda has no name"),
+        ({"reward": 3}, ConfigError, "Recipe: 1 problem.*- reward: "),
+        ({"rollout": {"group_filter": lambda group: True}}, ValueError, "rollout.group_filter: a lambda has no name"),
+        ({"rollout": {"group_siz": 3}}, ConfigError, "Recipe: 1 problem.*did you mean rollout.group_size"),
+        ({"run": {"total_steps": "many"}}, ConfigError, "Recipe: 1 problem.*run.total_steps"),
+    ],
+)
+def test_a_wrong_argument_is_named_where_it_is_given(arguments: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"(?s){words}"):
+        Recipe(**{"model": "m", "data": ROWS, "reward": own_reward, **arguments})
+
+
+def test_an_error_of_a_run_names_arguments_and_rows_and_no_written_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "base_model")
+    rows = [*ROWS, {"prompt": "x"}]
+    settings = {"data.max_prompt_tokens": 64, "rollout.top_k": 3}
+    recipe = Recipe("model", rows, own_reward, output_dir="run", settings=settings)
+    with pytest.raises(ConfigError) as caught:
+        train(recipe, check=False)
+    assert "recipe.toml" not in str(caught.value) and str(caught.value).startswith("Recipe: ")
+    error = ConfigError([UnusableInput("data.train_paths", f"{tmp_path}/run/inputs/train.jsonl, line 3 has no field answer")])
+    assert str(recipe.blamed(error)).splitlines()[1] == "  - data: data[2] has no field answer"
