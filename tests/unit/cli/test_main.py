@@ -170,10 +170,14 @@ def test_the_first_root_cause_is_the_last_line(
     assert result.output.strip().splitlines()[-1].startswith(line) == (layout == "dp2")
 
 
+NOTHING_HELD_OUT = ("data.eval_paths=[]", "data.held_out_share=0")
+
+
 def test_eval_refuses_without_data(whole_recipe: Path) -> None:
     switches = [f"evaluation.{name}=false" for name in ("at_start", "at_end")]
     result = runner.invoke(
-        app, ["eval", str(whole_recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]]
+        app,
+        ["eval", str(whole_recipe), *(part for one in (*switches, *NOTHING_HELD_OUT) for part in ("--set", one))],
     )
     assert result.exit_code == 2 and "data.eval_paths is empty" in result.output
 
