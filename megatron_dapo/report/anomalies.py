@@ -9,6 +9,7 @@ references   reference curves that the run departed from (`evaluation.comparison
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +20,9 @@ from megatron_dapo.evaluation.estimators import Estimate, student_mean
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS, Alarm
+from megatron_dapo.telemetry.summary import mean_of_ends
 from megatron_dapo.telemetry.trend import TrendAlarm
+from megatron_dapo.untrusted import one_line
 
 Level = Literal["alarm", "warning", "note"]
 _RECENT = 0.1  # last share of the train steps: an alarm that ended before is history
@@ -72,8 +75,20 @@ def _alarms(run: RunFiles, alarm: Alarm) -> Iterator[Anomaly]:
         key = f" ({alarm.limit})" if isinstance(alarm.limit, str) else ""
         where = f" at step {steps[worst]}" if end - start > 1 else ""
         cause = f"{alarm.metric} {values[worst]:.3g}{where}, {alarm.side} {limit:.3g}{key}"
+        if alarm.metric == "reward/failed_share":
+            cause += _why_rewards_failed(run, steps[start], steps[end - 1])
         level: Level = "alarm" if alarm.metric.startswith("mismatch/") else "warning"
         yield Anomaly(level, steps[start], steps[end - 1], alarm.title, cause, alarm.advice, alarm.metric)
+
+
+def _why_rewards_failed(run: RunFiles, first: int, last: int) -> str:
+    """Return the most frequent reason that samples of these steps have, "" if none has one."""
+    reasons = Counter(
+        str(record["error"])
+        for record in (*run.samples, *run.filtered)
+        if record.get("error") and first <= record.get("train_step", 0) <= last
+    )
+    return f"; most often: {one_line(reasons.most_common(1)[0][0], 200)}" if reasons else ""
 
 
 def _spans(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -152,7 +167,7 @@ def _attempts(run: RunFiles) -> Iterator[Anomaly]:
     for before, record in zip(begun, begun[1:]):
         step, end = int(record.get("completed_steps", 0)), ends.get(before["attempt"])
         how = end["reason"] if end else "failed or killed: it left no record of its end"
-        cause = f"attempt {before['attempt']}: {how}; attempt {record['attempt']} continues behind step {step}"
+        cause = f"attempt {before['attempt']}: {how}; attempt {record['attempt']} continues after step {step}"
         yield Anomaly("note" if end else "warning", step, step, "restart", cause)
     if run.failure:
         step = _steps(run)[-1] if run.steps else 0
@@ -241,28 +256,31 @@ def _accuracies(run: RunFiles, step: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """One line on a run, and how serious it is."""
+    """What a run has learned, its health and how serious that is, and what to do next if it is healthy."""
 
     level: Literal["good", "warning", "alarm"]
-    text: str
+    learned: str
+    health: str
+    advice: str = ""
 
 
 def verdict_on(run: RunFiles, anomalies: Sequence[Anomaly], is_live: bool = False) -> RunVerdict:
-    """Return the verdict on a run: its end, the current anomalies, and the change of held-out accuracy."""
+    """Return the verdict on a run: the change of held-out accuracy, its end, and the current anomalies."""
     last = _steps(run)[-1] if run.steps else 0
     learned = _learned(run, last)
     if run.failure and not is_live:
-        return RunVerdict("alarm", f"failed behind step {last}: {_titles(anomalies, 'alarm', 0)}; {learned}")
+        return RunVerdict("alarm", learned, f"failed after step {last}: {_titles(anomalies, 'alarm', 0)}")
     if not run.steps:
-        return RunVerdict("warning", "no train step yet" if is_live else "no train step was made: nothing was learned")
+        words = "no train step yet" if is_live else "no train step was made: nothing was learned"
+        return RunVerdict("warning", learned, words)
     recent = last - max(3, _RECENT * last)
     if titles := _titles(anomalies, "alarm", recent):
-        return RunVerdict("alarm", f"not healthy: {titles}; {learned}")
+        return RunVerdict("alarm", learned, f"not healthy: {titles}")
     if titles := _titles(anomalies, "warning", recent):
-        return RunVerdict("warning", f"watch: {titles}; {learned}")
+        return RunVerdict("warning", learned, f"watch: {titles}")
     before = sum(each.level != "note" for each in anomalies)
     past = f"; {before} earlier anomal{'y' if before == 1 else 'ies'}, over now" if before else ""
-    return RunVerdict("good", f"healthy: {learned}{past}")
+    return RunVerdict("good", learned, f"healthy{past}", _advice(run))
 
 
 def _titles(anomalies: Sequence[Anomaly], level: Level, since: float) -> str:
@@ -275,25 +293,33 @@ def _titles(anomalies: Sequence[Anomaly], level: Level, since: float) -> str:
     return ", ".join(list(dict.fromkeys(titles))[:3]) + more
 
 
+def _scores(run: RunFiles) -> list[tuple[int, float]]:
+    """Return (train step, held-out accuracy) of each evaluation."""
+    scores = ((row["train_step"], row.get("eval/avg_at_k")) for row in run.evaluations)
+    return [(step, score) for step, score in scores if score is not None]
+
+
 def _learned(run: RunFiles, last: int) -> str:
     """Describe the change of held-out accuracy, or of training accuracy without it."""
-    scores = [
-        (row["train_step"], row["eval/avg_at_k"]) for row in run.evaluations if row.get("eval/avg_at_k") is not None
-    ]
+    scores = _scores(run)
     if len(scores) < 2 or scores[-1][0] == scores[0][0]:
         values = [value for value in run.column("rollout/accuracy_generated") if math.isfinite(value)]
-        width = max(1, min(10, len(values) // 4))
-        ends = [sum(part) / len(part) for part in (values[:width], values[-width:]) if part]
-        return (
-            f"accuracy of sampled responses {ends[0]:.2f} -> {ends[1]:.2f} in {last} steps"
-            if len(ends) == 2
-            else "no accuracy yet"
-        )
+        ends = mean_of_ends(values)
+        if ends is None:
+            return "No accuracy yet"
+        return f"Sampled responses: accuracy {ends[0]:.2f} -> {ends[1]:.2f} in {last} steps; no held-out data says more"
     (first_step, first), (step, score) = scores[0], scores[-1]
     k = run.config.get("evaluation.num_samples", "k")
+    change = held_out_change(run, first_step, step)
+    word, interval = "Held-out accuracy", ""
+    if change is not None:
+        word = "Learned" if change.low > 0 else "Lost" if change.high < 0 else "No clear change"
+        interval = f" [{change.low:+.2f}, {change.high:+.2f}]"
+    direction = f", {_direction(run, scores)}" if len(scores) > 2 else ""
+    figures = f"{first:.2f} -> {score:.2f} ({score - first:+.2f}{interval})"
     count = run.evaluations[-1].get("eval/trained_problems")
     trained = f" ({count:.0f} of the held-out problems are also trained on)" if count and count >= 1 else ""
-    return f"held-out avg@{k} {first:.2f} -> {score:.2f} in {step - first_step} steps{trained}, {_direction(run, scores)}"
+    return f"{word}: {figures} held-out avg@{k} in {step - first_step} steps{trained}{direction}"
 
 
 def _direction(run: RunFiles, scores: Sequence[tuple[int, float]]) -> str:
@@ -307,3 +333,31 @@ def _direction(run: RunFiles, scores: Sequence[tuple[int, float]]) -> str:
     if change.low > 0:
         return "still rising"
     return "falling" if change.high < 0 else f"level since step {middle[0]}"
+
+
+_MOST = 0.5  # share of prompts from which they are too easy or too hard
+
+
+def _advice(run: RunFiles) -> str:
+    """Return what to do next with a healthy run: how many problems are always or never solved, and what follows."""
+    scores, facts, fraction = _scores(run), [], {}
+    accuracies = _accuracies(run, scores[-1][0]) if scores else {}
+    if accuracies:
+        always, never = (sum(value == end for value in accuracies.values()) for end in (1.0, 0.0))
+        facts.append(f"of {len(accuracies)} held-out problems {always} are solved in every response and {never} in none")
+    for name in ("correct", "wrong"):
+        values = [value for value in run.column(f"rollout/groups_all_{name}_share")[-10:] if math.isfinite(value)]
+        fraction[name] = sum(values) / len(values) if values else 0.0
+    if fraction["correct"] > _MOST:
+        facts.append(f"{fraction['correct']:.0%} of the last steps' groups are all correct: take harder prompts, or stop")
+    elif fraction["wrong"] > _MOST:
+        facts.append(f"{fraction['wrong']:.0%} of the last steps' groups are all wrong: take easier prompts or longer responses")
+    elif len(scores) > 2 and _direction(run, scores) == "still rising":
+        facts.append("it still rises: raise run.total_steps and start the same command again")
+    elif len(scores) > 2:
+        facts.append("it no longer rises: take more or other prompts, or larger groups (rollout.group_size)")
+    elif scores:
+        facts.append("evaluate more often (evaluation.interval) to see if it still rises, or raise run.total_steps")
+    else:
+        facts.append("hold some problems out (data.eval_paths) to see what it learns")
+    return "; ".join(facts)

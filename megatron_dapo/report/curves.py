@@ -38,7 +38,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Held-out by majority and by best",
-            {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k", AVERAGE: "avg@k"},
+            {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k"},
         ),
         Chart(BY_SOURCE, {}),
         Chart("Reward", {"reward/mean": "mean", "reward/group_std_mean": "deviation within groups"}),
@@ -176,7 +176,8 @@ def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, 
         for chart in members:
             shown = {**chart.metrics, **{name: label for name, (title, label) in own.items() if title == chart.title}}
             series = [{"metric": name, "label": label} for name, label in shown.items() if name in metrics]
-            if not series:
+            # The only part of a reward is the reward, which has a chart.
+            if not series or (chart.title == BY_PART and [each["metric"] for each in series] == ["reward/verifier_mean"]):
                 continue
             schema = {**STEP_METRICS, **EVALUATION_METRICS}
             known = [schema[each["metric"]] for each in series if each["metric"] in schema]

@@ -21,8 +21,9 @@ from megatron_dapo.report.anomalies import Anomaly, find_anomalies, train_steps_
 from megatron_dapo.report.curves import charts, curves, drawn_metrics, phase_shares, reference_curves
 from megatron_dapo.report.run_files import RunFiles, read_run, shown
 from megatron_dapo.report.samples import samples_for_page, size_of
+from megatron_dapo.telemetry.completions import before_and_after, distinct_tasks, excerpt, outcome_of, task_of
 from megatron_dapo.telemetry.metrics import PHASES
-from megatron_dapo.untrusted import printable
+from megatron_dapo.untrusted import one_line, printable
 
 MAX_BYTES = 2_000_000
 MAX_RUNS = 12
@@ -31,6 +32,7 @@ _MARGIN = 20_000  # bytes
 _POINTS = 2400  # per metric, over all runs
 _SAMPLE_SHARES = (1.0, 0.6, 0.3, 0.1, 0.0)  # tried in turn: escapes are counted only in the page itself
 _MAX_ANOMALIES = 200
+_MAX_PAIRS = 5
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -107,6 +109,7 @@ def _run(
         "anomalies": [asdict(each) for each in _most_serious(anomalies)],
         "num_anomalies": len(anomalies),
         "curves": curves(run, metrics, max_points),
+        "pairs": _pairs(run),
         "phase_seconds": [[name, round(seconds, 2)] for name, seconds in phase_shares(run)],
         "references": [
             {"name": record.name, "curves": reference_curves(run, record, max_points)} for record in compared
@@ -114,6 +117,24 @@ def _run(
         "comparisons": [_comparison(run, each) for each in comparisons],
         "provenance": run.provenance,
     }
+
+
+def _pairs(run: RunFiles) -> list[dict[str, Any]]:
+    """Return the held-out problems whose reward rose most, with their first responses before and after."""
+    pairs = before_and_after(run.path / "evaluations")
+    tasks = distinct_tasks([task_of(after) for _, after in pairs])
+    return [
+        {
+            "task": excerpt(task, 600),
+            "answer": one_line(after["answer"], 100),
+            "steps": [before["train_step"], after["train_step"]],
+            "responses": [
+                {"text": excerpt(each["response"], 600), "reward": each["reward"], "outcome": outcome_of(each)}
+                for each in (before, after)
+            ],
+        }
+        for task, (before, after) in zip(tasks[:_MAX_PAIRS], pairs[:_MAX_PAIRS])
+    ]
 
 
 def _most_serious(anomalies: Sequence[Anomaly]) -> list[Anomaly]:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.report.run_files import Row, RunFiles
+from megatron_dapo.telemetry.completions import distinct_tasks, excerpt
 
 KINDS = ("right", "wrong", "truncated", "filtered", "other")
 MAX_SAMPLES = 600
+_MAX_TASK = 160  # characters of a prompt in the list
 _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _MAX_LOGPROB = 12.0  # end of the scale; all tokens below it count as equally surprising
 _HEAD, _TAIL = 2000, 1000  # tokens of a long response that are kept
@@ -32,8 +34,8 @@ def kind_of(sample: Row, is_filtered: bool) -> str:
 
 
 def samples_for_page(runs: Sequence[RunFiles], max_bytes: int) -> dict[str, Any]:
-    """Return prompts and samples, at most MAX_SAMPLES and `max_bytes` as JSON: every kind of each run in turn, the newest
-    first and the others spread over the run."""
+    """Return prompts and samples, at most MAX_SAMPLES and `max_bytes` as JSON: whole groups with every kind of each run in turn, the
+    newest first and the others spread over the run."""
     prompts: dict[str, int] = {}
     chosen: list[dict[str, Any]] = []
     left, num_missed = max_bytes, 0
@@ -56,7 +58,9 @@ def samples_for_page(runs: Sequence[RunFiles], max_bytes: int) -> dict[str, Any]
     totals = [dict.fromkeys(KINDS, 0) for _ in runs]
     for index, kind, _ in _all(runs):
         totals[index][kind] += 1
-    return {"prompts": [json.loads(prompt) for prompt in prompts], "list": chosen, "read": totals}
+    texts = [json.loads(prompt) for prompt in prompts]
+    tasks = [excerpt(task, _MAX_TASK) for task in distinct_tasks([str(turns[-1][1]) if turns else "" for turns in texts])]
+    return {"prompts": texts, "tasks": tasks, "list": chosen, "read": totals}
 
 
 def _all(runs: Sequence[RunFiles]) -> Iterator[tuple[int, str, Row]]:
@@ -66,15 +70,20 @@ def _all(runs: Sequence[RunFiles]) -> Iterator[tuple[int, str, Row]]:
 
 
 def _in_turn(runs: Sequence[RunFiles]) -> Iterator[tuple[int, str, Row]]:
-    """Yield samples of every run and kind in turn, as long as there are any."""
-    queues: dict[tuple[int, str], list[Row]] = {(index, kind): [] for index in range(len(runs)) for kind in KINDS}
+    """Yield the samples of whole groups: those with a sample of each kind, of every run in turn, as long as there are any."""
+    groups: dict[tuple[int, bool, Any, Any], list[tuple[int, str, Row]]] = {}
     for index, kind, record in _all(runs):
-        queues[index, kind].append(record)
-    orders = {key: [records[place] for place in _spread(len(records))] for key, records in queues.items()}
+        key = index, kind == "filtered", record.get("train_step"), record.get("prompt_id")
+        groups.setdefault(key, []).append((index, kind, record))
+    queues: dict[tuple[int, str], list[Any]] = {(index, kind): [] for index in range(len(runs)) for kind in KINDS}
+    for key, members in groups.items():
+        for kind in {kind for _, kind, _ in members}:
+            queues[key[0], kind].append(key)
+    orders = {name: [keys[place] for place in _spread(len(keys))] for name, keys in queues.items()}
     for turn in range(max(map(len, orders.values()), default=0)):
-        for (index, kind), records in orders.items():
-            if turn < len(records):
-                yield index, kind, records[turn]
+        for keys in orders.values():
+            if turn < len(keys):
+                yield from groups.pop(keys[turn], ())
 
 
 def _spread(size: int) -> list[int]:
@@ -113,6 +122,7 @@ def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, A
         "answer": record.get("answer"),
         "extracted": record.get("extracted"),
         "outcome": record.get("outcome"),
+        "error": record.get("error"),
         "finish": record.get("finish_reason"),
         "reward": record.get("reward"),
         "parts": record.get("reward_parts") or {},

@@ -85,7 +85,7 @@
 
   function header() {
     const theme = make("button", { type: "button", id: "theme", onclick: () => setTheme(isDark() ? "light" : "dark") }, "Light / dark");
-    const links = [["anomalies", "Anomalies"], ["curves", "Curves"], ["time", "Time"], ["samples", "Samples"], ["config", "Configuration"], ["provenance", "Origin"]];
+    const links = [...(runs.some((run) => run.pairs.length) ? [["pairs", "Before and after"]] : []), ["anomalies", "Anomalies"], ["curves", "Curves"], ["time", "Time"], ["samples", "Samples"], ["config", "Configuration"], ["provenance", "Origin"]];
     const nav = make("nav", { "aria-label": "Parts of the report" }, links.map(([id, text]) => make("a", { href: "#" + id }, text)));
     const written = new Date(data.written * 1000);
     const stamp = make("span", { class: "stamp" }, "written " + written.toISOString().slice(0, 16).replace("T", " ") + " UTC");
@@ -103,9 +103,26 @@
     return make(
       "article", { class: "verdict " + level },
       many ? make("h2", { class: "run-name" }, swatch(index), run.name, make("small", {}, run.path)) : make("p", { class: "path" }, run.path),
-      make("p", { class: "line", role: "status" }, make("span", { class: "badge " + level, "aria-hidden": "true" }, sign), " ", run.verdict.text),
+      make("p", { class: "line", role: "status" }, run.verdict.learned),
+      make("p", { class: "health" }, make("span", { class: "badge " + level }, sign + " " + run.verdict.health)),
+      run.verdict.advice ? make("p", { class: "advice" }, make("b", {}, "Next: "), run.verdict.advice) : null,
       lines, facts,
     );
+  }
+
+  // The same held-out problems before and after, the largest rise first.
+  function pairs() {
+    if (!runs.some((run) => run.pairs.length)) return;
+    const node = section("pairs", "Before and after");
+    for (const [index, run] of runs.entries()) {
+      if (!run.pairs.length) continue;
+      const cell = (one, step) => make("td", {}, make("span", { class: "badge " + (one.reward > 0 ? "right" : "wrong") }, "step " + step + " · reward " + number(one.reward) + " · " + one.outcome), make("div", { class: "answer" }, one.text));
+      const body = run.pairs.map((each) => make("tr", {}, make("td", { class: "task" }, each.task, each.answer ? make("small", {}, "expected: " + each.answer) : null), each.responses.map((one, at) => cell(one, each.steps[at]))));
+      const [first, last] = run.pairs[0].steps;
+      if (many) node.append(make("h3", {}, swatch(index), run.name));
+      node.append(table(["held-out problem", "after step " + first, "after step " + last], body, ""));
+    }
+    node.append(make("p", { class: "muted" }, "First response to each of the problems whose reward rose most."));
   }
 
   function swatch(index) {
@@ -180,7 +197,8 @@
         const shape = { name, metric, run: at, stroke: many ? at : place, dash: many ? DASHES[place % 6] : [] };
         const evaluated = run.curves.evaluated[metric];
         if (evaluated && run.curves.evaluated_x.length) {
-          const bounds = metric === "eval/avg_at_k" ? [run.curves.evaluated["eval/avg_at_k_high"], run.curves.evaluated["eval/avg_at_k_low"]] : [];
+          // Between two evaluations a band would suggest data that are not there.
+          const bounds = metric === "eval/avg_at_k" && run.curves.evaluated_x.length > 2 ? [run.curves.evaluated["eval/avg_at_k_high"], run.curves.evaluated["eval/avg_at_k_low"]] : [];
           found.push({ ...shape, x: run.curves.evaluated_x, y: evaluated, bounds, points: true });
         }
         const columns = run.curves.values[metric];
@@ -222,7 +240,8 @@
       }
     }
     return {
-      width, height: chart.wide ? 300 : 210, series, bands, legend: { live: true },
+      width, height: chart.wide ? 300 : 210, series, bands,
+      legend: { live: true, markers: { width: 0, fill: (_, at) => series[at].stroke } },
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { size: 7 } },
       scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (_, low, high) => span(low, high) } },
       axes: [{ ...axis, size: 32, values: wholeSteps },
@@ -375,6 +394,7 @@
     const bands = order.slice(0, -1).map((_, at) => ({ series: [at + 1, at + 2] }));
     timePlot = new uPlot({
       width: Math.max(240, timeBox.clientWidth), height: 260, series, bands, cursor: { sync: { key: "step" }, points: { show: false } },
+      legend: { markers: { width: 0, fill: (_, at) => series[at].stroke } },
       scales: { x: { time: false }, y: { range: (_, low, high) => [0, high * 1.05 || 1] } },
       axes: [{ ...axis, size: 32, values: wholeSteps }, { ...axis, size: 56, values: (_, splits) => splits.map(number) }],
     }, [x, ...order.map((at) => stacked[at])], timeBox);
@@ -384,7 +404,7 @@
 
   // ---- samples
 
-  const filters = { kind: "all", run: "all", text: "", from: 0, to: Infinity, order: "step", tokens: "probability" };
+  const filters = { kind: "all", run: "all", text: "", from: 0, to: Infinity, order: "spread", tokens: "probability" };
   let shownSamples = [], picked = -1, listBox = null, detailBox = null, countBox = null;
 
   function decoded(sample) {
@@ -427,25 +447,42 @@
     const found = data.samples.list.filter((each) =>
       (filters.kind === "all" || each.kind === filters.kind) && (filters.run === "all" || String(each.run) === filters.run) &&
       each.step >= filters.from && each.step <= filters.to && (!wanted || (each.text + " " + promptText(each) + " " + each.answer + " " + each.id).toLowerCase().includes(wanted)));
+    if (filters.order === "spread") return byPrompt(found);
     const by = { step: (a, b) => b.step - a.step, first: (a, b) => a.step - b.step, long: (a, b) => b.num_tokens - a.num_tokens, short: (a, b) => a.num_tokens - b.num_tokens, reward: (a, b) => b.reward - a.reward, punished: (a, b) => a.reward - b.reward };
     return found.sort(by[filters.order]);
+  }
+
+  const groupOf = (sample) => [sample.run, sample.step, sample.prompt, sample.kind === "filtered"].join();
+
+  // Whole groups, those first whose rewards differ most, then the newest; within a group the best reward first.
+  function byPrompt(found) {
+    const spreads = new Map();
+    for (const each of data.samples.list) {
+      const [low, high] = spreads.get(groupOf(each)) || [Infinity, -Infinity];
+      spreads.set(groupOf(each), [Math.min(low, each.reward), Math.max(high, each.reward)]);
+    }
+    const spread = (each) => { const [low, high] = spreads.get(groupOf(each)); return high - low; };
+    return found.sort((a, b) => spread(b) - spread(a) || b.step - a.step || groupOf(a).localeCompare(groupOf(b)) || b.reward - a.reward);
   }
 
   const promptText = (sample) => data.samples.prompts[sample.prompt].map((turn) => turn[1]).join("\n");
 
   function refresh() {
     shownSamples = matching();
-    listBox.replaceChildren(...shownSamples.map((each, at) =>
+    const tasks = data.samples.tasks;
+    listBox.replaceChildren(...shownSamples.flatMap((each, at) => [
+      filters.order === "spread" && (at === 0 || groupOf(each) !== groupOf(shownSamples[at - 1]))
+        ? make("p", { class: "group" }, "step " + each.step + (each.kind === "filtered" ? " · filtered out" : "") + ": " + tasks[each.prompt]) : null,
       make("button", { type: "button", class: "sample", "data-at": at, "aria-current": "false", onclick: () => pick(at) },
         make("span", { class: "badge " + each.kind }, KINDS[each.kind]), many ? swatch(each.run) : null,
         make("span", { class: "meta" }, "step " + each.step + " · " + each.num_tokens.toLocaleString("en") + " tokens · reward " + number(each.reward)),
-        make("span", { class: "peek" }, each.text.slice(0, 90)))));
+        make("span", { class: "peek" }, each.text.slice(0, 90)))]).filter(Boolean));
     countBox.textContent = shownSamples.length + " of " + data.samples.list.length + " samples in this file";
     pick(shownSamples.length ? 0 : -1);
   }
 
   function pick(at, focus) {
-    const buttons = listBox.children;
+    const buttons = listBox.querySelectorAll("button");
     if (buttons[picked]) buttons[picked].setAttribute("aria-current", "false");
     picked = at;
     if (at < 0) {
@@ -462,8 +499,8 @@
 
   function detail(sample) {
     const facts = {
-      outcome: sample.outcome, "answer expected": sample.answer, "answer found": sample.extracted ?? "none", reward: number(sample.reward),
-      ...Object.fromEntries(Object.entries(sample.parts).map(([name, value]) => ["reward: " + name, typeof value === "number" ? number(value) : String(value)])),
+      outcome: sample.outcome, "answer expected": sample.answer, "answer found": sample.extracted ?? "none", reward: number(sample.reward), "why it failed": sample.error,
+      ...Object.fromEntries(Object.entries(sample.parts).filter(([, value]) => value && Object.values(sample.parts).filter(Boolean).length > 1).map(([name, value]) => ["reward: " + name, typeof value === "number" ? number(value) : String(value)])),
       advantage: sample.advantage === null ? "not trained" : number(sample.advantage), tokens: sample.num_tokens.toLocaleString("en"),
       "finish reason": sample.finish, "policy version": sample.versions.join(", "), source: sample.source, id: sample.id,
     };
@@ -503,7 +540,7 @@
     const search = make("input", { type: "search", id: "search", placeholder: "text, answer or id", oninput: (event) => { filters.text = event.target.value; refresh(); } });
     const from = make("input", { type: "number", id: "from", min: "0", class: "short", oninput: (event) => { filters.from = Number(event.target.value) || 0; refresh(); } });
     const to = make("input", { type: "number", id: "to", min: "0", class: "short", oninput: (event) => { filters.to = event.target.value === "" ? Infinity : Number(event.target.value); refresh(); } });
-    const order = select([["step", "newest first"], ["first", "oldest first"], ["long", "longest first"], ["short", "shortest first"], ["reward", "best reward first"], ["punished", "worst reward first"]], (event) => { filters.order = event.target.value; refresh(); });
+    const order = select([["spread", "by prompt, widest spread of rewards"], ["step", "newest first"], ["first", "oldest first"], ["long", "longest first"], ["short", "shortest first"], ["reward", "best reward first"], ["punished", "worst reward first"]], (event) => { filters.order = event.target.value; refresh(); });
     order.id = "order";
     const shade = select([["probability", "probability"], ["advantage", "advantage"], ["none", "nothing"]], (event) => { filters.tokens = event.target.value; pick(picked); });
     shade.id = "shade";
@@ -582,6 +619,7 @@
   if (chosen) document.documentElement.dataset.theme = chosen;
   root.replaceChildren();
   header();
+  pairs();
   anomalies();
   curves();
   times();

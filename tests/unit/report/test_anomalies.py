@@ -10,9 +10,9 @@ import pytest
 
 from megatron_dapo.evaluation.comparison import compare_with
 from megatron_dapo.evaluation.reference import read_record
-from megatron_dapo.report.anomalies import find_anomalies, train_steps_of, verdict_on
+from megatron_dapo.report.anomalies import find_anomalies, held_out_change, train_steps_of, verdict_on
 from megatron_dapo.report.run_files import read_run
-from tests.made_runs import make_run, write_json, write_lines
+from tests.made_runs import a_sample, an_evaluation, make_run, write_json, write_lines
 
 
 def spans(path: Path) -> dict[str, tuple[int, int]]:
@@ -25,9 +25,16 @@ def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None
     verdict = verdict_on(run, [])
     assert verdict.level == "good"
     first, last = (run.evaluations[place]["eval/avg_at_k"] for place in (0, -1))
-    assert verdict.text == f"healthy: held-out avg@8 {first:.2f} -> {last:.2f} in 30 steps, still rising"
+    change = held_out_change(run, 0, 30)
+    assert change is not None and change.low > 0
+    figures = f"{first:.2f} -> {last:.2f} ({last - first:+.2f} [{change.low:+.2f}, {change.high:+.2f}])"
+    assert verdict.learned == f"Learned: {figures} held-out avg@8 in 30 steps, still rising"
+    assert verdict.health == "healthy"
+    solved = [sum(one.accuracies) for one in an_evaluation(0.8, 3).problems]
+    counts = f"{solved.count(8.0)} are solved in every response and {solved.count(0.0)} in none"
+    assert verdict.advice == f"of 40 held-out problems {counts}; it still rises: raise run.total_steps and start the same command again"
     shared = replace(run, evaluations=[{**row, "eval/trained_problems": 3.0} for row in run.evaluations])
-    assert "in 30 steps (3 of the held-out problems are also trained on), still" in verdict_on(shared, []).text
+    assert "in 30 steps (3 of the held-out problems are also trained on), still" in verdict_on(shared, []).learned
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,31 @@ def test_a_healthy_run_has_none_and_says_what_it_learned(tmp_path: Path) -> None
 )
 def test_the_direction_is_that_of_pairs_by_problem(tmp_path: Path, scores: tuple[float, ...], words: str) -> None:
     run = read_run(make_run(tmp_path / "run", scores=scores))
-    assert verdict_on(run, []).text.endswith(words)
+    assert verdict_on(run, []).learned.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("scores", "word"), [((0.4, 0.8), "Learned: "), ((0.8, 0.4), "Lost: "), ((0.5, 0.5), "No clear change: ")]
+)
+def test_two_evaluations_have_no_direction(tmp_path: Path, scores: tuple[float, ...], word: str) -> None:
+    run = read_run(make_run(tmp_path / "run", evaluate_every=30, scores=scores))
+    learned = verdict_on(run, []).learned
+    assert learned.startswith(word) and learned.endswith("held-out avg@8 in 30 steps")
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"), [("rollout/groups_all_correct_share", "harder prompts"), ("rollout/groups_all_wrong_share", "easier prompts")]
+)
+def test_a_healthy_run_is_told_when_its_prompts_are_used_up(tmp_path: Path, metric: str, words: str) -> None:
+    run = read_run(make_run(tmp_path / "run", rows={step: {metric: 0.7} for step in range(15, 31)}))
+    assert words in verdict_on(run, []).advice
+
+
+def test_the_reason_of_failed_rewards_is_in_the_anomaly(tmp_path: Path) -> None:
+    samples = [a_sample(step, outcome="error", error="KeyError: 'JUDGE_KEY'") for step in (11, 12, 13)]
+    rows = {step: {"reward/failed_share": 0.5} for step in range(12, 14)}
+    found = find_anomalies(read_run(make_run(tmp_path / "run", rows=rows, samples=samples, filtered=[])))
+    assert [each.cause.partition("; ")[2] for each in found] == ["most often: KeyError: 'JUDGE_KEY'"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +123,7 @@ def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
     assert found["optimizer steps skipped"] == (22, 22)
     assert found["metrics are not finite"] == (25, 25)
     verdict = verdict_on(read_run(tmp_path / "run"), find_anomalies(read_run(tmp_path / "run")))
-    assert verdict.level == "alarm" and verdict.text.startswith("not healthy: entropy collapse since step 19; held-out")
+    assert verdict.level == "alarm" and verdict.health == "not healthy: entropy collapse since step 19"
 
 
 def test_mismatch_that_grows_below_the_alarm(tmp_path: Path) -> None:
@@ -120,13 +151,13 @@ def test_restarts_failures_and_nodes(tmp_path: Path) -> None:
     assert [each.first for each in restarts] == [11, 20]
     assert (
         restarts[0].cause
-        == "attempt 1: failed or killed: it left no record of its end; attempt 2 continues behind step 11"
+        == "attempt 1: failed or killed: it left no record of its end; attempt 2 continues after step 11"
     )
     assert restarts[1].level == "note" and "stopped by a signal" in restarts[1].cause
     failure = next(each for each in found if each.title == "failure")
     assert failure.cause.endswith("killed") and failure.advice == "look for who sent it"
     assert "node3: cpu_throttled" in next(each for each in found if each.title == "faulty node").cause
-    assert verdict_on(read_run(path), found).text.startswith("failed behind step 30: ")
+    assert verdict_on(read_run(path), found).health.startswith("failed after step 30: ")
 
 
 def test_accuracy_that_falls_from_its_best(tmp_path: Path) -> None:
@@ -154,7 +185,7 @@ def test_an_empty_run_is_no_success(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         (path / name).unlink()
     run = read_run(path)
-    assert verdict_on(run, find_anomalies(run)).text == "no train step was made: nothing was learned"
+    assert verdict_on(run, find_anomalies(run)).health == "no train step was made: nothing was learned"
 
 
 @pytest.mark.parametrize(("dtype", "titles"), [("bfloat16", []), ("float32", ["trainer and engine disagree"])])

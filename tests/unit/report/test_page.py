@@ -29,7 +29,7 @@ def test_one_run(tmp_path: Path) -> None:
     document = data_of(build_page([path]))
     (run,) = document["runs"]
     assert ["plan", "planned / measured: step 10.0 / 11.0 s"] in run["facts"]
-    assert run["verdict"]["text"].startswith("healthy: held-out avg@8")
+    assert run["verdict"]["learned"].startswith("Learned: ")
     assert ["train steps", "30 of 30"] in run["facts"] and ["machine", "TP2"] in run["facts"]
     titles = [chart["title"] for chart in document["charts"]]
     assert {"Accuracy", "Entropy", "Filtered groups", "Mismatch of trainer and engine", "Learning rate"} <= set(titles)
@@ -96,6 +96,21 @@ def test_own_parts_and_sources_have_curves(tmp_path: Path) -> None:
     assert document["runs"][0]["curves"]["evaluated"]["eval/aime/avg_at_k"] == [0.3] * 4
 
 
+def test_the_same_held_out_problems_are_shown_before_and_after(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    for step, reward in ((0, -1.0), (30, 1.0)):
+        write_lines(path / "evaluations" / f"step_{step:06d}.jsonl", [a_sample(step, text=f"step {step}", reward=reward, prompt_id="p")])
+    (pair,) = data_of(build_page([path]))["runs"][0]["pairs"]
+    assert pair["task"] == "Problem 30" and pair["steps"] == [0, 30]
+    assert [(one["text"], one["reward"]) for one in pair["responses"]] == [("step 0", -1.0), ("step 30", 1.0)]
+
+
+def test_a_reward_of_one_part_is_drawn_once(tmp_path: Path) -> None:
+    rows = dict.fromkeys(range(1, 31), {"reward/mean": 0.5, "reward/verifier_mean": 0.5})
+    titles = [chart["title"] for chart in data_of(build_page([make_run(tmp_path / "run", rows=rows)]))["charts"]]
+    assert "Reward" in titles and "Reward by part" not in titles
+
+
 def test_a_reference_is_drawn_on_the_runs_steps(tmp_path: Path) -> None:
     table = tmp_path / "curve.csv"
     table.write_text("step,value\n0,0.4\n10,0.9\n20,0.95\n400,1.0\n")
@@ -103,7 +118,7 @@ def test_a_reference_is_drawn_on_the_runs_steps(tmp_path: Path) -> None:
     # Twice as far as the run has come, and no further.
     assert run["references"][0]["curves"]["eval/avg_at_k"]["x"] == [0, 10, 20]
     assert run["comparisons"][0]["verdict"].startswith("off track since train step 10: eval/avg_at_k")
-    assert run["verdict"]["text"].startswith(f"not healthy: off the reference {table} since step 10")
+    assert run["verdict"]["health"].startswith(f"not healthy: off the reference {table} since step 10")
 
 
 @pytest.mark.parametrize("num_steps", [1000, pytest.param(5000, marks=pytest.mark.long)])

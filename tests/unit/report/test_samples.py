@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,10 @@ def test_the_limit_holds_and_every_kind_has_its_turn(tmp_path: Path) -> None:
     }
     assert max(counts.values()) - min(counts.values()) <= 1 and min(counts.values()) > 5
     assert found["read"][0]["right"] == 200
+
+
+def test_groups_stay_whole(tmp_path: Path) -> None:
+    records = [a_sample(step, number, "correct" if number else "wrong") for step in range(1, 101) for number in range(4)]
+    found = samples_for_page([read_run(make_run(tmp_path / "run", samples=records, filtered=[]))], 30_000)
+    counts = Counter(each["step"] for each in found["list"])
+    assert len(counts) > 5 and set(sorted(counts.values())[1:]) == {4}, "the page is full within one group at most"
