@@ -290,6 +290,17 @@ class VirtualCluster:
         else:
             raise ValueError(f"unknown fault {kind}; known: {', '.join(FAULTS)}")
 
+    def lose_path(self, name: str, other: str) -> None:
+        """Let what a node sends to another one go to a machine that does not exist; both reach all others."""
+        self.run(name, *self._neighbour(name, other, "replace"), "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+
+    def mend_path(self, name: str, other: str) -> None:
+        self.run(name, *self._neighbour(name, other, "del"))
+
+    def _neighbour(self, name: str, other: str, action: str) -> tuple[str, ...]:
+        route = self.run(name, "ip", "-o", "route", "get", self.address(other)).split()
+        return ("ip", "neigh", action, self.address(other), "dev", route[route.index("dev") + 1])
+
     # Files, network, processes
 
     def _write_files(self) -> None:

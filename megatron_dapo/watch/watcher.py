@@ -304,11 +304,15 @@ class Watcher:
             self._link.look(now, self._network.host(others[0]), silent_s)
 
     def _note_missing_contact(self, now: float) -> None:
-        """Leave word in the run directory for nodes without contact: they cannot tell this one from a dead one."""
+        """Leave word in the run directory for nodes without contact: they cannot tell this one from a dead one.
+
+        Not if its own link is at fault, which its record will say.
+        """
         directory, unheard, notes = self._directory, set(self._run.unheard(now)), self._contact_notes
         if directory is None:
             return
-        for node in unheard - notes.keys():
+        heard_at = now - self._run.limits.unheard_s
+        for node in [each for each in unheard - notes.keys() if not self._find_fault(each, heard_at)]:
             notes[node] = Child(partial(self._write_contact, directory / f"{CONTACT}{self._run.node_rank}_{node}"), now)
         for node in [node for node, child in notes.items() if child.exit_code() is not None]:
             if node not in unheard and self._run.is_heard(node, now):  # it holds no longer

@@ -355,6 +355,8 @@ class Shot:
             return False
         if self.fault.scope == "shared":
             return told["rank"] in self.run.ranks and self.run.ranks[told["rank"]].node == told["node"]
+        if self.fault.scope == "pair":
+            return told["rank"] == -1 and node in str(told["node"]).split(" and ")
         return told["node"] == node and told["rank"] == (rank if self.fault.scope == "rank" else -1)
 
     def _hold(self, lines_before: int) -> None:

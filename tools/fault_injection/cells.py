@@ -32,7 +32,7 @@ class Fault:
     kind: str  # CRASH, ...
     meaning: str
     causes: tuple[str, ...] = ()  # of failure.json that name it
-    scope: str = "rank"  # "rank"; "node" (rank -1); "shared": whichever rank met it first
+    scope: str = "rank"  # "rank"; "node" (rank -1); "pair": the node and another one (rank -1); "shared": whichever rank met it first
     configuration: str = "embedded"  # of the run: "embedded" engine, or "servers"
 
 
@@ -40,15 +40,18 @@ FAULTS = {
     fault.name: fault
     for fault in (
         Fault("sigkill", CRASH, "SIGKILL of a rank", ("signal",)),
+        Fault("sigkill-start", CRASH, "SIGKILL of a rank, and of the same one of the next attempt as soon as it is there", ("signal",)),
         Fault("sigstop", SILENCE, "SIGSTOP of a rank", ("stopped",)),
         Fault("oom", CRASH, "the node's memory limit is met and the kernel kills the rank", ("out of memory",)),
         Fault("unplug", SILENCE, "the node's link is down both ways", ("link lost",), "node"),
         Fault("mute", SILENCE, "the node's link is down one way: it hears and is not heard", ("link lost", "node lost"), "node"),
         Fault("deafen", SILENCE, "the node's link is down one way: it is heard and does not hear", ("link lost", "node lost"), "node"),
+        Fault("path-lost", SILENCE, "what the node sends to another one goes nowhere; both reach all others", ("path lost",), "pair"),
         Fault("throttle", SURVIVED, "the node sends at 1 Mbit/s for a while"),
         Fault("lossy", SURVIVED, "the node's frames are delayed by 20 ms both ways, and 2 % are lost, for a while"),
         Fault("disk-full", CRASH, "the file system of the run directory is full", ("disk full",), "shared"),
         Fault("fs-hung", SILENCE, "writes to the file system of the run directory hang", ("file system hung",), "shared"),
+        Fault("unmount", SILENCE, "the file system of the run directory is unmounted on the node (lazily)", ("file system lost",)),
         Fault("slurmd", SLURM, "SIGKILL of the node's slurmd"),
         Fault("power-off", SILENCE, "the node is powered off, and booted again", ("node lost", "link lost"), "node"),
         Fault("scancel", STOP, "scancel of the job, which is then submitted again"),
@@ -116,7 +119,7 @@ def table() -> str:
     lines = ["phases: " + ", ".join(PHASES), ""]
     for fault in FAULTS.values():
         lines.append(
-            f"{fault.name:<11} {fault.kind:<9} {fault.meaning}{f' -> {chr(34)}' + f'{chr(34)} or {chr(34)}'.join(fault.causes) + chr(34) if fault.causes else ''}"
+            f"{fault.name:<13} {fault.kind:<9} {fault.meaning}{f' -> {chr(34)}' + f'{chr(34)} or {chr(34)}'.join(fault.causes) + chr(34) if fault.causes else ''}"
         )
     lines += ["", f"{len(CELLS)} cells; these mean nothing:"]
     lines += [f"{fault} x {phase}: {reason}" for (fault, phase), reason in MEANINGLESS.items()]

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from tools.fault_injection.cluster_run import ClusterRun, RankProcess, is_given_up, wait_until
+from tools.fault_injection.cluster_run import ClusterRun, RankProcess, command_line, is_given_up, wait_until
 from tools.virtual_cluster import CGROUP_V1, CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +65,18 @@ class Injector:
             if fault == "sigstop":
                 self._repairs.append(lambda: _signal(pid, signal.SIGCONT))
             return lambda: _signal(pid, number)
+        if fault == "sigkill-start":
+            return partial(self._kill_twice, run, rank)
+        if fault == "path-lost":
+            other = next(each for each in cluster.nodes if each != node)
+            self._repairs.append(lambda: cluster.mend_path(node, other))
+            return lambda: cluster.lose_path(node, other)
+        if fault == "unmount":
+            device = subprocess.run(
+                ["findmnt", "-n", "-o", "SOURCE", str(self._disk)], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            self._repairs.append(lambda: cluster.run(node, "mount", device, str(self._disk)))
+            return lambda: cluster.run(node, "umount", "-l", str(self._disk))
         if fault == "verifiers":
             return lambda: [_signal(pid, signal.SIGKILL) for pid in run.processes("megatron_dapo.rewards.pool.worker")]
         if fault == "server":
@@ -122,6 +136,24 @@ class Injector:
         """
         if wait_until(lambda: is_given_up(self._cluster, node), GIVEN_UP_S, poll_s=0.5):
             time.sleep(REPEATED_ORDER_S)
+
+    def _kill_twice(self, run: ClusterRun, rank: int) -> None:
+        """Kill a rank, and in the next attempt the process of the same node before it can have found the others."""
+        target = run.ranks[rank]
+        _signal(target.pid, signal.SIGKILL)
+
+        def kill_next() -> None:
+            known, end = {target.pid}, time.monotonic() + GIVEN_UP_S
+            while time.monotonic() < end:
+                workers = set(run.processes("megatron_dapo.run.worker", target.node)) - known
+                started = [pid for pid in workers if "--keep-servers" not in command_line(pid)]
+                for pid in started:
+                    _signal(pid, signal.SIGKILL)
+                if started:
+                    return
+                time.sleep(0.01)
+
+        threading.Thread(target=kill_next, daemon=True).start()
 
     def _meet_memory_limit(self, target: RankProcess) -> None:
         """Set the limit of the node's cgroup to what it uses, let a small process of it use more, and see the rank end."""

@@ -139,7 +139,10 @@ def read_verdict(run: ClusterRun, since: float, timeout_s: float) -> Mapping[str
 
 
 # Words of the printed line by cause, if they differ from the cause's name.
-_WORDS = {"signal": ("killed by signal", "exited without reporting an error")}
+_WORDS = {
+    "signal": ("killed by signal", "exited without reporting an error"),
+    "file system lost": ("is another directory than before", " is gone on ", "is not the directory of rank 0"),
+}
 
 
 def is_cause_printed(cause: str, line: str) -> bool:
