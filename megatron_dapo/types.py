@@ -10,7 +10,7 @@ P for the padded tokens of one packed micro-batch and N for its number of sequen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
 CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]  # of a tool call
+EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort"]
 # Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
 IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
@@ -73,11 +74,127 @@ class VersionRange:
     version: int
 
 
+@dataclass(frozen=True)
+class Call:
+    """A tool call that a turn made, for metrics and people; the model saw its text."""
+
+    name: str
+    status: CallStatus
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the policy and the answer to it: tokens [start, end) were sampled, [end, observed_end) were not."""
+
+    start: int
+    end: int
+    observed_end: int
+    finish_reason: FinishReason = "stop"  # "length": the turn was cut, and nothing in it was executed
+    reward: float = 0.0  # given at its end
+    trained: bool = True  # False: another model's, or not to be learned from
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Tokens [start, end) of a stream of one kind."""
+
+    start: int
+    end: int
+    is_sampled: bool  # by an engine; otherwise the environment's
+    is_trained: bool  # sampled, and the policy learns from it
+
+
+def token_runs(num_tokens: int, turns: Iterable[Turn] | None) -> list[TokenRun]:
+    """Return the runs that cover [0, num_tokens): sampled in turns, observed between them; without turns all sampled."""
+    if turns is None:
+        return [TokenRun(0, num_tokens, True, True)] if num_tokens else []
+    runs: list[TokenRun] = []
+    position = 0
+    for turn in turns:
+        if not position <= turn.start <= turn.end <= turn.observed_end <= num_tokens:
+            raise ValueError(f"turn [{turn.start}, {turn.end}, {turn.observed_end}) of a stream of {num_tokens} tokens")
+        runs += [
+            TokenRun(position, turn.start, False, False),
+            TokenRun(turn.start, turn.end, True, turn.trained),
+            TokenRun(turn.end, turn.observed_end, False, False),
+        ]
+        position = turn.observed_end
+    runs.append(TokenRun(position, num_tokens, False, False))
+    return [run for run in runs if run.end > run.start]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids and log-probs of tokens that an engine sampled."""
+
+    token_ids: np.ndarray  # [N] int32
+    logprobs: np.ndarray  # [N] float32
+
+
+def _sampled(token_ids: np.ndarray, logprobs: np.ndarray, runs: list[TokenRun]) -> Tokens:
+    """Return the sampled tokens of a stream; the arrays themselves if all are."""
+    sampled = [run for run in runs if run.is_sampled]
+    if sum(run.end - run.start for run in sampled) == len(token_ids):
+        return Tokens(token_ids, logprobs)
+    ids, numbers = (
+        np.concatenate([array[:0], *(array[run.start : run.end] for run in sampled)]) for array in (token_ids, logprobs)
+    )
+    return Tokens(ids, numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A token stream of an episode that does not extend its main one: a branch, a sub-agent, a compacted history."""
+
+    prompt_ids: tuple[int, ...]  # context at its begin; tokens in it that were sampled elsewhere are trained there
+    token_ids: np.ndarray  # [R] int32
+    logprobs: np.ndarray  # [R] float32
+    versions: tuple[VersionRange, ...]
+    turns: tuple[Turn, ...]
+    parent: int = 0  # segment from which it came; 0: the main stream
+    name: str = ""  # of a sub-agent or a compaction
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
+        object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other) if isinstance(other, Segment) else NotImplemented
+
+    @property
+    def runs(self) -> list[TokenRun]:
+        return token_runs(len(self.token_ids), self.turns)
+
+    @property
+    def sampled(self) -> Tokens:
+        return _sampled(self.token_ids, self.logprobs, self.runs)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A conversation of the policy with an environment, of which a completion holds the main stream."""
+
+    end: EpisodeEnd
+    turns: tuple[Turn, ...]  # of the completion's tokens
+    segments: tuple[Segment, ...] = ()  # other streams, numbered from 1
+    reward: float | None = None  # the environment's; None: the verifier's counts
+    is_correct: bool | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, for metrics
+    attempt: int = 0  # times it was started again
+    seconds: Mapping[str, float] = field(default_factory=dict)  # generating, acting, waiting
+    journal: str = ""  # digest of its journal
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     """An engine's response: ids and log-probs at the sampled temperature, one per response token.
 
-    Both stay arrays from the engine to the loss, at 8 bytes per token, and are read-only by convention. Other sequences
+    With an `episode`, only the tokens of its turns were sampled. The environment's, between them, have a version (that
+    of the turn before) and a log-prob that nothing reads: use `sampled`, `num_sampled` and `runs`.
+
+    Both arrays stay arrays from the engine to the loss, at 8 bytes per token, and are read-only by convention. Other sequences
     of numbers are converted. Equal completions have equal fields, bit for bit.
 
     `routing` has the experts that every layer chose for each token that the engine read, including the prompt: all T
@@ -90,33 +207,48 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
     routing: np.ndarray | None = None  # [T - 1, layers, experts per token] uint8 or int16; None: not requested
+    prompt_ids: tuple[int, ...] | None = None  # an episode's own first tokens; None: the group's prompt
+    episode: Episode | None = None  # None: one turn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Completion):
-            return NotImplemented
-        facts, others = (
-            (
-                each.request_id,
-                each.finish_reason,
-                each.versions,
-                *map(_bits, (each.token_ids, each.logprobs, each.routing)),
-            )
-            for each in (self, other)
-        )
-        return facts == others
+        return _equal(self, other) if isinstance(other, Completion) else NotImplemented
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far."""
+        """Response tokens so far, including an environment's."""
         return len(self.token_ids)
+
+    @property
+    def runs(self) -> list[TokenRun]:
+        """Runs of sampled and observed tokens that cover the response."""
+        return token_runs(len(self.token_ids), None if self.episode is None else self.episode.turns)
+
+    @property
+    def sampled(self) -> Tokens:
+        """The sampled tokens, without an environment's; the completion's arrays if it has one turn."""
+        return _sampled(self.token_ids, self.logprobs, self.runs)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled so far."""
+        return len(self.sampled.token_ids)
 
     @property
     def is_truncated(self) -> bool:
         return self.finish_reason != "stop"
+
+
+def _equal(one: Completion | Segment, other: Completion | Segment) -> bool:
+    """Compare field by field, arrays bit for bit."""
+    pairs = [(getattr(one, entry.name), getattr(other, entry.name)) for entry in fields(one)]
+    return all(
+        _bits(first) == _bits(second) if isinstance(first, np.ndarray) or isinstance(second, np.ndarray) else first == second
+        for first, second in pairs
+    )
 
 
 def _bits(numbers: np.ndarray | None) -> bytes | None:
@@ -125,7 +257,7 @@ def _bits(numbers: np.ndarray | None) -> bytes | None:
 
 def num_distinct(completions: Iterable[Completion]) -> int:
     """Return the number of responses with different tokens."""
-    return len({completion.token_ids.tobytes() for completion in completions})
+    return len({completion.sampled.token_ids.tobytes() for completion in completions})
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_dapo.types import Completion, FinishReason, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.types import (
+    Call,
+    Completion,
+    Episode,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    Segment,
+    Turn,
+    VersionRange,
+)
 
 Result = TypeVar("Result")
 
@@ -210,8 +220,22 @@ def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """Return `completion` as JSON values, except that its numbers for each token stay arrays: there may be millions."""
-    values = {name: value for name, value in vars(completion).items() if value is not None}
+    values = _present_fields(completion)
+    if completion.episode is not None:
+        segments = tuple(_stream_to_json(segment) for segment in completion.episode.segments)
+        values["episode"] = {**_stream_to_json(completion.episode), "segments": segments}
     return {**values, "versions": tuple(asdict(version) for version in completion.versions)}
+
+
+def _present_fields(value: Completion | Segment | Episode) -> dict[str, Any]:
+    parts = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _stream_to_json(stream: Segment | Episode) -> dict[str, Any]:
+    values = _present_fields(stream)
+    rows = {name: tuple(asdict(row) for row in values[name]) for name in ("turns", "versions") if name in values}
+    return {**values, **rows}
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
@@ -223,4 +247,25 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
         finish_reason=value["finish_reason"],
         versions=tuple(VersionRange(**version) for version in value["versions"]),
         routing=value.get("routing"),
+        prompt_ids=None if value.get("prompt_ids") is None else tuple(value["prompt_ids"]),
+        episode=None if value.get("episode") is None else _episode(value["episode"]),
     )
+
+
+def _episode(value: Mapping[str, Any]) -> Episode:
+    segments = tuple(
+        Segment(
+            **{
+                **segment,
+                "prompt_ids": tuple(segment["prompt_ids"]),
+                "versions": tuple(VersionRange(**version) for version in segment["versions"]),
+                "turns": _turns(segment["turns"]),
+            }
+        )
+        for segment in value["segments"]
+    )
+    return Episode(**{**value, "turns": _turns(value["turns"]), "segments": segments})
+
+
+def _turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
+    return tuple(Turn(**{**row, "calls": tuple(Call(**call) for call in row["calls"])}) for row in rows)

@@ -122,7 +122,7 @@ def generate(
                 raise RuntimeError(f"the engine is idle, but {num_missing} of {len(requests)} responses are missing")
             for completion in finished:
                 _accept(completion, requests, done)
-                num_tokens += len(completion.token_ids)
+                num_tokens += completion.num_sampled
             if finished:
                 progress(EvaluationProgress(len(done), len(requests), num_tokens))
     finally:
@@ -226,7 +226,7 @@ def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
         extracted=tuple(sample.score.extracted for sample in row),
         outcomes=tuple(sample.score.outcome for sample in row),
         truncated=tuple(sample.completion.is_truncated for sample in row),
-        response_tokens=tuple(len(sample.completion.token_ids) for sample in row),
+        response_tokens=tuple(sample.completion.num_sampled for sample in row),
         source=problem.prompt.source,
     )
 

@@ -357,7 +357,7 @@ class GroupCollector(Collector):
                 given_up.append(self._open.pop(group.group_id))
                 continue
             dropped = [held for index, held in group.completions.items() if index not in kept]
-            self._builder.num_discarded_tokens += sum(completion.num_tokens for completion in dropped)
+            self._builder.num_discarded_tokens += sum(completion.num_sampled for completion in dropped)
             group.completions, group.stage = kept, GroupStage.HELD
         return given_up
 
@@ -481,7 +481,7 @@ class GroupCollector(Collector):
         """Hold a saved group, or queue its prompt again if this run has different sizes or no partial rollout."""
         is_size = group.size == self._rollout.group_size or self._rollout.budget.enabled
         fits = is_size and all(
-            index < group.size and held.num_tokens <= self._sampling.max_new_tokens
+            index < group.size and held.num_sampled <= self._sampling.max_new_tokens
             for index, held in group.completions.items()
         )
         if self._rollout.partial_rollout and fits:

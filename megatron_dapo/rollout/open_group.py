@@ -65,7 +65,7 @@ class OpenGroup:
         return len(self.completions) == self.size
 
     def add(self, index: int, completion: Completion) -> int:
-        """Add an engine's completion of response `index` and return its number of new tokens.
+        """Add an engine's completion of response `index` and return its number of newly sampled tokens.
 
         Raises RuntimeError if the engine keeps returning it without a new token, ValueError if the completion does not
         continue the tokens held.
@@ -79,8 +79,8 @@ class OpenGroup:
                 f"response {completion.request_id}: the engine was to continue after {start} tokens and returned others; "
                 "an engine returns the prefix it was given and the new tokens after it"
             )
-        num_new = completion.num_tokens - start
-        fruitless = self.num_fruitless[index] + 1 if is_partial(completion) and not num_new else 0
+        has_new = completion.num_tokens > start
+        fruitless = self.num_fruitless[index] + 1 if is_partial(completion) and not has_new else 0
         if fruitless > MAX_FRUITLESS:
             raise RuntimeError(
                 f"response {completion.request_id}: the engine gave up {fruitless} times in a row without a new token "
@@ -88,7 +88,7 @@ class OpenGroup:
             )
         self.num_fruitless[index] = fruitless
         self.completions[index] = completion
-        return num_new
+        return completion.num_sampled - (held.num_sampled if held is not None else 0)
 
 
 def is_partial(completion: Completion) -> bool:
@@ -97,8 +97,11 @@ def is_partial(completion: Completion) -> bool:
 
 
 def settled(completion: Completion, sampling: SamplingParams) -> Completion:
-    """Return `completion`, marked as finished if it was stopped exactly at its end."""
-    if not is_partial(completion) or not completion.num_tokens:
+    """Return `completion`, marked as finished if it was stopped exactly at its end.
+
+    A stop token at the end of an episode's tokens ends a turn, not the episode.
+    """
+    if not is_partial(completion) or not completion.num_tokens or completion.episode is not None:
         return completion
     return replace(completion, finish_reason=finish_reason_of(sampling, completion.token_ids))
 

@@ -76,7 +76,7 @@ class Observation:
     def of(cls, group: Group, decision: FilterDecision) -> Observation:
         """Return what `group` tells."""
         completions = [sample.completion for sample in group.samples]
-        num_tokens = sum(completion.num_tokens for completion in completions)
+        num_tokens = sum(completion.num_sampled for completion in completions)
         return cls(
             group.group_id,
             group.prompt.prompt_id,
@@ -84,7 +84,7 @@ class Observation:
             tuple(sample.score.accuracy for sample in group.samples),
             num_tokens / len(completions),
             sum(completion.is_truncated for completion in completions) / len(completions),
-            -sum(float(completion.logprobs.sum()) for completion in completions) / max(1, num_tokens),
+            -sum(float(completion.sampled.logprobs.sum()) for completion in completions) / max(1, num_tokens),
         )
 
 

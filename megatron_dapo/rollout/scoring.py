@@ -80,7 +80,7 @@ class SampleScorer:
             )
         if self.streak is not None:
             self.streak.observe(scores[name] for name in texts)
-        repetition = self._measure({response.request_id: response.token_ids for _, response in responses})
+        repetition = self._measure({response.request_id: response.sampled.token_ids for _, response in responses})
         return {
             response.request_id: self._scored(response, texts[name], scores[name], repetition[name])
             for name, (_, response) in zip(texts, responses, strict=True)
@@ -90,7 +90,7 @@ class SampleScorer:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
         text, name = self.decode(response.token_ids), response.request_id
         score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
-        repetition = self._measure({name: response.token_ids})[name]
+        repetition = self._measure({name: response.sampled.token_ids})[name]
         return ScoredSample(name, response, text, score, {}, window, repetition)
 
     def _measure(self, token_ids: Mapping[str, np.ndarray]) -> Mapping[str, Repetition]:

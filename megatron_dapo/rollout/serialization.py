@@ -1,10 +1,10 @@
 """Exact conversion of groups and responses to values, and of a collector's state to a JSON document plus tensors.
 
-In a state, a response is a mapping with `token_ids` and `logprobs`, arrays of N numbers each, and `routing` if it is
-replayed; everything else is JSON. `split_state` moves the arrays into tensors. In their place the document has
-`token_span` = [start, start + N), the response's place in the first two tensors, and `routing_span`, which includes the
-routing's shape. For 8,192 responses of 12K tokens the tensors take 0.8 GB; JSON text would take 4.3 GB (measured at an
-eighth of that size).
+In a state, a response, or a segment of an episode, is a mapping with `token_ids` and `logprobs`, arrays of N numbers
+each, and `routing` if it is replayed; everything else is JSON. `split_state` moves the arrays into tensors. In their
+place the document has `token_span` = [start, start + N), the response's place in the first two tensors, and
+`routing_span`, which includes the routing's shape. For 8,192 responses of 12K tokens the tensors take 0.8 GB; JSON text
+would take 4.3 GB (measured at an eighth of that size).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
     def moved(value: Any) -> Any:
         if isinstance(value, Mapping):
             if "token_ids" in value and "logprobs" in value:
-                return _moved_response(value, tokens, logprobs, routing)
+                value = _moved_response(value, tokens, logprobs, routing)
             return {name: moved(part) for name, part in value.items()}
         return [moved(part) for part in value] if _has_mappings(value) else value
 

@@ -117,7 +117,7 @@ class StatisticsBuilder:
         self.filter_decisions[decision] += 1
         finished = [sample for sample in group.samples if sample.window.is_finished]
         completions = [sample.completion for sample in finished]
-        self.lengths["kept" if decision == KEPT else "dropped"] += [completion.num_tokens for completion in completions]
+        self.lengths["kept" if decision == KEPT else "dropped"] += [completion.num_sampled for completion in completions]
         self.num_truncated += sum(completion.is_truncated for completion in completions)
         self.num_duplicates += len(completions) - num_distinct(completions)
         self.outcomes.update(sample.score.outcome for sample in finished)
@@ -130,14 +130,14 @@ class StatisticsBuilder:
     def add_aborted(self, completions: Iterable[Completion]) -> None:
         """Count one group given up, with the tokens it had."""
         self.num_aborted += 1
-        lengths = [completion.num_tokens for completion in completions]
+        lengths = [completion.num_sampled for completion in completions]
         self.lengths["aborted"] += lengths
         self.num_discarded_tokens += sum(lengths)
 
     def add_stale(self, group: Group) -> None:
         """Count one buffered group dropped for its age."""
         self.num_stale += 1
-        self.num_discarded_tokens += sum(sample.completion.num_tokens for sample in group.samples)
+        self.num_discarded_tokens += sum(sample.completion.num_sampled for sample in group.samples)
 
     @property
     def num_scored_responses(self) -> int:

@@ -44,7 +44,7 @@ def candidates_of(samples: Sequence[ScoredSample]) -> Candidates:
     """Return the responses to one prompt as the selection sees them."""
     return Candidates(
         [sample.text for sample in samples],
-        [sample.completion.num_tokens for sample in samples],
+        [sample.completion.num_sampled for sample in samples],
         [sample.score.accuracy > 0 for sample in samples],
     )
 
@@ -87,7 +87,7 @@ def examples_of(chosen: Sequence[Chosen]) -> Iterator[dict[str, Any]]:
                 "data_source": one.prompt.data_source,
                 "answer": one.prompt.answer,
                 "pass_rate": one.candidates.pass_rate,
-                "response_tokens": sample.completion.num_tokens,
+                "response_tokens": sample.completion.num_sampled,
                 "sample": index,
                 "cluster": one.diverse.clusters.get(index),
             }
@@ -103,6 +103,6 @@ def responses_of(chosen: Sequence[Chosen]) -> Iterator[dict[str, Any]]:
                 "fate": fate,
                 "outcome": sample.score.outcome,
                 "cluster": one.diverse.clusters.get(index),
-                "response_tokens": sample.completion.num_tokens,
+                "response_tokens": sample.completion.num_sampled,
                 "response": sample.text,
             }

@@ -175,12 +175,13 @@ def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:
     length, perplexity, form = reward.overlong_punishment, reward.perplexity_penalty, reward.format
 
     def overlong(completion: Completion, text: str, score: Score) -> float:
-        tokens = torch.tensor([completion.num_tokens])
+        tokens = torch.tensor([completion.num_sampled])
         return float(soft_overlong_penalty(tokens, length.max_length, length.cache_length, length.factor)[0])
 
     def improbable(completion: Completion, text: str, score: Score) -> float:
         # The log-probs come with the response, from the policy that sampled it: a reward passes no gradient.
-        nll = -torch.from_numpy(completion.logprobs).double().mean()[None] if completion.num_tokens else torch.zeros(1)
+        logprobs = torch.from_numpy(completion.sampled.logprobs)
+        nll = -logprobs.double().mean()[None] if len(logprobs) else torch.zeros(1)
         bounds = perplexity.start, perplexity.end, perplexity.factor, perplexity.low_start, perplexity.low_end
         return float(soft_perplexity_penalty(nll, *bounds)[0])
 

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from megatron_dapo.nodes.watch import NodeWatch
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.rollout.batch import RolloutBatch
-    from megatron_dapo.trainer.connect_engines import Publisher
     from megatron_dapo.trainer.build_rollout import RolloutData
+    from megatron_dapo.trainer.connect_engines import Publisher
     from megatron_dapo.trainer.context import RunContext
 
 logger = logging.getLogger(__name__)

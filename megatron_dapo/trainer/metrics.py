@@ -116,7 +116,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     """Return the "rollout/" section."""
     statistics, groups = batch.statistics, batch.groups
     samples = [sample for group in groups for sample in group.samples]
-    lengths = [len(sample.completion.token_ids) for sample in samples]
+    lengths = [sample.completion.num_sampled for sample in samples]
     staleness = [policy_version - group.policy_version for group in groups]
     num_finished = max(1, sum(statistics.filter_decisions.values()))
     ages = [
@@ -214,10 +214,11 @@ def quality_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"quality/repetition_{kind}mean"] = mean(shares)
         metrics[f"quality/repetition_{kind}p99"] = _percentile(shares, 99)
     ratios = [sample.repetition.zlib_ratio for sample in samples]
-    num_tokens = max(1, sum(sample.completion.num_tokens for sample in samples))
+    num_tokens = max(1, sum(sample.completion.num_sampled for sample in samples))
     in_loops = sum(sample.repetition.loop_period * sample.repetition.loop_repeats for sample in samples)
-    nll = [-float(sample.completion.logprobs.mean()) for sample in kinds["correct_"] if sample.completion.num_tokens]
-    probability = sum(float(np.exp(sample.completion.logprobs).sum(dtype=np.float64)) for sample in samples)
+    correct = [sample.completion.sampled.logprobs for sample in kinds["correct_"]]
+    nll = [-float(logprobs.mean()) for logprobs in correct if len(logprobs)]
+    probability = sum(float(np.exp(sample.completion.sampled.logprobs).sum(dtype=np.float64)) for sample in samples)
     return {
         **metrics,
         "quality/tail_loop_share": mean([sample.repetition.loop_repeats > 0 for sample in samples]),
@@ -307,7 +308,7 @@ def training_seconds(times: Mapping[str, float]) -> float:
 def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[str, float]:
     """Return the "throughput/" section; `times` in seconds by phase."""
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
-    trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
+    trained_tokens = sum(len(group.prompt.token_ids) + sample.completion.num_tokens for group, sample in samples)
     generated = batch.statistics.num_tokens
     return {
         "throughput/samples_per_s": len(samples) / max(training_seconds(times), 1e-9),

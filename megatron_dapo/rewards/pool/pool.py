@@ -65,7 +65,7 @@ def score_request(key: str, prompt: Prompt, completion: Completion, text: str, s
         return request
     wants_tokens = getattr(scorer, "takes_token_ids", False)
     fields = {
-        "token_ids": base64.b64encode(completion.token_ids.tobytes()).decode() if wants_tokens else None,
+        "token_ids": base64.b64encode(completion.sampled.token_ids.tobytes()).decode() if wants_tokens else None,
         "messages": [dict(message) for message in prompt.messages],
         "data_source": prompt.data_source,
         "extra_info": dict(prompt.extra),
