@@ -59,7 +59,7 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of
+from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of, sequences_of
 from megatron_dapo.trainer.rollout import release_freed_memory
 from megatron_dapo.types import (
     Completion,
@@ -256,10 +256,9 @@ def assemble(batch: RolloutBatch, data_parallel: int) -> list[TrainSample]:
     limits = MicroBatchLimits(max_tokens=2 * samples[0].num_tokens)
     plan = plan_micro_batches([one.num_tokens for one in samples], ParallelLayout(data_parallel), limits)
     kept = {index for part in plan[0] for index in part}
-    pairs = [(group, sample) for group in batch.groups for sample in group.samples]
     return [
-        replace(one, **numbers_of(*pair)) if index in kept else one
-        for index, (one, pair) in enumerate(zip(samples, pairs, strict=True))
+        replace(one, **numbers_of(*each)) if index in kept else one
+        for index, (one, each) in enumerate(zip(samples, sequences_of(batch.groups), strict=True))
     ]
 
 

@@ -75,7 +75,7 @@ class VersionRange:
 
 
 @dataclass(frozen=True)
-class Call:
+class TurnCall:
     """A tool call that a turn made, for metrics and people; the model saw its text."""
 
     name: str
@@ -93,7 +93,7 @@ class Turn:
     finish_reason: FinishReason = "stop"  # "length": the turn was cut, and nothing in it was executed
     reward: float = 0.0  # given at its end
     trained: bool = True  # False: another model's, or not to be learned from
-    calls: tuple[Call, ...] = ()
+    calls: tuple[TurnCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ class Segment:
     turns: tuple[Turn, ...]
     parent: int = 0  # segment from which it came; 0: the main stream
     name: str = ""  # of a sub-agent or a compaction
+    routing: np.ndarray | None = None  # see Completion
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
@@ -234,8 +235,20 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled so far."""
-        return len(self.sampled.token_ids)
+        """Tokens that the policy sampled so far, in the main stream."""
+        return sum(run.end - run.start for run in self.runs if run.is_sampled)
+
+    @property
+    def num_segments(self) -> int:
+        """Streams besides the main one."""
+        return 0 if self.episode is None else len(self.episode.segments)
+
+    def stream(self, segment: int) -> Completion | Segment:
+        """Return a stream by its number: 0 is the completion's own, a sequence to train like each segment."""
+        if not segment:
+            return self
+        assert self.episode is not None, f"a response of one turn has no segment {segment}"
+        return self.episode.segments[segment - 1]
 
     @property
     def is_truncated(self) -> bool:
@@ -364,7 +377,7 @@ class CriticContext:
 class TrainSample:
     """One sequence as the trainer sees it. Response token j is tokens[prompt_length + j]."""
 
-    sample_id: str
+    sample_id: str  # of an episode's segments: "<sample_id of the episode>#<segment>"
     group_index: int  # index of its group within the rollout batch
     # [T] int32. Tokens, log-probs and routing have no memory on ranks that do not pack the sample.
     tokens: torch.Tensor
@@ -379,6 +392,13 @@ class TrainSample:
     kl_penalties: torch.Tensor | None = None  # [R] float32, subtracted from the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # weight of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
     routing: torch.Tensor | None = None  # [T - 1, layers, experts per token], see Completion; None: not replayed
+    observed: torch.Tensor | None = None  # [R] bool: an environment's tokens, never trained; None: all were sampled
+    segment: int = 0  # stream of its episode; 0: the main one, or the only one
+
+    @property
+    def episode(self) -> str:
+        """Name of the episode, or of the only response, that the sequence is a part of."""
+        return self.sample_id.rpartition("#")[0] if self.segment else self.sample_id
 
     @property
     def num_tokens(self) -> int:
@@ -387,6 +407,11 @@ class TrainSample:
     @property
     def num_response_tokens(self) -> int:
         return self.num_tokens - self.prompt_length
+
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens without an environment's."""
+        return self.num_response_tokens - (0 if self.observed is None else int(self.observed.sum()))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,21 @@ class EstimatedBatch:
     has_spread: bool = True  # the critic's targets differ, so that there is variance to explain
 
 
+def episode_positions(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """Return the episode of each sequence, [S] int64, 0.. in the order of first sight; a lone response is an episode."""
+    if not any(sample.segment for sample in samples):
+        return torch.arange(len(samples))
+    places: dict[tuple[int, str], int] = {}
+    return torch.tensor([places.setdefault((one.group_index, one.episode), len(places)) for one in samples])
+
+
+def of_episodes(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the value of each episode's first sequence, from `values` [S] and `positions` [S] of `episode_positions`."""
+    first = positions.new_full((int(positions.max()) + 1 if len(positions) else 0,), len(positions))
+    first.scatter_reduce_(0, positions, torch.arange(len(positions)), "amin")
+    return values[first]
+
+
 def equal_prompt_weights(group_index: torch.Tensor) -> torch.Tensor:
     """Return mean group size / size of each response's group, [S] float64, so that all groups count alike."""
     _, positions, sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
@@ -40,7 +55,7 @@ def estimate_group_advantages(
 ) -> EstimatedBatch:
     """Give every token of a response the advantage of its reward within its group (DAPO, arXiv 2503.14476, Eq 9).
 
-    Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
+    An episode counts once in its group, however many sequences it has, and all of them get its advantage. Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
     older version) keeps its advantages. `equal_prompts` makes groups of unequal sizes count alike. Raise ValueError if
     a reward is not finite.
     """
@@ -48,22 +63,24 @@ def estimate_group_advantages(
     rewards = [context.reward for context in contexts if context is not None]
     estimated, metrics = list(samples), {}
     if samples and len(rewards) == len(samples):
+        episodes = episode_positions(samples)
+        index = of_episodes(torch.tensor([sample.group_index for sample in samples], dtype=torch.int64), episodes)
+        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
         advantages = compute_advantages(
             advantage,
             AdvantageInputs(
                 # Filtered overlong responses have no trained token but stay in their group's statistics.
-                rewards=torch.tensor(rewards, dtype=torch.float64),
-                group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
-                response_lengths=torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64),
+                rewards=of_episodes(torch.tensor(rewards, dtype=torch.float64), episodes),
+                group_index=index,
+                response_lengths=torch.zeros_like(index).index_add_(0, episodes, lengths),
             ),
         )
         values = advantages.values
         if equal_prompts:
-            index = torch.tensor([sample.group_index for sample in samples], dtype=torch.int64)
             values = (values * equal_prompt_weights(index)).float()
         estimated = [
             replace(sample, advantages=value.expand(sample.num_response_tokens))
-            for sample, value in zip(samples, values, strict=True)
+            for sample, value in zip(samples, values[episodes], strict=True)
         ]
         metrics = {
             "advantage/mean": advantages.metrics["advantage_mean"],

@@ -105,7 +105,7 @@ def _policy_samples(
     is_finished = torch.tensor([one.is_finished for one in responses], dtype=torch.bool)
     mask = _joined([one.sample.loss_mask[one.start :] for one in responses])
     rewards = _token_rewards(responses, mask, lengths, [one.start for one in responses])
-    whole_lengths = torch.tensor([one.sample.num_response_tokens for one in responses], dtype=torch.int64)
+    whole_lengths = torch.tensor([one.sample.num_sampled for one in responses], dtype=torch.int64)
     estimates = extended_estimates(
         _joined([one.values[one.start :] for one in responses]),
         rewards,
@@ -161,8 +161,8 @@ def _critic_samples(
 
 
 def _whole_mask(one: _Response) -> torch.Tensor:
-    mask = one.sample.loss_mask.clone()
-    mask[: one.start] = 1.0
+    mask, observed = one.sample.loss_mask.clone(), one.sample.observed
+    mask[: one.start] = 1.0 if observed is None else (~observed[: one.start]).float()
     return mask
 
 

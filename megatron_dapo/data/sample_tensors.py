@@ -16,13 +16,15 @@ Description = dict[str, Any]  # JSON-serializable
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]; `routing`, flat, where samples have it. Values and returns of a critic are not included: ranks compute them.
+    [sum R]; `observed` bool and `routing`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
     """
-    description = {
+    description: Description = {
         "sample_ids": [sample.sample_id for sample in samples],
         "group_index": [sample.group_index for sample in samples],
         "num_tokens": [sample.num_tokens for sample in samples],
         "prompt_length": [sample.prompt_length for sample in samples],
+        "segment": [sample.segment for sample in samples],
+        "has_observed": [sample.observed is not None for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
         "routing": [None if sample.routing is None else list(sample.routing.shape) for sample in samples],
     }
@@ -30,6 +32,8 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
     tensors["staleness"] = _joined([_staleness(sample) for sample in samples], torch.float32)
+    if any(description["has_observed"]):
+        tensors["observed"] = _joined([one.observed for one in samples if one.observed is not None], torch.bool)
     if routed := [sample.routing.flatten() for sample in samples if sample.routing is not None]:
         tensors["routing"] = _joined(routed, routed[0].dtype)
     return description, tensors
@@ -45,6 +49,7 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
+    observed = _observed(tensors, description, num_response)
     shapes = description["routing"]
     routing = iter(_split_routing(tensors.get("routing", torch.zeros(0, dtype=torch.uint8)), [s for s in shapes if s]))
     return [
@@ -55,6 +60,8 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
             prompt_length=prompt_length[index],
             critic_context=critic_context_from_json(description["critic_context"][index]),
             routing=next(routing) if shapes[index] else None,
+            segment=description.get("segment", [0] * len(num_tokens))[index],
+            observed=observed[index],
             **{name: parts[index] for name, parts in responses.items()},
         )
         for index in range(len(num_tokens))
@@ -64,6 +71,17 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
 def critic_context_from_json(value: Mapping[str, Any] | None) -> CriticContext | None:
     """Invert `dataclasses.asdict` of a context; None for None."""
     return None if value is None else CriticContext(**{**value, "window": Window(**value["window"])})
+
+
+def _observed(
+    tensors: Mapping[str, torch.Tensor], description: Description, num_response: Sequence[int]
+) -> list[torch.Tensor | None]:
+    has = description.get("has_observed", [False] * len(num_response))
+    lengths = [length for length, is_there in zip(num_response, has, strict=True) if is_there]
+    joined = tensors.get("observed", torch.zeros(0, dtype=torch.bool))
+    _check_total("observed", joined, sum(lengths))
+    parts = iter(joined.split(lengths))
+    return [next(parts) if is_there else None for is_there in has]
 
 
 def _split_routing(routing: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

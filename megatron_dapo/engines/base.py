@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megatron_dapo.types import (
-    Call,
     Completion,
     Episode,
     FinishReason,
@@ -18,6 +17,7 @@ from megatron_dapo.types import (
     SamplingParams,
     Segment,
     Turn,
+    TurnCall,
     VersionRange,
 )
 
@@ -234,8 +234,9 @@ def _present_fields(value: Completion | Segment | Episode) -> dict[str, Any]:
 
 def _stream_to_json(stream: Segment | Episode) -> dict[str, Any]:
     values = _present_fields(stream)
-    rows = {name: tuple(asdict(row) for row in values[name]) for name in ("turns", "versions") if name in values}
-    return {**values, **rows}
+    for name in {"turns", "versions"} & set(values):
+        values[name] = tuple(asdict(row) for row in values[name])
+    return values
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
@@ -268,4 +269,4 @@ def _episode(value: Mapping[str, Any]) -> Episode:
 
 
 def _turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
-    return tuple(Turn(**{**row, "calls": tuple(Call(**call) for call in row["calls"])}) for row in rows)
+    return tuple(Turn(**{**row, "calls": tuple(TurnCall(**call) for call in row["calls"])}) for row in rows)

@@ -1,16 +1,18 @@
 """The header of a rollout batch: what every rank knows about all samples, as tensors that are broadcast.
 
 Counts, advantages and packing plans come from it. Only the ranks that pack a sample have its numbers (tokens,
-log-probs, routing); see `trainer.rollout`. Of a batch's S samples, in the order of their groups, it has
+log-probs, routing); see `trainer.rollout`. A response is one sequence, an episode one for each of its streams, next to
+each other. Of a batch's S sequences, in the order of their groups, it has
 
     sample_ids      UTF-8, separated by newlines
-    group_index, prompt_length, window_start    [S] int32
+    group_index, segment, prompt_length, window_start    [S] int32
     reward          [S] float64
     is_correct, is_finished (of the window)     [S] bool
-    runs            [U, 4] int32: sample, number of tokens, 1 if in the loss else 0, age in policy versions
+    runs            [U, 4] int32: sequence, number of tokens, state, age in policy versions. The state is 1 if the
+                    tokens are in the loss, 0 if not, -1 if they are an environment's, whose age is 0
     routing         [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
 
-A response is a sequence of runs; the tokens of a run have the same age and are either all in the loss or all not.
+A response is a sequence of runs; the tokens of a run have the same age and state.
 """
 
 from __future__ import annotations
@@ -25,6 +27,25 @@ import torch
 from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample, Window
 
 
+def sequences_of(groups: Sequence[Group]) -> list[tuple[Group, ScoredSample, int]]:
+    """Return the group, sample and segment of each sequence of a batch; those of an episode are neighbors."""
+    return [
+        (group, sample, segment)
+        for group in groups
+        for sample in group.samples
+        for segment in range(sample.completion.num_segments + 1)
+    ]
+
+
+def _prompt_of(group: Group, sample: ScoredSample, segment: int) -> tuple[int, ...]:
+    prompt_ids = sample.completion.stream(segment).prompt_ids
+    return group.prompt.token_ids if prompt_ids is None else prompt_ids
+
+
+def _name_of(sample: ScoredSample, segment: int) -> str:
+    return f"{sample.sample_id}#{segment}" if segment else sample.sample_id
+
+
 def header_of(
     groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -34,23 +55,28 @@ def header_of(
     for their group's statistics but lose their loss mask, so no denominator counts their tokens.
     `training_version`: the policy version being trained, which gives each token's age.
     """
-    pairs = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
-    samples = [sample for _, _, sample in pairs]
+    sequences = sequences_of(groups)
+    places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
+    samples = [sample for _, sample, _ in sequences]
+    names = "\n".join(_name_of(sample, segment) for _, sample, segment in sequences)
+    starts = [0 if segment else sample.window.start for _, sample, segment in sequences]
+    routing = [sample.completion.stream(segment).routing for _, sample, segment in sequences]
     runs = [
         (number, *run)
-        for number, sample in enumerate(samples)
-        for run in _runs_of(sample, training_version, filter_overlong)
+        for number, ((_, sample, segment), start) in enumerate(zip(sequences, starts))
+        for run in _runs_of(sample, segment, start, training_version, filter_overlong)
     ]
     arrays = {
-        "sample_ids": np.frombuffer("\n".join(sample.sample_id for sample in samples).encode(), np.uint8).copy(),
-        "group_index": np.array([index for index, _, _ in pairs], np.int32),
-        "prompt_length": np.array([len(group.prompt.token_ids) for _, group, _ in pairs], np.int32),
+        "sample_ids": np.frombuffer(names.encode(), np.uint8).copy(),
+        "group_index": np.array(places, np.int32),
+        "segment": np.array([segment for _, _, segment in sequences], np.int32),
+        "prompt_length": np.array([len(_prompt_of(*each)) for each in sequences], np.int32),
         "reward": np.array([sample.reward for sample in samples], np.float64),
         "is_correct": np.array([sample.score.accuracy > 0 for sample in samples], bool),
-        "window_start": np.array([sample.window.start for sample in samples], np.int32),
+        "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
         "runs": np.array(runs, np.int32).reshape(-1, 4),
-        "routing": np.array([_routing_of(sample.completion.routing) for sample in samples], np.int32).reshape(-1, 4),
+        "routing": np.array([_routing_of(each) for each in routing], np.int32).reshape(-1, 4),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -72,7 +98,7 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
 
 
 def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray) -> TrainSample:
-    lengths, is_trained, ages = runs.T
+    lengths, states, ages = runs.T
     num_response, prompt_length = int(lengths.sum()), int(row["prompt_length"])
     window = Window(int(row["window_start"]), bool(row["is_finished"]))
     *shape, num_bytes = row["routing"].tolist()
@@ -82,29 +108,36 @@ def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray) -> TrainSa
         group_index=int(row["group_index"]),
         tokens=torch.empty(prompt_length + num_response, dtype=torch.int32, device="meta"),
         prompt_length=prompt_length,
-        loss_mask=_per_token(lengths, is_trained),
+        loss_mask=_per_token(lengths, states == 1),
         advantages=torch.zeros(1).expand(num_response),  # estimated by every rank
         rollout_logprobs=torch.empty(num_response, device="meta"),
         staleness=_per_token(lengths, ages) if ages.any() else None,
         critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window),
         routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
+        observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
+        segment=int(row["segment"]),
     )
 
 
-def _runs_of(sample: ScoredSample, training_version: int, filter_overlong: bool) -> list[tuple[int, int, int]]:
-    """Return (number of tokens, is trained, age) of each run of a response."""
-    completion, first = sample.completion, sample.window.start  # earlier windows were trained in their own steps
-    if filter_overlong and sample.window.is_finished and completion.is_truncated:
-        first = completion.num_tokens
+def _runs_of(
+    sample: ScoredSample, segment: int, first: int, training_version: int, filter_overlong: bool
+) -> list[tuple[int, int, int]]:
+    """Return (number of tokens, state, age) of each run of a sequence; tokens before `first` were trained earlier."""
+    stream = sample.completion.stream(segment)
+    kinds, num_tokens = stream.runs, len(stream.token_ids)
+    if filter_overlong and sample.window.is_finished and sample.completion.is_truncated:
+        first = num_tokens
     parts = [
-        (start, end, is_trained, training_version - run.version)
-        for run in completion.versions
-        for start, end, is_trained in (
-            (run.start, min(run.end, first), 0),
-            (max(run.start, first), run.end, 1),
-        )
+        (max(run.start, kind.start, start), min(run.end, kind.end, end), state, training_version - run.version)
+        for run in stream.versions
+        for kind in kinds
+        if kind.start < run.end and kind.end > run.start
+        for start, end, state in ((0, first, 0), (first, num_tokens, int(kind.is_trained)))
+        if kind.is_sampled
     ]
-    return [(end - start, is_trained, age) for start, end, is_trained, age in parts if end > start]
+    covered = [(end - start, start, state, age) for start, end, state, age in parts if end > start]
+    observed = [(kind.end - kind.start, kind.start, -1, 0) for kind in kinds if not kind.is_sampled]
+    return [(length, state, age) for length, _, state, age in sorted(covered + observed, key=lambda part: part[1])]
 
 
 def _routing_of(routing: np.ndarray | None) -> tuple[int, ...]:
@@ -121,19 +154,18 @@ def _per_token(lengths: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> list[TrainSample]:
     """Return the samples of `groups`, in order, all with tokens and log-probs, even those that had none."""
-    pairs = [(group, sample) for group in groups for sample in group.samples]
-    return [replace(sample, **numbers_of(*pair)) for sample, pair in zip(samples, pairs, strict=True)]
+    return [replace(sample, **numbers_of(*each)) for sample, each in zip(samples, sequences_of(groups), strict=True)]
 
 
-def numbers_of(group: Group, sample: ScoredSample) -> dict[str, Any]:
+def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str, Any]:
     """Return the tokens of prompt and response, the response's log-probs, and the routing if it is replayed. The latter
     two share the completion's memory."""
-    prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion
-    assert completion.num_tokens == len(completion.logprobs), (
-        f"sample {sample.sample_id}: {completion.num_tokens} response tokens but {len(completion.logprobs)} log-probs"
+    prompt, stream = np.asarray(_prompt_of(group, sample, segment), np.int32), sample.completion.stream(segment)
+    assert len(stream.token_ids) == len(stream.logprobs), (
+        f"sample {_name_of(sample, segment)}: {len(stream.token_ids)} response tokens but {len(stream.logprobs)} log-probs"
     )
     return {
-        "tokens": torch.from_numpy(np.concatenate((prompt, completion.token_ids))),
-        "rollout_logprobs": torch.from_numpy(completion.logprobs),
-        **({} if completion.routing is None else {"routing": torch.from_numpy(completion.routing)}),
+        "tokens": torch.from_numpy(np.concatenate((prompt, stream.token_ids))),
+        "rollout_logprobs": torch.from_numpy(stream.logprobs),
+        **({} if stream.routing is None else {"routing": torch.from_numpy(stream.routing)}),
     }

@@ -22,7 +22,7 @@ from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import StatisticsBuilder
-from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of
+from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of, sequences_of
 from megatron_dapo.types import TrainSample
 from megatron_dapo.watch.signals import Stopped
 
@@ -117,16 +117,16 @@ class Rollout:
         header = header_of(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
         samples = samples_of(header)
         kept, _ = share(samples)
-        pairs = [(group, sample) for group in batch.groups for sample in group.samples]
+        sequences = sequences_of(batch.groups)
         if self._coordination.size > 1:
             broadcast_tensors(header)
             for chunk in _chunks(samples):
-                parts = [numbers_of(*pairs[index]) for index in chunk]
+                parts = [numbers_of(*sequences[index]) for index in chunk]
                 names = sorted({name for part in parts for name in part})
                 broadcast_tensors(
                     {name: torch.cat([part[name].flatten() for part in parts if name in part]) for name in names}
                 )
-        return [replace(one, **numbers_of(*pairs[i])) if i in kept else one for i, one in enumerate(samples)]
+        return [replace(one, **numbers_of(*sequences[i])) if i in kept else one for i, one in enumerate(samples)]
 
     def _receive(self, share: Share) -> list[TrainSample]:
         samples = samples_of(broadcast_tensors(None))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.group_advantages import episode_positions, of_episodes
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
@@ -178,8 +179,12 @@ class Updater:
 
 
 def cut(samples: Sequence[TrainSample], size: int, split: str, seed: int | None) -> list[list[TrainSample]]:
-    """Cut a rollout batch into mini-batches of at most `size` groups or samples; see `split_mini_batches`."""
-    parts = split_mini_batches([sample.group_index for sample in samples], size, split=split, seed=seed)
+    """Cut a rollout batch into mini-batches of at most `size` groups or samples; see `split_mini_batches`.
+
+    An episode's sequences stay together: they are one sample.
+    """
+    groups = [sample.group_index for sample in samples] if split == "groups" else episode_positions(samples).tolist()
+    parts = split_mini_batches(groups, size, seed=seed)
     return [[samples[index] for index in part] for part in parts]
 
 
@@ -192,13 +197,14 @@ def loss_weights(
 ) -> list[float]:
     """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`.
 
-    `rollout_tokens` and `num_mini_batches`: see `global_denominators`.
+    The sequences of an episode have one denominator: they weigh as if they were one response. `rollout_tokens` and `num_mini_batches`: see `global_denominators`.
     """
-    trained = trained_tokens(samples)
-    groups = torch.tensor([sample.group_index for sample in samples])
+    episodes = episode_positions(samples)
+    groups = of_episodes(torch.tensor([sample.group_index for sample in samples], dtype=torch.int64), episodes)
+    trained = torch.zeros_like(groups).index_add_(0, episodes, trained_tokens(samples))
     # Taken over all ranks' samples, so that the gradient does not depend on the split into ranks and micro-batches.
     denominators = global_denominators(trained, groups, rollout_tokens, num_mini_batches)
-    return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length).tolist()
+    return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length)[episodes].tolist()
 
 
 def trained_tokens(samples: Sequence[TrainSample]) -> torch.Tensor:

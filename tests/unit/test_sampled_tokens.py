@@ -30,7 +30,7 @@ from megatron_dapo.types import (
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 # Expressions that are completions by the package's habit of names, and the attributes that have an environment's tokens.
-COMPLETIONS = ("completion", "response", "held", "prefix", "rest", "done", "segment", "completions")
+COMPLETIONS = ("completion", "response", "held", "prefix", "rest", "done", "segment", "stream", "completions")
 WHOLE = ("token_ids", "logprobs")
 # Modules that read all tokens of a stream, each with its reason.
 ALLOWED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LengthAdaptiveLambda, WindowLambda
 from megatron_dapo.algorithms.value_advantages import estimate_value_advantages
 from megatron_dapo.config.algorithm_schema import AdvantageEstimationConfig
+from tests.examples import examples
 
 PLAIN_LAMBDA = FixedLambda(0.95)
 VALUES = [0.1, 0.2, 0.3, 0.4, 0.5]
@@ -156,3 +158,46 @@ def test_masked_responses_do_not_train() -> None:
     batch = estimate([sample, judged("0/1", 3, 1.0)], [torch.zeros(3)] * 2)
     assert [one.sample_id for one in batch.critic_samples] == ["0/1"]
     assert batch.policy_samples[0].advantages.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("rule", [FixedLambda(0.9), LengthAdaptiveLambda(0.2, 0.0), WindowLambda(0.2, 0.5, 4)])
+def test_an_environment_s_tokens_change_no_advantage_and_no_target(rule) -> None:
+    """GAE, EGAE and the length-adaptive lambda step over observed tokens, wherever they are, whatever their values."""
+    draw = random.Random(5)
+    for _ in range(examples(60)):
+        plain, longer, places = [], [], []
+        for index in range(6):
+            length = draw.randint(1, 10)
+            start = draw.randrange(length) if index % 2 else 0
+            is_sampled = [True] * length
+            for _ in range(draw.randint(0, 8)):
+                is_sampled.insert(draw.randint(0, len(is_sampled)), False)
+            kept = [place for place, sampled in enumerate(is_sampled) if sampled]
+            one = judged(f"{index}/0", length, draw.choice((1.0, -1.0)), start=start, is_finished=index % 3 > 0)
+            with_observed = judged(
+                one.sample_id, len(is_sampled), one.critic_context.reward, start=kept[start], is_finished=index % 3 > 0
+            )
+            observed = ~torch.tensor(is_sampled)
+            mask = torch.where(observed, 0.0, with_observed.loss_mask)
+            values, penalties = (torch.tensor([draw.random() for _ in range(length)]) for _ in range(2))
+            scattered = [torch.full((len(is_sampled),), 1e6) for _ in range(2)]
+            for target, numbers in zip(scattered, (values, penalties), strict=True):
+                target[kept] = numbers
+            plain.append((one, values, penalties))
+            longer.append((replace(with_observed, loss_mask=mask, observed=observed), *scattered))
+            places.append(kept)
+        results = [
+            estimate(*map(list, zip(*batch, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
+            for batch in (plain, longer)
+        ]
+        for before, after, kept in zip(*(one.policy_samples for one in results), places, strict=True):
+            torch.testing.assert_close(after.advantages[kept], before.advantages, rtol=1e-6, atol=1e-6)
+            assert after.loss_mask[kept].tolist() == before.loss_mask.tolist()
+            assert after.loss_mask.sum() == before.loss_mask.sum()
+        by_id = {f"{index}/0": kept for index, kept in enumerate(places)}
+        for before, after in zip(*(one.critic_samples for one in results), strict=True):
+            kept = by_id[before.sample_id]
+            torch.testing.assert_close(after.returns[kept], before.returns, rtol=1e-6, atol=1e-6)
+            assert after.loss_mask[kept].tolist() == before.loss_mask.tolist()
+            assert after.loss_mask.sum() == before.loss_mask.sum()
+        assert results[0].metrics == pytest.approx(results[1].metrics, rel=1e-5, abs=1e-6)

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json, join_state, split_state
 from megatron_dapo.types import (
-    Call,
     Completion,
     Episode,
     Group,
@@ -19,6 +18,7 @@ from megatron_dapo.types import (
     ScoredSample,
     Segment,
     Turn,
+    TurnCall,
     VersionRange,
     Window,
 )
@@ -39,7 +39,7 @@ def test_a_group_is_restored_with_its_windows(window: Window) -> None:
 
 
 def test_an_episode_is_restored_bit_for_bit_with_its_segments() -> None:
-    call = Call("calculate", "bad_arguments", 0.25)
+    call = TurnCall("calculate", "bad_arguments", 0.25)
     turns = (Turn(0, 1, 2, calls=(call,), reward=0.5), Turn(2, 3, 3, "length", trained=False))
     segment = Segment((1, 5), (8, 9), (-0.1, -1 / 3), (VersionRange(0, 2, 4),), (Turn(0, 2, 2),), 0, "summary")
     episode = Episode("max_turns", turns, (segment, segment), 1.0, True, {"format": 0.5}, 1, {"acting": 0.1}, "ab")

@@ -1,13 +1,16 @@
 """Train samples from scored groups, and the advantages of groups."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.group_advantages import equal_prompt_weights, estimate_group_advantages
 from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineError
 from megatron_dapo.engines.sglang.servers import ServersFailed
@@ -15,7 +18,20 @@ from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.batch_header import header_of, samples_of
 from megatron_dapo.trainer.rollout import CollectionEnded, Rollout
-from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
+from megatron_dapo.trainer.updater import cut, loss_weights
+from megatron_dapo.types import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Score,
+    ScoredSample,
+    Segment,
+    Turn,
+    VersionRange,
+    Window,
+)
+from tests.examples import examples
 from tests.made_samples import train_samples
 
 GRPO = GrpoAdvantageConfig()
@@ -157,3 +173,114 @@ def test_an_error_of_the_collection_reaches_all_ranks_where_they_can_save(error:
     with pytest.raises(CollectionEnded) as ended:
         rollout.generate(4, lambda samples: ((), ()))
     assert ended.value.error is error and ended.value.generation_step == 7
+
+
+# ---- episodes
+
+
+def _episode(name: str, draw: random.Random, reward: float, num_streams: int) -> ScoredSample:
+    """An episode with random turns in its main stream and in each other one, of random versions."""
+    streams = []
+    for _ in range(num_streams):
+        turns, position = [], draw.randint(0, 2)
+        for _ in range(draw.randint(1, 4)):
+            end = position + draw.randint(0, 4)
+            observed_end = end + draw.randint(0, 3)
+            turns.append(Turn(position, end, observed_end, trained=draw.random() < 0.8))
+            position = observed_end
+        cut = draw.randint(0, position)
+        versions = tuple(run for run in (VersionRange(0, cut, 3), VersionRange(cut, position, 5)) if run.end > run.start)
+        logprobs = [draw.random() for _ in range(position)]
+        streams.append((tuple(draw.randrange(100) for _ in range(position)), logprobs, versions, tuple(turns)))
+    (tokens, logprobs, versions, turns), *others = streams
+    segments = tuple(Segment((1, 2, 3), *other) for other in others)
+    episode = Episode("done", turns, segments)
+    completion = Completion(name, tokens, logprobs, "stop", versions, prompt_ids=(4,), episode=episode)
+    return ScoredSample(name, completion, "", Score(float(reward > 0), reward, "correct"), {"verifier": reward})
+
+
+def test_the_sampled_tokens_of_episodes_are_trained_once() -> None:
+    """Trained are the sampled tokens of the trained turns, each once, with the engine's bits; observed ones never."""
+    draw = random.Random(0)
+    for _ in range(examples(200)):
+        sample = _episode("g/0", draw, 1.0, draw.randint(1, 4))
+        one = sample.completion
+        streams = [(one.token_ids, one.logprobs, one.versions, one.episode.turns, (4,))]
+        streams += [(s.token_ids, s.logprobs, s.versions, s.turns, s.prompt_ids) for s in one.episode.segments]
+        trained = train_samples([_group("g", [sample])], training_version=5)
+        assert [t.sample_id for t in trained] == ["g/0", *(f"g/0#{k}" for k in range(1, len(streams)))]
+        assert {t.episode for t in trained} == {"g/0"}
+        for segment, (numbers, (tokens, logprobs, versions, turns, prompt)) in enumerate(zip(trained, streams, strict=True)):
+            expected = [0.0] * len(tokens)
+            sampled = [False] * len(tokens)
+            for turn in turns:
+                for position in range(turn.start, turn.end):
+                    expected[position], sampled[position] = float(turn.trained), True
+            age = {position: 5 - run.version for run in versions for position in range(run.start, run.end)}
+            assert numbers.segment == segment and numbers.loss_mask.tolist() == expected
+            assert numbers.tokens.tolist() == [*prompt, *tokens] and numbers.prompt_length == len(prompt)
+            assert numbers.rollout_logprobs.numpy().tobytes() == logprobs.tobytes()
+            observed = [False] * len(tokens) if numbers.observed is None else numbers.observed.tolist()
+            assert observed == [not each for each in sampled] and numbers.num_sampled == sum(sampled)
+            ages = [0.0] * len(tokens) if numbers.staleness is None else numbers.staleness.tolist()
+            assert ages == [float(age[position]) if sampled[position] else 0.0 for position in range(len(tokens))]
+        again = from_tensors(*to_tensors(trained))
+        for one, other in zip(trained, again, strict=True):
+            assert (one.segment, one.episode) == (other.segment, other.episode)
+            assert (one.observed is None) == (other.observed is None)
+            assert one.observed is None or torch.equal(one.observed, other.observed)
+
+
+def _cut(sample: ScoredSample, draw: random.Random) -> ScoredSample:
+    """The same sampled tokens in more streams: each turn of the main stream stays or moves to a segment of its own."""
+    one, main, segments = sample.completion, [], []
+    for turn in one.episode.turns:
+        if draw.random() < 0.5:
+            main.append(turn)
+            continue
+        main.append(replace(turn, start=turn.end))  # its tokens are context here, and trained there
+        part = slice(turn.start, turn.end)
+        whole = (VersionRange(0, turn.end - turn.start, 5),) if turn.end > turn.start else ()
+        moved = replace(turn, start=0, end=turn.end - turn.start, observed_end=turn.end - turn.start)
+        segments.append(Segment((9,), one.token_ids[part], one.logprobs[part], whole, (moved,)))
+    episode = replace(one.episode, turns=tuple(main), segments=(*segments, *one.episode.segments))
+    return replace(sample, completion=replace(one, episode=episode))
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_cutting_episodes_into_segments_changes_no_weight_and_no_advantage(aggregation: str) -> None:
+    draw = random.Random(1)
+    for _ in range(examples(60)):
+        groups = [
+            _group(f"g{g}", [_episode(f"g{g}/{i}", draw, draw.choice((-1.0, 0.0, 1.0)), 1) for i in range(3)])
+            for g in range(3)
+        ]
+        cut_groups = [replace(group, samples=tuple(_cut(one, draw) for one in group.samples)) for group in groups]
+        results = []
+        for each in (groups, cut_groups):
+            batch = estimated(each, GrpoAdvantageConfig(std="unbiased"))
+            weights = loss_weights(batch.policy_samples, aggregation, 16, 100, 2)
+            # Each trained token's log-prob, which tells it apart, with its weight and advantage.
+            rows = [
+                (one.episode, float(logprob), weight, float(advantage))
+                for one, weight in zip(batch.policy_samples, weights, strict=True)
+                for logprob, mask, advantage in zip(one.rollout_logprobs, one.loss_mask, one.advantages, strict=True)
+                if mask
+            ]
+            results.append((sorted(rows), batch.metrics))
+        (whole, metrics), (parts, parts_metrics) = results
+        assert [row[:2] for row in whole] == [row[:2] for row in parts]
+        numbers = [torch.tensor([row[2:] for row in rows]) for rows in (whole, parts)]
+        torch.testing.assert_close(*numbers, rtol=1e-6, atol=0)
+        assert metrics == pytest.approx(parts_metrics, rel=1e-6)
+
+
+def test_an_episode_s_sequences_stay_in_one_mini_batch() -> None:
+    draw = random.Random(2)
+    groups = [_group(f"g{g}", [_episode(f"g{g}/{i}", draw, 1.0, 3) for i in range(2)]) for g in range(3)]
+    samples = train_samples(groups, 5)
+    assert len(samples) == 18
+    for seed in (None, 3):
+        parts = cut(samples, 2, "samples", seed)
+        assert [len(part) for part in parts] == [6, 6, 6]
+        assert all(len({one.episode for one in part}) == 2 for part in parts)
