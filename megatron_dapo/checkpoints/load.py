@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
-from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes, slice_view
+from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes, shard_view, slice_view
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 
@@ -45,7 +45,19 @@ def load_from_huggingface(
         # The comparison of aliases reads tensors too; the report counts only the load.
         already_read = source.bytes_read
         report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
+        _require_numbers(source, layout.shards(rank), parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)
+
+
+def _require_numbers(source: HFCheckpoint, shards: Iterable[Shard], parameters: Buffers) -> None:
+    """Raise ValueError, naming a tensor and its file, if a weight is not a number."""
+    with torch.no_grad():
+        # A sum is NaN if one of its terms is; sums of infinities, which are too, are looked at.
+        suspects = {name for name, buffer in parameters.items() if torch.isnan(buffer.sum())}
+        for shard in shards:
+            if shard.local in suspects and (count := int(torch.isnan(shard_view(parameters[shard.local], shard)).sum())):
+                file = source.path / source.files[shard.tensor]
+                raise ValueError(f"{file}: {count} elements of {shard.tensor} are not a number: take another copy of the model")
 
 
 def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> WeightLoadReport:

@@ -76,7 +76,7 @@ class RunOptions:
         ),
     ] = True
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="print all numbers that --dry-run prints, and log how the run is built")
+        bool, typer.Option("--verbose", help="print all numbers that --dry-run prints and the rules that refuse a run; log how it is built")
     ] = False
 
 
@@ -158,6 +158,7 @@ def _check_and_run(
         machines,
         adapt,
         _inputs(options.dry_run, options.inputs),
+        options.verbose,
     )
     reads_nothing = options.dry_run and not options.inputs
     if reads_nothing and (copy := planned_directory(plan.loaded.config.model.path)) != plan.loaded.config.model.path:
@@ -360,9 +361,13 @@ def _plan(
     machines: Machines,
     adapt: Callable[[Config], Config] | None = None,
     inputs: Inputs = "named",
+    shows_rules: bool = False,
 ) -> Plan:
     with refusing(ValueError):  # ConfigError lists all violations; a bad --layout is a plain one
-        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
+        try:
+            return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
+        except ConfigError as error:
+            refuse(error.with_rules() if shows_rules else error)
 
 
 def _inputs(dry_run: bool, reads: bool = True) -> Inputs:

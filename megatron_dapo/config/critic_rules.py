@@ -29,13 +29,13 @@ CRITIC_RULES = (
         "{padded(data.max_prompt_tokens + rollout.max_response_tokens, critic_multiple)} or more",
         when=f"{_CRITIC} and (critic.micro_batch_tokens > 0 or "
         "training.micro_batch_tokens >= data.max_prompt_tokens + rollout.max_response_tokens)",
-        reason="padded to the multiple of the critic's layout",
+        reason="a micro-batch holds the longest sequence, padded to the multiple of the critic's layout",
     ),
     Rule(
         "critic.warmup_train_steps < run.total_steps",
         "set critic.warmup_train_steps = {run.total_steps - 1} or less",
         when=_CRITIC,
-        reason="else the policy never learns; `megatron-dapo pretrain-value` trains only the critic",
+        reason="the policy would never learn; `megatron-dapo pretrain-value` trains only the critic",
     ),
     Rule(
         'advantage_estimation.lambda_rule != "window"',
@@ -59,7 +59,7 @@ CRITIC_RULES = (
         "window.ignored_tail_tokens < window.tokens",
         "set window.ignored_tail_tokens = {min(8, window.tokens - 1)}",
         when=_WINDOWS,
-        reason="else an unfinished window trains nothing",
+        reason="an unfinished window would train nothing",
     ),
     Rule(
         "not rollout.filter_groups",

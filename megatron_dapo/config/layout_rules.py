@@ -209,7 +209,7 @@ PRECISION_ARCHITECTURE_RULES = (
         f"{_LAYER_FIELDS[0]} + {_LAYER_FIELDS[1]} < num_layers",
         'lower them, or set precision.recipe = ""',
         when="computes_in_fp8",
-        reason="else nothing is computed in FP8",
+        reason="nothing would be computed in FP8",
         path=_LAYER_FIELDS[0],
     ),
 )

@@ -29,6 +29,11 @@ def _is_verifier(name: str) -> bool:
     return name in VERIFIER_PRESETS or is_function_path(name)
 
 
+def _named_function(name: str) -> str:
+    """Return the fix for a file without the name of a function, "" for anything else."""
+    return f'name its function: "{name}:FUNCTION"' if name.endswith(".py") else ""
+
+
 class OverlongPunishmentConfig(Section):
     """Soft overlong punishment (DAPO eq. 13): 0 up to max_length - cache_length tokens, falling linearly to -factor at
     max_length."""
@@ -344,16 +349,16 @@ class RewardConfig(Section):
         if self.verifier != "mix" and not _is_verifier(self.verifier):
             yield Rule(
                 'reward.verifier == "mix" or reward.verifier in verifier_presets or is_function_path(reward.verifier)',
-                'set reward.verifier = "dapo"',
-                reason="a preset, mix, package.module:function, or path/to/file.py:function",
+                _named_function(self.verifier) or 'set reward.verifier = "dapo"',
+                reason="it is no preset, mix, package.module:function or path/to/file.py:function",
                 values=presets,
             )
         if self.shadow_verifier and not _is_verifier(self.shadow_verifier):
             yield Rule(
                 "reward.shadow_verifier in verifier_presets or is_function_path(reward.shadow_verifier)",
-                'set reward.shadow_verifier = "dapo"',
+                _named_function(self.shadow_verifier) or 'set reward.shadow_verifier = "dapo"',
                 when='reward.shadow_verifier != ""',
-                reason="a preset, package.module:function, or path/to/file.py:function",
+                reason="it is no preset, package.module:function or path/to/file.py:function",
                 values=presets,
             )
         if self.shadow_verifier == self.verifier:

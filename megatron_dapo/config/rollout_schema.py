@@ -384,7 +384,7 @@ class RolloutConfig(Section):
                 'set rollout.oversample = 2.0, or rollout.replay_order = "oldest"',
                 path="rollout.replay_order",
                 when='rollout.replay_order != "oldest"',
-                reason="else no group waits that another could be preferred to",
+                reason="no group waits that another could be preferred to",
             )
 
     def _broken_rules_of_groups(self) -> Iterator[Rule]:
@@ -396,7 +396,7 @@ class RolloutConfig(Section):
                     "any(rollout.accuracy_min < k / rollout.group_size < rollout.accuracy_max for k in range(rollout.group_size + 1))",
                     "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
                     when="rollout.filter_groups and rollout.group_size > 1",
-                    reason="else every group is filtered",
+                    reason="every group would be filtered",
                 )
         if self.group_filter and not self.filter_groups:
             yield Rule(

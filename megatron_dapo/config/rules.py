@@ -25,15 +25,35 @@ class Violation:
     formula: str  # the rule that does not hold, e.g. "rollout.prompts_per_step % training.mini_batch_prompts == 0"
     suggestion: str
     values: Mapping[str, Any] = field(default_factory=dict)  # every number of the formula
+    reason: str = ""  # why there is the rule, a clause that a user reads in place of the formula
+
+    @property
+    def rule(self) -> str:
+        """The rule and the values that break it."""
+        return f"expected {self.formula}" + (f"; have {_listed(self.values)}" if self.values else "")
 
     @property
     def detail(self) -> str:
-        """The rule and the values that break it."""
-        values = ", ".join(f"{name} = {value!r}" for name, value in self.values.items())
-        return f"expected {self.formula}" + (f"; have {values}" if values else "")
+        """The reason, or else the rule, and the values."""
+        return f"{self.reason}; have {_listed(self.values)}" if self.reason else self.rule
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.detail}. Fix: {self.suggestion}"
+        if not self.reason:
+            return f"{self.path}: {self.rule}. Fix: {self.suggestion}"
+        value = f" = {self.values[self.path]!r}" if self.path in self.values else ""
+        formula, _, condition = self.formula.partition(" if ")
+        names, conditions = _NAME.findall(formula), set(_NAME.findall(condition)) & self.values.keys()
+        names += conditions if len(conditions) <= _MAX_CONDITIONS else ()
+        others = {name: value for name, value in self.values.items() if name != self.path and name in names}
+        have = f" ({_listed(others)})" if others else ""
+        return f"{self.path}{value}: {self.reason}{have}. Fix: {self.suggestion}"
+
+
+_MAX_CONDITIONS = 2  # a rule's condition on more fields is left to `rule`
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,12 @@ class ConfigError(ValueError):
         count = f"{len(self.violations)} problem{'s' if len(self.violations) != 1 else ''}"
         lines = [f"{source}: {count}", *(f"  - {one_line(violation)}" for violation in self.violations)]
         super().__init__("\n".join(lines))
+
+    def with_rules(self) -> str:
+        """Return the message with the formula of each rule below its reason."""
+        rules = {one_line(one): one_line(one.rule) for one in self.violations if one.reason}
+        first, *lines = str(self).splitlines()
+        return "\n".join([first, *(f"{line}\n      rule: {rules[line[4:]]}" if line[4:] in rules else line for line in lines)])
 
 
 def value_of(config: Config, path: str) -> Any:
@@ -113,12 +139,13 @@ def violation_of(rule: Rule, fix: str, config: Config, facts: Mapping[str, Any])
     condition = f" if {rule.when}" if rule.when != "True" else ""
     return Violation(
         path=rule.path or fields[0],
-        formula=rule.formula + condition + (f" ({rule.reason})" if rule.reason else ""),
+        formula=rule.formula + condition,
         suggestion=fix,
         values={
             **{path: value_of(config, path) for path in fields},
             **{name: facts[name] for name in words if name in facts},
         },
+        reason=rule.reason,
     )
 
 

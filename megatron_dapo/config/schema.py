@@ -93,7 +93,7 @@ class RunConfig(Section):
     that reaches them. 0: no limit. Use it to compare runs at equal training time; a learning-rate schedule still spans
     total_steps."""
 
-    wait_timeout_seconds: PositiveFloat = 1800.0
+    wait_timeout_seconds: Annotated[float, Bounds(ge=30)] = 1800.0
     """Seconds without progress (no response finished, no verdict, no byte written, no collective completed) after which
     stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it
     when one response or one collective takes longer. Dead, stopped and silent ranks are found within seconds regardless

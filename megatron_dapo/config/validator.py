@@ -168,7 +168,7 @@ def _schedule_rules(path: str, steps: str, condition: str) -> tuple[Rule, Rule]:
             f"{path}.warmup_steps < {steps}",
             f"set {path}.warmup_steps below {{{steps}}}",
             when=f"{decays} and {steps} >= 1",
-            reason=f"run.total_steps in {path}.warmup_unit; else nothing is left to decay over",
+            reason=f"nothing would be left to decay over",
         ),
         Rule(f"{path}.min_learning_rate <= {path}.learning_rate", f"lower {path}.min_learning_rate", when=decays),
     )
@@ -203,7 +203,7 @@ RULES = (
     Rule(
         "training.micro_batch_tokens >= padded(data.max_prompt_tokens + rollout.max_response_tokens, multiple)",
         "set training.micro_batch_tokens = {padded(data.max_prompt_tokens + rollout.max_response_tokens, multiple)} or more",
-        reason="padded to the layout's multiple",
+        reason="a micro-batch holds the longest sequence, padded to the layout's multiple",
     ),
     Rule(
         "rollout.group_size >= 2",
@@ -234,7 +234,7 @@ RULES = (
         "data.injection.rate * rollout.prompts_per_step >= 1",
         "set data.injection.rate = {ceil(100 / rollout.prompts_per_step) / 100}, or data.injection.templates = []",
         when='data.injection.templates and data.injection.when == "filtered"',
-        reason="else no group of a batch may be of a rewrite",
+        reason="no group of a batch could be of a rewrite",
     ),
     *(
         Rule(
@@ -275,7 +275,7 @@ RULES = (
         f"{_PUNISHMENT}.max_length <= rollout.max_response_tokens",
         f"set {_PUNISHMENT}.max_length = {{rollout.max_response_tokens}}",
         when=f"{_PUNISHMENT}.enabled",
-        reason="else the full punishment is never reached",
+        reason="the full punishment would never be reached",
     ),
     Rule(
         'data.columns.answer != "" or not [one for one in reward.verifiers if one in gold_presets]',
@@ -290,7 +290,7 @@ RULES = (
     Rule(
         "rejection_sampling.min_tokens <= (rejection_sampling.max_tokens or rollout.max_response_tokens)",
         "lower rejection_sampling.min_tokens",
-        reason="else every response is left out",
+        reason="every response would be left out",
     ),
     *_schedule_rules("optimizer", "scheduled_steps", ""),
     *_schedule_rules("critic.optimizer", "critic_scheduled_steps", 'algorithm.name not in ("dapo", "sft") and '),
@@ -307,7 +307,7 @@ RULES = (
         "parallel.use_distributed_optimizer",
         "set parallel.use_distributed_optimizer = true",
         when='any(table.get("overlap_param_gather") for table in (megatron, critic.megatron))',
-        reason="else no rank has to gather weights that others have stepped",
+        reason="no rank has to gather weights that others have stepped",
     ),
     Rule(
         'model.recompute_granularity == "full"',

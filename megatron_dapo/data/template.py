@@ -91,10 +91,12 @@ class PromptTemplate:
         except TemplateError as error:
             # Some templates have no system role and require user and assistant to alternate.
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(
-                f"the model's chat template refuses messages of the roles {roles} ({error}); put the text of a system "
-                "message at the start of the user's"
-            ) from error
+            fix = (
+                "put the text of a system message at the start of the user's"
+                if any(message["role"] == "system" for message in messages)
+                else 'mend the template, or set data.template = "plain"'
+            )
+            raise ValueError(f"the model's chat template refuses messages of the roles {roles}: {error}; {fix}") from error
         if not ids:
             raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
         return self._within_vocabulary(ids)

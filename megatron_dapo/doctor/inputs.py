@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
 _MAX_ROWS = 2048  # of all files: their answers are checked by the verifier
 _SAVED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as safetensors names them
+_LFS_POINTER = b"version https://git-lfs"
 _CONNECT_S = 2.0  # to a server that runs already
 _COPY = "copy the directory again, or set model.path to another one"
 
@@ -106,6 +107,8 @@ def machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
 def _directory_problem(output_dir: Path) -> str:
     """Return the reason why a run cannot write into `output_dir`, "" for none. Nothing is created."""
     parent = existing_parent(output_dir)
+    if not os.statvfs(parent).f_blocks:
+        return f"{output_dir} cannot be created: {parent} holds no files of users"  # /proc, /sys
     if not parent.is_dir():
         return f"{parent} is a file, not a directory"
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -247,6 +250,8 @@ def _check_weights_file(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(LENGTH_BYTES)
+        if start == _LFS_POINTER[:LENGTH_BYTES]:
+            raise ValueError(f"{path}: a pointer of Git LFS, not the weights: run `git lfs pull` in {path.parent}")
         length = int.from_bytes(start, "little")
         if len(start) < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
             raise ValueError(f"{path}: no safetensors file, or cut off in its header ({size:,} bytes)")

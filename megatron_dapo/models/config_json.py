@@ -373,7 +373,9 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     }
     if not names:
         return None
-    if len(names) > 1 or not names <= set(WEIGHT_DTYPES):
+    if len(names) > 1:
+        raise ValueError(f"config.json: dtype and torch_dtype are {' and '.join(sorted(names))}; keep the right one")
+    if not names <= set(WEIGHT_DTYPES):
         raise ValueError(f"config.json: dtype {sorted(names)} is not one of {', '.join(WEIGHT_DTYPES)}")
     return names.pop()
 

@@ -197,6 +197,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
             else []
         )
         hint = f"; {pickled[0]} is a pickle, which is not read: save the model as safetensors" if pickled else ""
+        if shards := sorted(path.name for path in directory.glob("*.safetensors")):
+            hint = f", which says what is in {shards[0]} and other files: copy {INDEX_FILE}, too"
         raise ValueError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists{hint}")
     with SafetensorsReader(single) as reader:
         return dict.fromkeys(reader.tensors, SINGLE_FILE)

@@ -1,6 +1,6 @@
 """The commands `train` and `pretrain-value` as the queue of runs sees them: steps on record, a checkpoint at SIGTERM, resume, results.
 
-A step takes run.wait_timeout_seconds. A learning rate of 666 fails, and so does a start in a directory that another holds.
+A step takes run.stopped_timeout_seconds. A learning rate of 666 fails, and so does a start in a directory that another holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     directory = Path(options[options.index("--output-dir") + 1])
     # Read as JSON: loading the configuration would take longer than the run.
     given = {"critic.path": "", **dict(override.split("=", 1) for override in overrides)}
-    wait_s, num_steps = float(given["run.wait_timeout_seconds"]), int(given["run.total_steps"])
+    wait_s, num_steps = float(given["run.stopped_timeout_seconds"]), int(given["run.total_steps"])
     with open(directory / "starts.txt", "a") as stream:
         stream.write(f"{verb} {os.environ['OMP_NUM_THREADS']}\n")
     if float(given.get("optimizer.learning_rate", 0)) == 666.0:

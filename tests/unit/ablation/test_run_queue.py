@@ -21,7 +21,7 @@ from tests.unit.ablation.conftest import COMMAND, GRID, planned
 
 WriteGrid = Callable[..., Path]
 ONE_AT_A_TIME = Limits()
-FAST = "set.run.wait_timeout_seconds = 0.01\nset.run.total_steps = 4"
+FAST = "set.run.stopped_timeout_seconds = 0.01\nset.run.total_steps = 4"
 CRITIC = f'{FAST}\nset.algorithm.name = "vapo"\nset.rollout.filter_groups = false'
 
 
@@ -64,7 +64,7 @@ def test_a_call_ends_at_its_limit_and_the_next_one_makes_the_rest(write_grid: Wr
 
 def test_the_time_limit_stops_a_run_with_a_checkpoint_and_it_continues(write_grid: WriteGrid) -> None:
     path = write_grid(
-        GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.1\nset.run.total_steps = 30")
+        GRID.replace("set.run.total_steps = 4", "set.run.stopped_timeout_seconds = 0.1\nset.run.total_steps = 30")
     )
     first, _ = make(path, Limits(seconds=2.0))
     assert first.records == [] and first.was_stopped and not first.failures
@@ -138,7 +138,7 @@ def test_a_call_that_is_ended_leaves_no_run_behind_and_the_next_one_continues(
     number: signal.Signals, write_grid: WriteGrid
 ) -> None:
     path = write_grid(
-        GRID.replace("set.run.total_steps = 4", "set.run.wait_timeout_seconds = 0.2\nset.run.total_steps = 40")
+        GRID.replace("set.run.total_steps = 4", "set.run.stopped_timeout_seconds = 0.2\nset.run.total_steps = 40")
     )
     program = (
         "from tests.unit.ablation.test_run_queue import make; from pathlib import Path\n"

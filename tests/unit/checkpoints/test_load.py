@@ -161,6 +161,22 @@ def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_model_dir
         load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_numbers_are_named_with_their_file(make_model_directory, value):
+    directory = make_model_directory("qwen3")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 3] = -value
+    save_file(tensors, directory / "model.safetensors")
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
+    if value != value:
+        words = r"model.safetensors: 2 elements of model.layers.1.self_attn.k_proj.weight are not a number"
+        with pytest.raises(ValueError, match=words):
+            load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
+    else:
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
+
+
 def test_values_are_cast_to_the_parameters_type(make_model_directory):
     directory = make_model_directory("qwen3", dtype=torch.bfloat16, shard="20KB")
     architecture = read_architecture(directory)

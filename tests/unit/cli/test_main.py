@@ -124,6 +124,23 @@ def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list
     )
 
 
+def test_a_refusal_says_the_reason_and_with_verbose_the_rule(recipe: Path, started: list) -> None:
+    arguments = ["train", str(recipe), "--set", "rollout.group_size=1", "--set", "training.micro_batch_tokens=8"]
+    for verbose in ((), ("--verbose",)):
+        result = runner.invoke(app, [*arguments, *verbose])
+        assert result.exit_code == 2 and started == []
+        assert (
+            "  - rollout.group_size = 1: responses are compared within their group. Fix: set rollout.group_size = 8 or more\n"
+            in result.output
+        )
+        assert (
+            "  - training.micro_batch_tokens = 8: a micro-batch holds the longest sequence, padded to the layout's multiple "
+            "(data.max_prompt_tokens = 64, rollout.max_response_tokens = 128, multiple = 1). Fix: set "
+            "training.micro_batch_tokens = 192 or more\n" in result.output
+        )
+        assert ("      rule: expected rollout.group_size >= 2 if rollout.filter_groups or" in result.output) == bool(verbose)
+
+
 @pytest.mark.parametrize("arguments", [["--layout", "zz3"], ["--set", "rollout.groop_size=3"], ["--set", "nonsense"]])
 def test_bad_flags_are_refused(recipe: Path, started: list, arguments: list[str]) -> None:
     result = runner.invoke(app, ["train", str(recipe), *arguments])

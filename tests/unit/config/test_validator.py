@@ -197,7 +197,8 @@ def test_a_section_prints_the_relation_that_it_has_checked() -> None:
 def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the_fix() -> None:
     found = validate(make("data.injection.templates=['noise'] rollout.prompt_filter.name=model"))
     text = str(found[0])
-    assert "data.injection.templates = ('noise',), rollout.prompt_filter.name = 'model'" in text and "\n" not in text
+    assert text.startswith("data.injection.templates = ('noise',): rewrites are drawn by their share of a batch")
+    assert "(rollout.prompt_filter.name = 'model')" in text and "\n" not in text
     assert text.endswith('Fix: set data.injection.templates = [], or rollout.prompt_filter.name = "none"')
 
 

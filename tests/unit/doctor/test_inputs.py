@@ -270,6 +270,11 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
             "hf download openai/gsm8k --repo-type dataset",
         ),
         "a chat template with an error": (own_template("{% if %}"), (), "chat template"),
+        "a chat template that refuses": (
+            own_template("{{ raise_exception('one turn only') }}"),
+            (),
+            "refuses messages of the roles user: one turn only; mend the template, or set data.template",
+        ),
         "a chat template without a system role": (
             own_template("{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"),
             ("data.system_prompt=Think.",),
@@ -291,6 +296,22 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         "no weights": (removed(WEIGHTS), (), "base_model"),
         "cut weights": (cut(WEIGHTS, 0.5), (), "model.safetensors"),
         "weights that are none": (written(WEIGHTS, b"\0" * 64), (), "model.safetensors"),
+        "a pointer of Git LFS": (
+            written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"),
+            (),
+            "a pointer of Git LFS, not the weights: run `git lfs pull`",
+        ),
+        "shards without their index": (
+            lambda own: (own / WEIGHTS).rename(own / "base_model/model-00001-of-00002.safetensors") and None,
+            (),
+            "copy model.safetensors.index.json, too",
+        ),
+        "two types of weights": (
+            model_config(dtype="bfloat16", torch_dtype="float16"),
+            (),
+            "dtype and torch_dtype are bfloat16 and float16; keep the right one",
+        ),
+        "a single file": (nothing, ("model.path=OWN/train.jsonl",), "name the directory"),
         "an empty weights file": (written(WEIGHTS, b""), (), "model.safetensors"),
         "weights of a deeper model": (model_config(num_hidden_layers=40), (), "missing", "do not fit"),
         "weights of a wider model": (model_config(intermediate_size=4096), (), "of another shape"),
@@ -424,7 +445,11 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
     "rollout.group_sise": {"an unknown key": (nothing, ("rollout.group_sise=8",), "rollout.group_size")},
     "rollout.group_size": {
         "a number in words": (nothing, ("rollout.group_size=eight",), "a whole number"),
-        "groups of one": (nothing, ("rollout.group_size=1",), "compared within their group"),
+        "groups of one": (
+            nothing,
+            ("rollout.group_size=1",),
+            "rollout.group_size = 1: responses are compared within their group. Fix: set rollout.group_size = 8 or more",
+        ),
     },
     "rollout.max_response_tokens": {"a negative length": (nothing, ("rollout.max_response_tokens=-1",), ">= 1")},
     "rollout.engine": {"an unknown choice": (nothing, ("rollout.engine=vllm",), "sglang")},
@@ -443,7 +468,9 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
             "parts of every reward",
         )
     },
+    "run.wait_timeout_seconds": {"no time to wait": (nothing, ("run.wait_timeout_seconds=1",), ">= 30")},
     "checkpoint.output_dir": {
+        "a place without files": (nothing, ("checkpoint.output_dir=/proc/x",), "/proc/x cannot be created"),
         "checkpoints in a file": (written("saves", "x"), ("checkpoint.output_dir=OWN/saves",), "is a file")
     },
     "critic.path": {
@@ -516,7 +543,7 @@ def test_what_cannot_run_is_refused_in_one_line(
     start = time.process_time()
     lines = refusal(own, *overrides)
     assert time.process_time() - start < 10  # seconds of this process: the machine may be busy
-    found = [line for line in lines if line.startswith(f"  - {field}:")]
+    found = [line for line in lines if line.startswith((f"  - {field}:", f"  - {field} = "))]
     assert found, lines or "it would have started"
     for word in words:
         assert word in found[0]
