@@ -52,7 +52,7 @@ class Run:
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}: {self.tail()}"
             assert time.monotonic() < deadline, f"waited {RUN_S} s for {what}: {self.tail()}"
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def kill_engine(self) -> None:
         """kill -9 of the server's processes that hold the model."""
