@@ -48,7 +48,7 @@ from megatron_dapo.rollout.open_group import (
     settled,
 )
 from megatron_dapo.rollout.prompt_source import PromptSource
-from megatron_dapo.rollout.scoring import score_groups
+from megatron_dapo.rollout.scoring import score_groups, warn_of_lost
 from megatron_dapo.rollout.statistics import KEPT, UNSCORED, CollectStatistics, StatisticsBuilder
 from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, Group, SamplingParams
 
@@ -290,9 +290,7 @@ class GroupCollector(Collector):
             del self._open[group.group_id]
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
-            if decision == UNSCORED:  # it says nothing of the prompt
-                self._warn_of_lost(group)
-            else:
+            if decision != UNSCORED:  # which says nothing of the prompt
                 self._source.observe(group, decision)
             self._counters.num_recent_decided += 1
             self._counters.num_recent_kept += decision == KEPT
@@ -304,22 +302,12 @@ class GroupCollector(Collector):
                 self._shown = sorted([*self._shown, group], key=_group_id)[:_MAX_SHOWN]
 
     def _decision(self, group: Group) -> FilterDecision:
-        if any(sample.score.is_lost for sample in group.samples):
+        if warn_of_lost(group.samples):
             return UNSCORED
         if self._own_filter is not None:
             return self._own_filter.decide(group)
         accuracies = [sample.score.accuracy for sample in group.samples]
         return KEPT if self._filter is None else self._filter.decide(accuracies)
-
-    def _warn_of_lost(self, group: Group) -> None:
-        lost = [sample for sample in group.samples if sample.score.is_lost]
-        logger.warning(
-            "group %s is left out, and another one sampled: the rewards of %d of its %d responses are lost: %s",
-            group.group_id,
-            len(lost),
-            len(group.samples),
-            lost[0].score.failure,
-        )
 
     def _finish_source(self) -> None:
         num_rewrites = sum(TEMPLATE in group.prompt.extra for group in (*self._open.values(), *self._buffer))

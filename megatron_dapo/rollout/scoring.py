@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from megatron_dapo.rewards.pool.pool import Scorer, VerifierPool, score_request
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
+
+logger = logging.getLogger(__name__)
 
 VERIFIER_PART = "verifier"
 RewardAddend = Callable[[Completion, str, Score], float]
@@ -123,3 +126,15 @@ def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: i
         versions = [run.version for sample in samples for run in sample.completion.versions]
         # A group is as old as its oldest token.
         yield Group(group.group_id, group.prompt, samples, min(versions, default=serving), group.generation_step)
+
+
+def warn_of_lost(samples: Iterable[ScoredSample]) -> int:
+    """Return how many scores are lost, and log why: such responses are not trained."""
+    lost = [sample for sample in samples if sample.score.is_lost]
+    if lost:
+        first = lost[0]
+        logger.warning(
+            "lost rewards: %d, the first that of %s; nothing is learned from these responses: %s",
+            *(len(lost), first.sample_id, first.score.failure),
+        )
+    return len(lost)

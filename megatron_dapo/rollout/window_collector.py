@@ -42,6 +42,7 @@ from megatron_dapo.rollout.batch import (
 )
 from megatron_dapo.rollout.collector import Collector, CollectorInputs, ResponseAccounting, WindowCounters
 from megatron_dapo.rollout.open_group import is_partial
+from megatron_dapo.rollout.scoring import warn_of_lost
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder, WindowSummary
 from megatron_dapo.rollout.windows import ResponseKey, WindowCollection, WindowPool, choose_groups
 from megatron_dapo.types import Group, SamplingParams, ScoredSample
@@ -200,7 +201,9 @@ class WindowCollector(Collector):
         """Turn the collection into a batch; its unfinished responses go to the head of the queue."""
         collection = self._current
         samples = collection.samples()
-        groups = self._groups(samples, version)
+        # The critic's advantages need no whole groups.
+        lost = warn_of_lost(samples.values())
+        groups = self._groups({key: sample for key, sample in samples.items() if not sample.score.is_lost}, version)
         for (group_id, index), sample in samples.items():
             if sample.window.is_finished:
                 self._pool[group_id].finish(index, sample.score.accuracy)
@@ -212,7 +215,7 @@ class WindowCollector(Collector):
             chosen = choose_groups(begun, sizes, self._window.windows_per_step)
         statistics = self._statistics(groups, chosen)
         self._pool.drop_finished()
-        self._counters.num_not_chosen += sum(
+        self._counters.num_not_chosen += lost + sum(
             sample.window.is_finished
             for index, group in enumerate(groups)
             if index not in chosen

@@ -17,7 +17,7 @@ from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.open_group import MAX_FRUITLESS
 from megatron_dapo.rollout.window_collector import NOT_CHOSEN
-from megatron_dapo.types import SamplingParams
+from megatron_dapo.types import IS_LOST, SamplingParams, Score
 from tests.examples import examples, first
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
@@ -317,6 +317,27 @@ def test_groups_left_out_are_counted_and_their_unfinished_responses_continue() -
     before, after = whole.collector.accounting(), part.collector.accounting()
     assert after.is_balanced and after.not_chosen > 0 and after.trained + after.not_chosen == before.trained
     assert (after.unfinished, after.not_started) == (before.unfinished, before.not_started)
+
+
+@pytest.mark.parametrize("windows_per_step", [0, 12])
+def test_windows_with_a_lost_score_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog, windows_per_step: int) -> None:
+    """Every seventh verdict is lost, as if the kernel had killed its process; the rest of its group stays."""
+    world, whole = (make_world(MIXED * 20, windows_per_step=windows_per_step) for _ in range(2))
+    verifier, numbers = world.collector._scorer.scorer, iter(range(10**6))
+    score, reason = verifier._score, {"error": "killed 3 times; out of memory", IS_LOST: True}
+
+    def lose(*item: object) -> Score:
+        found = score(*item)
+        return replace(found, outcome="error", detail=reason) if next(numbers) % 7 == 6 else found
+
+    monkeypatch.setattr(verifier, "_score", lose)
+    num_lost = 0
+    for _ in range(6):
+        batch, expected = world.collector.collect(5), whole.collector.collect(5)
+        assert not any(sample.score.is_lost for sample in windows(batch))
+        num_lost += len(windows(expected)) - len(windows(batch))
+    assert "nothing is learned from these responses: killed 3 times; out of memory" in caplog.text
+    assert (num_lost > 0 or windows_per_step) and world.collector.accounting().is_balanced
 
 
 def test_groups_with_contrast_over_all_steps_are_chosen_first() -> None:
