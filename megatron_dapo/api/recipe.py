@@ -235,9 +235,18 @@ def _line(name: str, number: int, row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
+        column = next((key for key, value in row.items() if not _is_json(value)), "")
         raise ValueError(
-            f"{name}[{number}]: no JSON ({error}); convert it to numbers, texts, lists and mappings"
+            f"{name}[{number}]: column {column!r} is no JSON ({error}); convert it to numbers, texts, lists and mappings"
         ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False, default=_plain)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

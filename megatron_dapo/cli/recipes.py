@@ -25,6 +25,7 @@ from megatron_dapo.cli.options import (
 )
 from megatron_dapo.cli.run import train
 from megatron_dapo.config.loader import read_toml
+from megatron_dapo.config.schema import recipe_schema
 
 PACKAGE = Path(__file__).resolve().parents[1]
 QUICKSTART = Path("quickstart/quickstart.toml")
@@ -142,6 +143,13 @@ def list_recipes(json_output: JsonOption = False) -> None:
     for name, text in described.items():
         typer.echo(f"{name:<{width}}  {text}".rstrip())
     typer.echo("\n`megatron-dapo recipes copy NAME [DIR]` writes one with all that it needs to DIR/examples.")
+
+
+@recipes_app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of recipes. An editor's TOML extension completes and explains keys by it: save it, and begin a
+    recipe with the line `#:schema recipe.schema.json`."""
+    typer.echo(json.dumps(recipe_schema(), indent=1))
 
 
 @recipes_app.command("copy")

@@ -529,6 +529,26 @@ def section_types() -> Mapping[str, tuple[type[BaseModel], ...]]:
     return MappingProxyType({"": (Config,), **dict(_sections(Config, ""))})
 
 
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe's file, with which an editor completes and explains its keys."""
+    schema = Config.model_json_schema()
+    _loosen(schema)
+    base = {"type": "string", "description": "Recipe from which everything is taken that this one leaves out."}
+    schema["properties"] = {"base": base, **schema["properties"]}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+
+
+def _loosen(node: Any) -> None:
+    """Let what a base may set be absent, and a union be the name of one of its members."""
+    if isinstance(node, dict):
+        node.pop("required", None)
+        if "discriminator" in node:
+            del node["discriminator"]
+            node["anyOf"] = [{"type": "string"}, *node.pop("oneOf")]
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _loosen(inner)
+
+
 @cache
 def leaf_fields() -> Mapping[str, FieldInfo]:
     """Return every field that holds a value (not a section), by dotted path, in schema order. A union contributes the

@@ -68,7 +68,7 @@ async def _answer_later(verifier: Verifier, task: Mapping[str, Any], timeout_s: 
     try:
         result = await asyncio.wait_for(verifier.score_later(*arguments_of(verifier, task)), timeout_s)
     except asyncio.TimeoutError:
-        result = VerifierResult("timeout", detail={"error": f"no score in {timeout_s:g} s"})
+        result = VerifierResult("timeout", detail={"error": f"no score in {timeout_s:g} s (reward.timeout_seconds)"})
     except Exception as error:
         result = VerifierResult("error", detail={"error": describe(error)})
     return {"id": task["id"], **vars(result), "leaving": False}

@@ -352,7 +352,7 @@ class Dispatcher:
                 return
             task = worker.queue.popleft()
             self._remove(worker)
-            self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s"))
+            self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s (reward.timeout_seconds)"))
 
     def _worker_is_gone(self, worker: VerifierProcess, reason: str | None = None) -> None:
         """Replace a process that ended by itself; its current answer is an error, and the others are sent again."""

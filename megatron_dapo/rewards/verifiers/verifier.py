@@ -23,6 +23,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def _load_user_function(path: str) -> Verifier:
     try:
         module = import_place(module_name)
     except Exception as error:  # importing runs arbitrary code
-        words = f"cannot import module {module_name!r} ({type(error).__name__}: {error})"
+        words = f"cannot import module {module_name!r} ({type(error).__name__}: {error}){_fix_of(error)}"
         raise ValueError(f"verifier {path!r}: {words}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -114,6 +115,16 @@ def _load_user_function(path: str) -> Verifier:
 
     version, is_async = f"{path}@{_source_hash(module)}", inspect.iscoroutinefunction(function)
     return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None, is_batched)
+
+
+def _fix_of(error: Exception) -> str:
+    """Return what mends the usual errors of an import in a verifier process, which sees few variables of the environment."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"; install {error.name}, or write path/to/file.py:function for a file"
+    name = error.args[0] if isinstance(error, KeyError) and error.args else ""
+    if isinstance(name, str) and re.fullmatch("[A-Z][A-Z0-9_]*", name):
+        return f'; verifier processes get the variables that are named: reward.environment = ["{name}"]'
+    return ""
 
 
 def _number_of_arguments(path: str, function: Any) -> int:

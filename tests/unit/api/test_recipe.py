@@ -184,7 +184,7 @@ def test_a_list_of_rewards_is_their_sum(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_names_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\[1\]: no JSON"):
+    with pytest.raises(ValueError, match=r"data\[1\]: column '[a-z]+' is no JSON"):
         Recipe("m", [{"prompt": "a"}, {"prompt": object()}], own_reward).write(tmp_path)
 
 

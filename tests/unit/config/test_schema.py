@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import megatron_dapo
+from megatron_dapo.cli.main import app
+from megatron_dapo.cli.recipes import shipped_files
 from megatron_dapo.config import config_from_dict
+from megatron_dapo.config.loader import read_toml
 from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.rewards.verifiers.verifier import SET_PRESETS
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
+
+if sys.version_info >= (3, 11):  # tomllib is in the standard library from here on
+    import tomllib
+else:
+    import tomli as tomllib
 
 PACKAGE = Path(megatron_dapo.__file__).parent
 
@@ -156,3 +168,45 @@ def test_resolved_shortcuts() -> None:
     config = config_from_dict({**own, "algorithm": {"loss": {"aggregation_length": 9}}})
     assert config.checkpoint_dir == Path("/ck")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (5, 9, 4)
+
+
+def accepted(schema: dict, node: Any, value: Any) -> bool:
+    """Whether a value fits the parts of JSON schema that pydantic writes."""
+    if "$ref" in node:
+        return accepted(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], value)
+    if "anyOf" in node and not any(accepted(schema, one, value) for one in node["anyOf"]):
+        return False
+    if value not in node.get("enum", [value]) or value != node.get("const", value):
+        return False
+    kinds = {
+        "object": isinstance(value, dict),
+        "array": isinstance(value, list),
+        "string": isinstance(value, str),
+        "boolean": isinstance(value, bool),
+        "integer": isinstance(value, int) and not isinstance(value, bool),
+        "number": isinstance(value, int | float) and not isinstance(value, bool),
+        "null": value is None,
+    }
+    if not kinds[node["type"]] if "type" in node else False:
+        return False
+    if isinstance(value, dict) and "properties" in node:
+        known = node["properties"]
+        return all(
+            accepted(schema, known[key], each) if key in known else node.get("additionalProperties", True) is not False
+            for key, each in value.items()
+        )
+    return not isinstance(value, list) or all(accepted(schema, node.get("items", {}), each) for each in value)
+
+
+def test_the_schema_for_editors_fits_every_shipped_recipe_and_explains_its_keys() -> None:
+    schema = json.loads(CliRunner().invoke(app, ["recipes", "schema"]).stdout)
+    recipes = [path for name, path in shipped_files().items() if path.suffix == ".toml" and "grids/" not in name]
+    assert len(recipes) > 20
+    for path in recipes:
+        assert accepted(schema, schema, read_toml(path)), path
+    for text in ('[algorithm]\nloss = "gspo"\n', "[algorithm.loss]\nclip_ratio_high = 0.3\n"):
+        assert accepted(schema, schema, tomllib.loads(text))
+    for text in ("[rollout]\ngroup_sise = 8\n", '[rollout]\ngroup_size = "8"\n', "[algorithm.loss]\nclip = 1.0\n"):
+        assert not accepted(schema, schema, tomllib.loads(text))
+    keys = [key for section in schema["$defs"].values() for key in section["properties"].values()]
+    assert len(keys) > 300 and all(key["description"] for key in keys)

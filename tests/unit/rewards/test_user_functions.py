@@ -11,6 +11,7 @@ import pytest
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.build import self_test
 from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
+from megatron_dapo.rewards.verifiers.verifier import load_verifier
 from megatron_dapo.types import Completion, Prompt
 
 CODE = """
@@ -284,3 +285,11 @@ def test_token_ids_are_sent_on_request(own: str) -> None:
     with VerifierPool(f"{own}:tokens", RewardConfig()) as pool:
         score = pool.score_many([score_request("g/0", prompt, completion, "four", pool)])["g/0"]
     assert score.outcome == "error" and "set reward.token_ids = true" in score.detail["error"]
+
+
+def test_an_import_that_fails_says_what_mends_it(tmp_path: Path) -> None:
+    (tmp_path / "key.py").write_text("import os\nKEY = os.environ['MY_SECRET_KEY']\ndef f(sample): return 1.0\n")
+    with pytest.raises(ValueError, match=r'reward.environment = \["MY_SECRET_KEY"\]'):
+        load_verifier(f"{tmp_path}/key.py:f")
+    with pytest.raises(ValueError, match="install my_absent_package, or write path/to/file.py:function"):
+        load_verifier("my_absent_package.rewards:f")
