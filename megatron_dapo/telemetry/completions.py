@@ -107,8 +107,10 @@ def excerpt(text: str, limit: int = _MAX_RESPONSE) -> str:
     line = one_line(text, 6 * len(text))  # an escaped character has six
     if len(line) <= limit:
         return line
-    head = limit // 3
-    return f"{line[:head].rstrip()} ... {line[head - limit :].lstrip()}"
+    head, tail = line[: limit // 3], line[limit // 3 - limit :]
+    # Whole words, unless there are none.
+    head = head.rpartition(" ")[0] or head
+    return f"{head} ... {tail.partition(' ')[2] or tail}"
 
 
 def outcome_of(record: Record) -> str:

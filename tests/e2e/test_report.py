@@ -62,7 +62,7 @@ def test_one_run_in_the_browser(page: Browser, runs: list[Path], repository: Pat
     page.open((runs[1] / "report.html").as_uri())
     assert page.run("return document.documentElement.dataset.ready") == "true"
     assert page.run("return document.title") == "bad: report"
-    assert page.run(TEXTS, "#verdicts .line")[0].startswith("✕ not healthy: ")
+    assert page.run(TEXTS, "#verdicts .health")[0].startswith("✕ not healthy: ")
     titles = page.run(TEXTS, "#anomaly-table .what")
     assert "entropy collapse" in titles and "held-out accuracy falls" in titles
     inked = page.run(INKED)

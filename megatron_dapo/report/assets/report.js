@@ -476,7 +476,7 @@
       make("button", { type: "button", class: "sample", "data-at": at, "aria-current": "false", onclick: () => pick(at) },
         make("span", { class: "badge " + each.kind }, KINDS[each.kind]), many ? swatch(each.run) : null,
         make("span", { class: "meta" }, "step " + each.step + " · " + each.num_tokens.toLocaleString("en") + " tokens · reward " + number(each.reward)),
-        make("span", { class: "peek" }, each.text.slice(0, 90)))]).filter(Boolean));
+        make("span", { class: "peek" }, (each.text.length > 56 ? "… " : "") + each.text.slice(-56)))]).filter(Boolean));
     countBox.textContent = shownSamples.length + " of " + data.samples.list.length + " samples in this file";
     pick(shownSamples.length ? 0 : -1);
   }
