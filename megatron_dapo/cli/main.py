@@ -189,6 +189,8 @@ def export(
         typer.echo(f"{space}: push it to a Space of yours (git, or `hf upload NAME {space} --repo-type space`)")
         return
     assert target is not None, "one of the two is given"
+    if not source.exists():  # before imports of seconds
+        refuse(f"{source} does not exist; `megatron-dapo checkpoint inspect RUN` lists the checkpoints of a run")
     from megatron_dapo.checkpoints.store import CheckpointError
     from megatron_dapo.cli.checkpoint import export_checkpoint, export_torch_dist
 

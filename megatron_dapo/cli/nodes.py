@@ -43,6 +43,11 @@ def nodes(
     directory, picture = run / "nodes", svg or run / "nodes/timeline.svg"
     settings = DetectorSettings(continuity_s=continuity)
     with refusing(ValueError, OSError):
+        if (run / "config.json").is_file() and not directory.is_dir():
+            raise ValueError(
+                f"{run} has no metrics of nodes: runs of one node have none, as nodes are compared with each other; of several "
+                "nodes they need nodes.enabled = true"
+            )
         series = read_nodes(directory)
         sampled = [one for one in series if one.samples]
         if not sampled:

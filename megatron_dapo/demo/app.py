@@ -17,6 +17,7 @@ import gradio
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.data.template import PromptTemplate, resolve_stop_token_ids
@@ -149,6 +150,7 @@ def build_page(settings: Mapping[str, Any], pool: Any) -> gradio.Blocks:
 
 def main() -> None:
     """Serve the page until it is stopped."""
+    disable_progress_bar()  # of the weights that are loaded
     directory = Path(__file__).resolve().parent
     settings = json.loads((directory / "demo.json").read_text(encoding="utf-8"))
     sys.path.append(str(directory / "rewards"))  # modules of the user's functions, for the verifier processes too

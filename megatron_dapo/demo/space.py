@@ -21,7 +21,7 @@ from megatron_dapo.telemetry.summary import RunSummary, read_summary
 
 GRADIO_VERSION = "6.31.0"  # of requirements/demo-cpu-py311.txt
 NUM_EXAMPLES = 5
-_MAX_LABEL = 160  # characters
+_NUM_SHOWN = 50  # characters of an example that Gradio shows
 _PACKAGE = Path(__file__).resolve().parents[1]
 _REWARDS = "rewards"  # directory of a Space with the user's reward functions
 _REQUIREMENTS = (
@@ -196,15 +196,18 @@ def _rises(run: Path) -> dict[str, float]:
 
 def _examples(rows: Sequence[Row]) -> list[dict[str, Any]]:
     prompts = [row.messages[-1]["content"] for row in rows]
+    tasks = [" ".join(task.split()) for task in distinct_tasks(prompts)]
+    if len({task[:_NUM_SHOWN] for task in tasks}) < len(tasks):  # the problem follows an instruction in the same line
+        tasks = [f"... {task[-_NUM_SHOWN:].partition(' ')[2]}" for task in tasks]
     return [
         {
             "prompt": prompt,
             "answer": row.answer,
-            "label": " ".join(task.split())[-_MAX_LABEL:],
+            "label": task,
             "data_source": row.data_source,
             "extra": json.loads(json.dumps(dict(row.extra), default=str)),
         }
-        for row, prompt, task in zip(rows, prompts, distinct_tasks(prompts), strict=True)
+        for row, prompt, task in zip(rows, prompts, tasks, strict=True)
     ]
 
 

@@ -48,12 +48,14 @@ class _Forwarder:
         self._process = process
         self._run_directory = run_directory
         self._first: float | None = None  # when the first signal came, on the monotonic clock
+        self.ended_by = 0  # the signal that came before there were workers to pass it to
 
     def __call__(self, signum: int, frame: object) -> None:
         now, workers = time.monotonic(), self._worker_pids()
         if self._first is not None and now - self._first <= ONE_REQUEST_S:
             return
         if self._first is not None or not workers:
+            self.ended_by = 0 if workers else signum
             self.kill_all()
             return
         self._first = now
@@ -127,6 +129,8 @@ def launch_workers(
     previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         code = process.wait()
+        if forward.ended_by:
+            return 128 + forward.ended_by
         return code if code >= 0 else 128 - code
     finally:
         for number, handler in previous.items():

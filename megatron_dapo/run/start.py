@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.launch.local import launch_workers
 from megatron_dapo.run.plan import Plan
 from megatron_dapo.watch.attempts import begin_launch, is_finished, verdict
-from megatron_dapo.watch.failure import clear_failures, first_line, read_failure
+from megatron_dapo.watch.failure import EXIT_CODE, clear_failures, first_line, read_failure
 
 WORKER = "megatron_dapo.run.worker"
 
@@ -63,6 +64,9 @@ def run_workers(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) ->
     # torchrun's own code says only that a worker ended otherwise than with 0.
     last = verdict(directory, job, attempt, config.run.max_fruitless_attempts)
     if last is None or not last.was_stopped:
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            name = signal.Signals(code - 128).name
+            return RunEnd(EXIT_CODE, f"stopped by a signal ({name}) before training began; the same command starts it")
         words = "and none could report why: see what they printed above"
         return RunEnd(code, f"error: the processes of the run ended with exit code {code}, {words}")
     return RunEnd(last.exit_code, f"{last.reason}; the same command continues the run (exit code {last.exit_code})")

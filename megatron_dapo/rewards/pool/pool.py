@@ -92,6 +92,12 @@ class VerifierPool:
         # Each process gets the settings and the key of its preset only.
         preset = getattr(reward, verifier).model_dump(mode="json") if verifier in SET_PRESETS else {}
         variables = [*reward.environment, *filter(None, [preset.get("key_variable")])]
+        if absent := [name for name in variables if name not in os.environ]:
+            logger.warning(
+                "%s: not set in this shell, so that verifier %s does not get it (reward.environment, key_variable)",
+                ", ".join(dict.fromkeys(absent)),
+                verifier,
+            )
         variables += MODEL_ENVIRONMENT if loads_model else []
         self.verifier = verifier
         self._reward_correct, self._reward_incorrect = reward.correct, reward.incorrect

@@ -187,6 +187,22 @@ def test_the_first_root_cause_is_the_last_line(
     assert result.output.strip().splitlines()[-1].startswith(line) == (layout == "dp2")
 
 
+@pytest.mark.parametrize(("number", "name"), [(2, "SIGINT"), (15, "SIGTERM")])
+def test_a_signal_before_training_began_is_named(
+    number: int, name: str, whole_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_run, "launch_workers", lambda *_: 128 + number)
+    result = runner.invoke(app, ["train", str(whole_recipe), "--output-dir", str(tmp_path / "run")])
+    words = f"stopped by a signal ({name}) before training began; the same command starts it"
+    assert result.exit_code == 75 and words in result.output
+
+
+def test_an_export_of_a_missing_checkpoint_is_one_line(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["export", str(tmp_path / "step_1"), str(tmp_path / "model")])
+    assert result.exit_code == 2 and len(result.output.strip().splitlines()) == 1
+    assert "step_1 does not exist" in result.output
+
+
 NOTHING_HELD_OUT = ("data.eval_paths=[]", "data.held_out_share=0")
 
 

@@ -32,6 +32,12 @@ def nodes(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["nodes", *map(str, arguments)])
 
 
+def test_a_run_of_one_node_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = nodes(tmp_path)
+    assert found.exit_code == 2 and "runs of one node have none" in " ".join(found.output.split())
+
+
 def test_a_healthy_run(tmp_path: Path) -> None:
     found = nodes(write_run(tmp_path / "run", 300))
     assert found.exit_code == 0 and "no node stands out" in found.output and "host3 |" in found.output

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.bridge.protocol.arena import is_running
-from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.launch.local import _Forwarder, launch_workers
 
 WORKER = """
 import json, os, sys, psutil
@@ -30,6 +30,13 @@ Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps([[os.environ[
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+def test_a_signal_before_there_are_workers_is_remembered(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    forward = _Forwarder(process, tmp_path)
+    forward(signal.SIGTERM, None)
+    assert process.wait() == -signal.SIGKILL and forward.ended_by == signal.SIGTERM
 
 
 def test_workers_meet_on_loopback_at_a_port_that_no_other_process_can_take(

@@ -125,6 +125,17 @@ def test_version_and_reward_map():
     assert [scores[key].reward for key in "abc"] == [1.0, 0.0, 0.0]
 
 
+def test_a_variable_that_is_not_set_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("PRESENT_KEY", "1")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    reward = RewardConfig(environment=("JUDGE_KEY", "PRESENT_KEY"))
+    with VerifierPool("dapo", reward):
+        pass
+    assert [message for message in caplog.messages if "_KEY" in message] == [
+        "JUDGE_KEY: not set in this shell, so that verifier dapo does not get it (reward.environment, key_variable)"
+    ]
+
+
 def test_no_items(dapo_pool):
     assert dapo_pool.score_many([]) == {}
 
