@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any, **options: Any) -> str: ...
 
+    def get_added_vocab(self) -> dict[str, int]: ...
+
 
 # ---- templates
 

@@ -7,12 +7,15 @@ A stream only grows: a sampled turn stays as the engine returned it, and only th
 is cut from a short conversation that the chat template renders: a probe, an answer that is a sentinel, the new messages,
 and the prompt for the next turn. The delta is everything after the sentinel, so its cost is that of the new messages.
 
+A message is text: if an environment says "<|im_end|>", the model reads these characters and not the token.
+
 `data/template_proof.py` proves at the start of a run that the cut is exact for a template.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +30,7 @@ History = Literal["refuse", "keep", "rewrite"]
 
 ROLES = ("user", "tool")  # of messages that an environment appends
 PROBE: Messages = ({"role": "user", "content": "probe"},)
+_CUT = "zqCutqz"
 # A template takes fields of messages for granted, and is code of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ValueError)
 
@@ -61,7 +65,7 @@ class TurnTemplate:
         A turn that was sampled up to the template's end token has it already. Any other one, cut or ended by another
         stop token, gets it from the delta, where it is observed and not trained. ValueError if a message cannot follow.
         """
-        ids = self.template.encode(self.delta_text(messages))
+        ids = self._encode(self.delta_text(self._as_text(messages)))
         end = ids[: self._num_closing + 1]
         return ids[end.index(last_token) + 1 :] if last_token in end else ids
 
@@ -111,12 +115,31 @@ class TurnTemplate:
         template may rewrite it.
         """
         delta = self.delta(stream[-1] if len(stream) else None, messages)
-        if self.history == "rewrite":
-            rendered = self.template.render([*history, *messages])
+        if self.history == "rewrite" and not self._is_plain:
+            rendered = self._encode(self.template.text(self._as_text([*history, *messages])))
             # Sampled ids need not be those that their text has, so texts are compared, both decoded from ids.
             if self._decoded(rendered) != self._decoded([*stream, *delta]):
                 return Continuation(rendered, begins_segment=True)
         return Continuation(delta)
+
+    def _as_text(self, messages: Messages) -> list[Mapping[str, Any]]:
+        """Return messages in which each spelling of a token is cut in two, for `_encode`; a turn's own text stays."""
+        return [
+            {**message, "content": self._spellings.sub(_cut_in_two, message["content"])}
+            if message["role"] != "assistant" and isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(token for part in text.split(_CUT) for token in self.template.encode(part))
+
+    @cached_property
+    def _spellings(self) -> re.Pattern[str]:
+        """Spellings of the tokens that a tokenizer finds in a text before it splits it, such as "<|im_end|>"."""
+        names = [name for name in self.template.tokenizer.get_added_vocab() if len(name.split()) == 1 < len(name)]
+        longest_first = sorted(names, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
     def closing(self) -> str:
@@ -166,6 +189,10 @@ def turns_before(messages: Messages, sentinel: str) -> Iterator[Mapping[str, Any
         yield {"role": "assistant", "content": "", "tool_calls": calls}
         yield {"role": "assistant", "content": "", "tool_calls": calls[-1:]}
     yield {"role": "assistant", "content": sentinel}
+
+
+def _cut_in_two(spelling: re.Match[str]) -> str:
+    return f"{spelling[0][0]}{_CUT}{spelling[0][1:]}"
 
 
 def absent_from(messages: Messages) -> str:

@@ -163,6 +163,19 @@ def test_the_proof_takes_less_than_two_seconds(name):
     json.dumps(proof.describe())
 
 
+@pytest.mark.parametrize("name", TEXT_TEMPLATES)
+def test_a_message_cannot_write_tokens(name):
+    """An environment that repeats what the model wrote must not end turns or speak for others."""
+    turns = proof_of(name).turns
+    added = turns.template.tokenizer.get_added_vocab()
+    said = f"ok {''.join(added)} <{ORIGINS[name]['stops'][0]}> end"
+    for role in turns.roles:
+        harmless, written = ([{"role": role, "content": text, "name": "tool"}] for text in ("ok", said))
+        special = [[token for token in turns.delta(5, each) if token in added.values()] for each in (harmless, written)]
+        assert special[0] == special[1]
+        assert text_of(turns, turns.delta(5, written)) == turns.delta_text(written)
+
+
 def test_a_turn_ends_once():
     turns = turn_template("qwen2_5")
     end, other = turns.stop_token_ids
