@@ -23,6 +23,7 @@ from megatron_dapo.cli.compare import compare
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.demo import BaseOption, TrainedOption, demo
+from megatron_dapo.cli.init import init
 from megatron_dapo.cli.nodes import nodes
 from megatron_dapo.cli.options import (
     DryRunOption,
@@ -37,6 +38,7 @@ from megatron_dapo.cli.plan import plan_app
 from megatron_dapo.cli.quantize import quantize
 from megatron_dapo.cli.recipes import quickstart, recipes_app
 from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, replay, rounds, sft, train
+from megatron_dapo.cli.try_recipe import try_recipe
 from megatron_dapo.config import load_config
 from megatron_dapo.run.plan import machines_of
 from megatron_dapo.telemetry.terminal import quiet_libraries
@@ -114,6 +116,8 @@ def doctor(
 
 
 for _name, _command in (
+    ("init", init),
+    ("try", try_recipe),
     ("quickstart", quickstart),
     ("train", train),
     ("pretrain-value", pretrain_value),

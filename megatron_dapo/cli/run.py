@@ -192,7 +192,7 @@ def rejection_sample(
     """Sample responses to the training prompts, verify them, and write diverse correct ones for `sft` with a data
     card."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
-    config = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, for_sampling, _inputs(False)).loaded.config
+    config = checked_config(recipe, chosen, for_sampling)
     from megatron_dapo.selection.run import EXAMPLES
     from megatron_dapo.selection.run import rejection_sample as run
 
@@ -330,6 +330,11 @@ def evaluate(
     if other is not None:
         with refusing(ValueError):
             typer.echo("\n".join(difference_lines(result, other)))
+
+
+def checked_config(recipe: Path, overrides: list[str] | None, adapt: Callable[[Config], Config]) -> Config:
+    """Return the configuration of one process without a Megatron layout; the recipe's layout need not fit this machine."""
+    return _plan(recipe, overrides, "tp1", None, ONE_NODE_OF_CPUS, adapt, _inputs(False)).loaded.config
 
 
 def _evaluated_config(recipe: Path, model: Path | None, overrides: list[str] | None, dry_run: bool) -> Config:

@@ -88,6 +88,19 @@ def for_sampling(config: Config) -> Config:
     return derive(for_evaluation(config), {"data": data})
 
 
+def with_rollout_sampling(config: Config, num_samples: int) -> Config:
+    """Return the configuration whose evaluations sample `num_samples` responses to a prompt as training does."""
+    rollout = config.rollout
+    sampling = {
+        "num_samples": num_samples,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "max_response_tokens": rollout.max_response_tokens,
+    }
+    return derive(config, {"evaluation": sampling})
+
+
 def sft_config(config: Config, directory: Path | None = None) -> Config:
     """Return the configuration with which the recipe's policy learns given responses by maximum likelihood.
 

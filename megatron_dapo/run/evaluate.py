@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +25,14 @@ from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import AttachedServer, EngineStartError, Expectation
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.protocol import EvaluationResult
-from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
+from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate, sample_and_score
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.rewards.build import open_verifier_pool
+from megatron_dapo.rollout.scoring import RewardAddend
+from megatron_dapo.run.derive import with_rollout_sampling
+from megatron_dapo.trainer.build_rollout import load_train_dataset, reward_addends
 from megatron_dapo.trainer.start_engines import build_local_engine, client_timeouts, server_settings
+from megatron_dapo.types import Group, ScoredSample
 from megatron_dapo.watch.heartbeat import watched_alone
 
 logger = logging.getLogger(__name__)
@@ -64,6 +68,35 @@ def _evaluate(config: Config, model_dir: Path, name: str) -> EvaluationResult:
                 progress=progress.report,
                 max_in_flight=max_in_flight,
             )
+
+
+def try_prompts(config: Config, num_prompts: int, num_samples: int) -> list[Group]:
+    """Return groups of responses of the untrained model to training prompts from all over the data, with their rewards.
+
+    ValueError for a configuration or data that cannot be used, RuntimeError if servers fail.
+    """
+    with watched_alone("try"):
+        inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
+        with open_verifier_pool(config.reward) as pool:
+            dataset = load_train_dataset(config, inputs, pool)
+            chosen = dataset.prompts[:: max(1, len(dataset) // num_prompts)][:num_prompts]
+            sampled = with_rollout_sampling(config, num_samples)
+            protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
+            with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
+                problems, rows = sample_and_score(
+                    chosen, engine, pool, inputs.decode, protocol, max_in_flight=max_in_flight
+                )
+    addends = reward_addends(config.reward)
+    return [
+        Group(str(number), problem.prompt, tuple(_with_addends(one, addends) for one in row), 0, 0)
+        for number, (problem, row) in enumerate(zip(problems, rows, strict=True))
+    ]
+
+
+def _with_addends(sample: ScoredSample, addends: Mapping[str, RewardAddend]) -> ScoredSample:
+    """Return a sample with the reward terms that a run adds to the verifier's."""
+    added = {name: addend(sample.completion, sample.text, sample.score) for name, addend in addends.items()}
+    return replace(sample, reward_parts={**sample.reward_parts, **added})
 
 
 class ProgressLog:

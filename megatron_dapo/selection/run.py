@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_dapo.algorithms.selection import KEPT
 from megatron_dapo.config import Config
-from megatron_dapo.config.derive import derive
 from megatron_dapo.data.files import question_of
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.sources import train_files
@@ -20,6 +19,7 @@ from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_datase
 from megatron_dapo.evaluation.runner import sample_and_score
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.rewards.build import open_verifier_pool
+from megatron_dapo.run.derive import with_rollout_sampling
 from megatron_dapo.run.evaluate import opened_engine
 from megatron_dapo.selection.card import card, pictures, statistics
 from megatron_dapo.selection.choose import choose_all, examples_of, responses_of
@@ -92,14 +92,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
         if not prompts:
             raise ValueError("every prompt of data.train_paths is in data.eval_paths: name other files")
         # The evaluation's protocol with the rollout's sampling.
-        sampling = {
-            "num_samples": section.num_samples,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "max_response_tokens": rollout.max_response_tokens,
-        }
-        sampled = derive(config, {"evaluation": sampling})
+        sampled = with_rollout_sampling(config, section.num_samples)
         protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
         with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
             problems, rows = sample_and_score(
