@@ -132,7 +132,7 @@ def recipe_values(recipe: Path, chain: tuple[Path, ...] = ()) -> dict[str, _Valu
         problem = Violation("base", "the path of one recipe", 'write base = "other.toml"', {"base": base})
         raise ConfigError([problem], str(recipe))
     if not (recipe.parent / base).is_file():
-        raise ConfigError([_absent("base", recipe.parent / base)], str(recipe))
+        raise ConfigError([_absent("base", recipe.parent / base, but=recipe.name)], str(recipe))
     return _layered(recipe_values(recipe.parent / base, (*chain, resolved)), own)
 
 
@@ -159,8 +159,10 @@ def read_toml(recipe: Path) -> dict[str, Any]:
     raise ConfigError([problem], str(recipe))
 
 
-def _absent(key: str, recipe: Path) -> Violation:
-    near = difflib.get_close_matches(recipe.name, [path.name for path in recipe.parent.glob("*.toml")], n=1)
+def _absent(key: str, recipe: Path, but: str = "") -> Violation:
+    """Return the violation for a recipe that is not there. `but`: a name that is not meant."""
+    names = [path.name for path in recipe.parent.glob("*.toml") if path.name != but]
+    near = difflib.get_close_matches(recipe.name, names, n=1)
     hint = f"did you mean {recipe.parent / near[0]}?" if near else "check the path"
     return Violation(key, "a recipe file that exists", hint, {"file": str(recipe)})
 

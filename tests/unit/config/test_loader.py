@@ -95,10 +95,12 @@ def test_a_pattern_names_the_files_that_it_matches(tmp_path: Path, recipe: Path)
 
 
 def test_a_base_that_is_absent_is_named_as_the_base(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text('base = "bsae.toml"\n')
+    (tmp_path / "bsa.toml").write_text('base = "bsae.toml"\n')
+    with pytest.raises(ConfigError, match=r"bsa.toml: 1 problem\n  - base: expected a recipe .* Fix: check the path"):
+        load_config(tmp_path / "bsa.toml")
     (tmp_path / "base.toml").touch()
-    with pytest.raises(ConfigError, match=r"own.toml: 1 problem\n  - base: expected a recipe .* did you mean .*/base.toml\?"):
-        load_config(tmp_path / "own.toml")
+    with pytest.raises(ConfigError, match=r"- base: expected a recipe .* did you mean .*/base.toml\?"):
+        load_config(tmp_path / "bsa.toml")
 
 
 def test_base_chain_takes_the_nearest_value_and_says_from_where(tmp_path: Path) -> None:
