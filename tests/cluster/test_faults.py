@@ -143,3 +143,37 @@ def test_a_hung_file_system_holds_no_rank_and_is_named_with_its_file(job: Job) -
     assert re.search(rf"it holds file process \d+, at \w+ {re.escape(str(job.output))}", line), line
     assert job.wait_for_the_end_of_ranks() < END_S
     assert "does not end" not in log_of(job.logs), log_of(job.logs)[-3000:]
+
+
+def first_lines(job: Job, attempt: int) -> list[str]:
+    return [line for line in log_of(job.logs).splitlines() if line.startswith(f"first failure: attempt {attempt}, ")]
+
+
+def begun(job: Job) -> list[int]:
+    """Return the numbers of the attempts that have begun."""
+    records = map(json.loads, filter(None, (job.output / "attempts.jsonl").read_text().splitlines()))
+    return [record["attempt"] for record in records if "began" in record]
+
+
+def test_a_lost_path_and_an_unmounted_directory_are_named_and_the_job_goes_on(job: Job) -> None:
+    """One job, two attempts that fail; nothing is written to the bare mount point."""
+    cluster, bare = job.cluster, str(job.disk)
+    device = subprocess.run(["findmnt", "-n", "-o", "SOURCE", bare], check=True, capture_output=True, text=True).stdout.strip()
+    cluster.lose_path("node1", "node0")
+    wait_for(lambda: bool(first_lines(job, 1)), job.logs, 60.0)
+    cluster.mend_path("node1", "node0")
+    for line in first_lines(job, 1):
+        assert "attempt 1, node0 and node1, phase " in line and "path lost" in line, line
+
+    wait_for(lambda: begun(job) == [1, 2], job.logs)
+    steps = job.steps()
+    wait_for(lambda: job.steps() > steps, job.logs)
+    cluster.run("node0", "umount", "-l", bare)
+    wait_for(lambda: bool(first_lines(job, 2)), job.logs, 60.0)
+    assert "rank 0 (node0)" in first_lines(job, 2)[0] and "is gone on node0" in first_lines(job, 2)[0], first_lines(job, 2)
+    wait_for(lambda: "knows nothing of this launch" in log_of(job.logs), job.logs, 60.0)
+    assert cluster.run("node0", "ls", "-A", bare) == "", "something was written to the mount point"
+    cluster.run("node0", "mount", device, bare)
+    steps = job.steps()
+    wait_for(lambda: job.steps() > steps, job.logs)
+    assert begun(job) == [1, 2, 3] and cluster.job(job.number).restarts >= 2
