@@ -104,8 +104,8 @@ def plan_recipe(
         if gpu is None and not gpus and config.rollout.engine == "embedded":
             here = these_cpus()
             machines = Cluster(1, 0, host_gib=host_memory or here.host_gib, cores=here.cores, has_bf16=here.has_bf16)
-            report, lines, drawn = _on_cpus(config, architecture, machines)
-            _write_files(drawn, "CPUs", svg, write, recipe, _given(config, overrides, layout))
+            report, lines, plan = _on_cpus(config, architecture, machines)
+            _write_files(plan, "CPUs", svg, write, recipe, _given(config, overrides, layout))
             typer.echo(json.dumps(report) if json_output else "\n".join(lines))
             raise typer.Exit(DOES_NOT_FIT if report["problems"] else 0)
         gpu = gpu or _DEFAULT_GPU
