@@ -87,7 +87,8 @@ def _parts(score: Score) -> str:
 
 def prompt_of(text: str, answer: str, settings: Mapping[str, Any]) -> Prompt:
     """Return a visitor's problem as a prompt of the run; one of the examples keeps the other columns of its row."""
-    example = next((one for one in settings["examples"] if one["prompt"] == text and one["answer"] == answer), {})
+    of_row = (row for row in settings["examples"] if (row["prompt"], row["answer"]) == (text, answer))
+    example: Mapping[str, Any] = next(of_row, {})
     system = [{"role": "system", "content": settings["system"]}] if settings["system"] else []
     messages = (*system, {"role": "user", "content": text})
     return Prompt("demo", messages, (), answer, example.get("data_source", ""), example.get("extra", {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -23,7 +23,7 @@ def _group_id(group: Group) -> str:
 
 
 # Orders in which groups can be taken. Ties are broken by start order.
-ORDERS = {
+ORDERS: Mapping[str, Callable[[Group], Any]] = {
     "oldest": _group_id,
     "newest": lambda group: -int(group.group_id),
     "advantage": lambda group: (-_spread(group), group.group_id),

@@ -41,8 +41,9 @@ def completions_table(
         table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")
     for place, record in enumerate(records):
         outcome = outcome_of(record)
-        cells = [reward_of(record), Text(outcome, _STYLES.get(outcome, "yellow")), Text(excerpt(record["response"]))]
-        table.add_row(*([labels[place]] if labels else []), *cells)
+        label = labels[place : place + 1]
+        style = _STYLES.get(outcome, "yellow")
+        table.add_row(*label, reward_of(record), Text(outcome, style), Text(excerpt(record["response"])))
     return table
 
 
