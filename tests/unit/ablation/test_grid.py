@@ -76,7 +76,7 @@ def test_every_variant_is_checked_before_the_first_run(write_grid: WriteGrid) ->
     [
         (GRID.replace("clip_ratio_high = 0.3", "clip_ratio_high = 0.2"), "other settings than those of 'GRPO'"),
         (GRID + "pretrain_value = true\n", "an algorithm with a critic"),
-        (GRID + "set.data.eval_paths = []\n", "a held-out evaluation at the end"),
+        (GRID + "set.data.eval_paths = []\nset.data.held_out_share = 0\n", "a held-out evaluation at the end"),
     ],
 )
 def test_a_variant_that_could_not_be_compared_is_refused(write_grid: WriteGrid, text: str, expected: str) -> None:

@@ -120,7 +120,7 @@ CRITICS = ("critic", "advantage_estimation", "value_pretraining")
 # Of those sections: paths, limits, and records, which change no gradient ...
 OPERATIONAL = """
     run.name run.output_dir run.group_readable run.deterministic run.max_generation_steps run.max_train_seconds
-    run.wait_timeout_seconds run.hang_timeout_seconds run.node_timeout_seconds run.stopped_timeout_seconds run.max_fruitless_attempts run.max_node_failures run.stop_notice_seconds data.train_paths data.eval_paths data.sources data.chat_template_options data.columns.prompt data.columns.answer reward.concurrency reward.batch_size
+    run.wait_timeout_seconds run.hang_timeout_seconds run.node_timeout_seconds run.stopped_timeout_seconds run.max_fruitless_attempts run.max_node_failures run.stop_notice_seconds run.ignore_estimates data.train_paths data.eval_paths data.sources data.chat_template_options data.columns.prompt data.columns.answer reward.concurrency reward.batch_size
     rollout.slots_per_rank reward.num_workers reward.memory_limit_mb reward.file_limit_mb reward.max_processes reward.environment reward.answer_format
     training.micro_batch_tokens training.max_consecutive_skips evaluation.interval evaluation.at_start evaluation.at_end
     critic.path critic.offload critic.micro_batch_tokens critic.explained_variance_alarm value_pretraining.train_paths
@@ -131,7 +131,7 @@ OPERATIONAL = """
 SWITCHED_OFF = """
     rollout.allow_biased_sampling reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
     algorithm.loss.aggregation_length optimizer.min_learning_rate critic.optimizer.min_learning_rate
-    data.injection.when data.injection.rate data.injection.ramp_prompts reward.format.markers reward.perplexity_penalty.start
+    data.held_out_share data.injection.when data.injection.rate data.injection.ramp_prompts reward.format.markers reward.perplexity_penalty.start
     reward.perplexity_penalty.end reward.perplexity_penalty.low_start reward.perplexity_penalty.low_end
     reward.perplexity_penalty.factor algorithm.gkl.gamma algorithm.gkl.weigh_by algorithm.gkl.weighted_mse
     algorithm.gkl.cross_entropy

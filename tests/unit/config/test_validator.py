@@ -116,7 +116,7 @@ BROKEN = [
     ("rollout.max_num_gen_batches", "rollout.max_num_gen_batches=0"),
     ("optimizer.warmup_steps", "optimizer.warmup_steps=100 optimizer.schedule=cosine"),
     ("optimizer.min_learning_rate", "optimizer.min_learning_rate=1.0 optimizer.schedule=linear"),
-    ("data.eval_paths", "data.eval_paths=[] evaluation.interval=1"),
+    ("data.eval_paths", "data.eval_paths=[] data.held_out_share=0 evaluation.interval=1"),
     ("data.train_paths", "data.train_paths=[]"),
     ("evaluation.num_samples", "evaluation.temperature=0.0"),
     ("parallel.vpp_size", "parallel.vpp_size=2"),
