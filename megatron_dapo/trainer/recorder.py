@@ -263,7 +263,7 @@ class Recorder:
     def _show_group(self, train_step: int, groups: Sequence[Group]) -> None:
         """Print best and worst response of the group whose rewards differ most."""
         group = max(groups, key=lambda each: np.ptp([sample.reward for sample in each.samples]))
-        prompts = [str(each.prompt.messages[-1]["content"]) for each in groups]
+        prompts = [str(each.prompt.messages[-1]["content"]) if each.prompt.messages else "" for each in groups]
         records = [sample_record(train_step, group, index, None) for index in range(len(group.samples))]
         task = distinct_tasks(prompts)[groups.index(group)]
         labels = "best", "worst"

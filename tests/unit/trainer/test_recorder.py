@@ -42,6 +42,31 @@ def test_a_response_is_written_with_its_advantage(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "samples.jsonl").read_text())["advantage"] == -0.25
 
 
+def test_the_group_whose_rewards_differ_most_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = a_recorder(tmp_path, show_completions=2)
+    groups = []
+    for number, rewards in enumerate(((1.0, 1.0), (1.0, -1.0))):
+        messages = ({"role": "user", "content": f"Same words.\nProblem {number}"},)
+        scored = [
+            ScoredSample(
+                f"{number}/{index}",
+                Completion(f"{number}/{index}", (5, 6), (-1.0, -1.0), "stop", (VersionRange(0, 2, 0),)),
+                f"response {number}{index}",
+                Score(float(reward > 0), reward, "correct" if reward > 0 else "wrong"),
+                {"verifier": reward},
+            )
+            for index, reward in enumerate(rewards)
+        ]
+        groups.append(Group(str(number), Prompt(f"p{number}", messages, (1,), "7"), tuple(scored), 0, 1))
+    for step in (1, 2):
+        recorder.batch(step, groups, EstimatedBatch([], []))
+    recorder.close()
+    shown = capsys.readouterr().err
+    assert shown.count("step ") == 1 and "step 2: Problem 1 [expected: 7]" in shown and "Same words" not in shown
+    rows = [line.split() for line in shown.splitlines() if "response 1" in line]
+    assert rows == [["best", "1.00", "correct", "response", "10"], ["worst", "-1.00", "wrong", "response", "11"]]
+
+
 def evaluated(recorder: Recorder, scores: dict[int, float]) -> None:
     """Make the steps of a run with an evaluation after some of them."""
     for step in range(1, max(scores) + 1):
