@@ -19,8 +19,8 @@ from megatron_dapo.config.section import (
 CodeScore = Literal["all", "share"]
 FailureScore = Literal["error"]
 # The same as in rewards.verifiers.verifier, which this layer may not import.
-VERIFIER_PRESETS = ("dapo", "lenient", "code", "judge", "remote", "reward_model", "format")
-GOLD_PRESETS = ("dapo", "lenient")  # presets that compare an answer with a gold answer
+VERIFIER_PRESETS = ("dapo", "dapo_boxed", "lenient", "code", "judge", "remote", "reward_model", "format")
+GOLD_PRESETS = ("dapo", "dapo_boxed", "lenient")  # presets that compare an answer with a gold answer
 # Parts of a reward besides those of a mixture or a user's function.
 BUILT_IN_PARTS = ("verifier", "overlong", "perplexity", "format")
 
@@ -257,8 +257,9 @@ class RewardConfig(Section):
     """The verifier, its worker processes, and reward shaping terms."""
 
     verifier: FunctionPath = "dapo"
-    """Preset dapo (bit-compatible with the published scorer), lenient (math-verify), code (unit tests), judge (a language model),
-    remote (a service), reward_model (a classifier) or format; mix for the tables [[reward.mix]]; or a user's function as
+    """Preset dapo (bit-compatible with the published scorer), dapo_boxed (as verl has it since August 2026), lenient
+    (math-verify), code (unit tests), judge (a language model), remote (a service), reward_model (a classifier) or format;
+    mix for the tables [[reward.mix]]; or a user's function as
     "package.module:function" or "path/to/file.py:function"."""
 
     mix: tuple[MixComponentConfig, ...] = ()

@@ -135,5 +135,5 @@ def _refusal(failures: Sequence[str], verifier: str, formats: Sequence[str], num
         f"{len(failures)} of {4 * num_prompts * len(formats)} synthetic responses to {num_prompts} prompts scored "
         f"wrongly, such as\n  {examples}\n"
         "Fix: change the instruction in the prompts (or the chat template's system prompt), or the verifier: "
-        "`dapo` reads 'Answer: ...', `lenient` also \\boxed{...}."
+        "`dapo` reads 'Answer: ...', `dapo_boxed` and `lenient` also \\boxed{...}."
     )

@@ -53,7 +53,7 @@ class Verifier:
 
 # Trailing characters of a response that each preset reads (None: all). Said here too because a pool cuts responses
 # without loading the module, which may import sympy.
-PRESETS: Mapping[str, int | None] = {"dapo": 300, "lenient": None}
+PRESETS: Mapping[str, int | None] = {"dapo": 300, "dapo_boxed": 300, "lenient": None}
 # Presets with settings: a module each, whose `load(own settings, pool's settings)` returns its Verifier.
 SET_PRESETS = ("code", "format", "judge", "remote", "reward_model")
 

@@ -34,7 +34,7 @@ def test_user_function(user_module):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dapoo", "code, dapo, format, judge, lenient, remote, reward_model"),
+        ("dapoo", "code, dapo, dapo_boxed, format, judge, lenient, remote, reward_model"),
         ("no_such_package.rewards:f", "no_such_package"),
         ("json:no_such", "no function 'no_such'"),
     ],
