@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,3 +23,14 @@ def parser(description: str | None, tiny: str) -> argparse.ArgumentParser:
 def show(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Print the result of a benchmark."""
     print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+def wilson_interval(num_right: float, num_tried: float) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share; (0, 1) of nothing tried."""
+    if not num_tried:
+        return 0.0, 1.0
+    z, share = 1.959964, num_right / num_tried
+    center = share + z**2 / (2 * num_tried)
+    half = z * math.sqrt(share * (1 - share) / num_tried + z**2 / (4 * num_tried**2))
+    scale = 1 + z**2 / num_tried
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)

@@ -12,7 +12,6 @@ populations.
 
 from __future__ import annotations
 
-import math
 import sys
 
 import options
@@ -27,17 +26,6 @@ FILTERS = {
     "bounds": PromptFilterConfig(name="bounds", margin=0.15),
     "model": PromptFilterConfig(name="model", margin=0.15),
 }
-
-
-def wilson_interval(num_right: float, num_tried: float) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share; (0, 1) of nothing tried."""
-    if not num_tried:
-        return 0.0, 1.0
-    z, share = 1.959964, num_right / num_tried
-    center = share + z**2 / (2 * num_tried)
-    half = z * math.sqrt(share * (1 - share) / num_tried + z**2 / (4 * num_tried**2))
-    scale = 1 + z**2 / num_tried
-    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
 def main() -> None:
@@ -57,7 +45,7 @@ def main() -> None:
             )
             row = measure(population, rollout, arguments.groups, arguments.steps, arguments.prompts)
             base = base or row["tokens_per_group"]
-            interval = wilson_interval(row["flagged_tried"] - row["flagged_useful"], row["flagged_tried"])
+            interval = options.wilson_interval(row["flagged_tried"] - row["flagged_useful"], row["flagged_tried"])
             saved = 1 - row["tokens_per_group"] / base
             rows.append({"population": name, "filter": kind, **row, "precision_interval": interval, "saved": saved})
             print(rows[-1], file=sys.stderr, flush=True)

@@ -97,7 +97,7 @@ warmup_steps = 2
 
 # Algorithm -> (further keys of [rollout], further sections).
 ALGORITHMS = {
-    "budget": ("max_num_gen_batches = 0\nbudget = { enabled = true, min_size = 2, max_size = 12 }", ""),
+    "budget": ("budget = { enabled = true, min_size = 2, max_size = 12 }", ""),
     "priority": ('prompt_order = "priority"', ""),
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),

@@ -28,7 +28,7 @@ def detect_by_mahalanobis(samples: NodeSamples, settings: DetectorSettings) -> O
         )  # [num_windows, num_nodes, 4 * num_metrics]
         return _compared(mean_distances(_whitened(features), settings.distance))
 
-    return find_outlier(distances, samples.num_seconds - WINDOW + 1, settings)
+    return find_outlier(distances, samples.num_seconds, settings)
 
 
 def detect_concatenated(
@@ -43,7 +43,7 @@ def detect_concatenated(
             parts = [denoisers[metric.name].denoise(part) for metric, part in zip(samples.metrics, parts, strict=True)]
         return _compared(mean_distances(torch.cat(parts, 2), settings.distance))
 
-    return find_outlier(distances, samples.num_seconds - WINDOW + 1, settings)
+    return find_outlier(distances, samples.num_seconds, settings)
 
 
 def _scaled(samples: NodeSamples) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ def nodes(
     ] = None,
     continuity: Annotated[
         int, typer.Option(min=1, help="seconds that a node must stand out, for a run without alerts")
-    ] = 240,
+    ] = 120,
     svg: Annotated[
         Path | None, typer.Option(help="file for the picture; default: nodes/timeline.svg in the run")
     ] = None,

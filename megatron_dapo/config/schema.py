@@ -319,18 +319,18 @@ class NodesConfig(Section):
 
     enabled: bool = False
     """Sample every node into <run.output_dir>/nodes, compare the nodes, and report the slowest rank of each phase. Off by
-    default: the detector has been tested only on simulated faults, of which it finds a third (docs/nodes.md)."""
+    default: the detector has been tested only on simulated faults (docs/nodes.md)."""
 
     period_seconds: AtLeastOne = 480.0  # interval of the published system
     """Seconds between two searches of the samples. Each covers 15/8 of this period, at least twice
     continuity_seconds."""
 
-    continuity_seconds: AtLeastOne = 240.0
+    continuity_seconds: AtLeastOne = 120.0
     """Seconds for which the same node must be a metric's outlier without a break before there is an alert."""
 
-    noise_chance: Annotated[float, Bounds(gt=0, lt=1)] = 1e-3
-    """Chance of a false candidate in one window among healthy nodes, if their noise is Gaussian; lower is less
-    sensitive. The similarity threshold follows from it and from the number of nodes."""
+    similarity_threshold: Annotated[float, Bounds(gt=0)] = 2.0
+    """z-score of a node's distance to the others from which on it is an outlier in a window; higher is less sensitive.
+    Among few nodes it is at most half of the largest z-score that one outlier can have, sqrt(n - 1)."""
 
     action: NodeAction = "warn"
     """Action after an alert. warn: a log line and a record. exclude: also save and end with exit code 75; slurm.sh

@@ -1,4 +1,4 @@
-"""Arithmetic of the comparison between nodes: gaps, min-max, pairwise distances, z-scores, threshold, continuity.
+"""Arithmetic of the comparison between nodes: gaps, min-max, windows, pairwise distances, z-scores.
 
 Minder (arXiv 2411.01791, section 4): in each window the sum of a node's distances to all others, normalized over the nodes,
 measures how much it deviates. The paper states no threshold. One outlier among n nodes has a z-score of at most
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import numpy as np
 import torch
 
 NORMS = {"euclidean": 2.0, "manhattan": 1.0, "chebyshev": math.inf}
-_EXACT_NODES = 256  # above this, distances come from one matrix product, accurate to a few thousandths
+# Above this, distances are to this many nodes, by a matrix product that is accurate to a few thousandths.
+_EXACT_NODES = 256
 
 
 def fill_gaps(values: np.ndarray) -> np.ndarray:
@@ -53,16 +53,19 @@ def windows(values: torch.Tensor, size: int, starts: Sequence[int]) -> torch.Ten
 def mean_distances(vectors: torch.Tensor, distance: str = "euclidean") -> torch.Tensor:
     """Return the mean distance of each node to the others, [num_windows, num_nodes].
 
-    vectors: [num_windows, num_nodes, size]. Raises ValueError for an unknown `distance`.
+    vectors: [num_windows, num_nodes, size]. Among more than _EXACT_NODES nodes the mean is over about that many of the
+    others, evenly spread. Raises ValueError for an unknown `distance`.
     """
     if distance not in NORMS:
         raise ValueError(f"distance {distance!r}: choose one of {', '.join(NORMS)}")
     num_nodes = vectors.shape[1]
     mode = "donot_use_mm_for_euclid_dist" if num_nodes <= _EXACT_NODES else "use_mm_for_euclid_dist"
+    others = torch.arange(0, num_nodes, math.ceil(num_nodes / _EXACT_NODES))
+    counts = torch.full((num_nodes,), len(others), dtype=vectors.dtype)
+    counts[others] -= 1  # a node is not compared with itself
     centered = vectors - vectors.mean(1, keepdim=True)  # small numbers lose the least precision in a matrix product
-    return torch.stack(
-        [torch.cdist(one, one, NORMS[distance], compute_mode=mode).sum(1) / (num_nodes - 1) for one in centered]
-    )
+    sums = [torch.cdist(one, one[others], NORMS[distance], compute_mode=mode).sum(1) for one in centered]
+    return torch.stack(sums) / counts
 
 
 def mean_distances_in_phase(
@@ -103,25 +106,3 @@ def z_scores(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.
     level = (values.abs() * counts).amax(-1, keepdim=True)
     is_alike = spread <= 1e-6 * level  # only rounding
     return torch.where(is_alike, 0.0, deviations / torch.where(is_alike, 1.0, spread))
-
-
-def threshold(num_nodes: int, noise_chance: float) -> float:
-    """Return the z-score above which a node is a candidate.
-
-    noise_chance: probability that any of `num_nodes` nodes with Gaussian distances passes it in a window. That
-    threshold could be out of reach on few nodes, so it is capped at half of sqrt(n - 1), the largest
-    possible z-score.
-    """
-    noise = NormalDist().inv_cdf(1 - noise_chance / num_nodes)
-    return min(0.5 * math.sqrt(num_nodes - 1), noise)
-
-
-def continuity(candidates: Sequence[int | None], num_windows: int) -> tuple[int, int] | None:
-    """Return the first node that is the candidate of `num_windows` consecutive windows, and the last of these windows."""
-    length, node = 0, None
-    for place, candidate in enumerate(candidates):
-        length = length + 1 if candidate == node else 1
-        node = candidate
-        if node is not None and length >= num_windows:
-            return node, place
-    return None

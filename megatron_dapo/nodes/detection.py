@@ -1,15 +1,18 @@
 """Detection of a faulty node (Minder, arXiv 2411.01791): denoise, compare, wait for continuity, one metric after another.
 
-A metric is scaled to [0, 1] over all nodes and seconds; its denoiser reconstructs every window of every node; the node whose
-windows are farthest from the others' is the window's candidate if its z-score is above the threshold. The same candidate in
-consecutive windows for long enough raises an alert; otherwise the next metric is tried.
+A metric is scaled to [0, 1] over all nodes and seconds; its denoiser reconstructs the windows of every node. A node whose
+window is far from the others', by its z-score, is a candidate. One that is a candidate in consecutive windows for long
+enough, and became one by itself, raises an alert; otherwise the next metric is tried.
 
-Differences from the paper: nodes are compared only within their role and in seconds of the same phase; the threshold
-scales with the number of nodes; a candidate must differ by more than its metric's resolution.
+Differences from the paper: nodes are compared only within their role and in seconds of the same phase; every node above
+the threshold is a candidate, not only the farthest one, so that a disturbance elsewhere does not end a candidate's
+continuity; nodes that become candidates together are victims of a fault and not its place (the paper's group effect); the
+threshold is reachable on few nodes; a candidate differs by more than its metric's resolution; windows do not overlap.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,31 +26,35 @@ from megatron_dapo.nodes.comparison import (
     mean_distances,
     mean_distances_in_phase,
     min_max,
-    threshold,
     windows,
     z_scores,
 )
 from megatron_dapo.nodes.denoiser import ANY_METRIC, WINDOW, Denoiser
 from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
 
-_CHUNK = 16  # windows compared at once; 9 MB each with 1,500 nodes
+_CHUNK = 16  # windows compared at once
+_MAX_TOGETHER = 2  # candidates as a run begins: its node, and one that is disturbed by chance
 
 
 @dataclass(frozen=True)
 class DetectorSettings:
-    """Settings of the comparison of nodes. Defaults are the paper's if it states a value."""
+    """Settings of the comparison of nodes, calibrated on simulated tasks (docs/nodes.md)."""
 
-    continuity_s: int = 240  # seconds of consecutive windows in which one node must be the candidate
-    noise_chance: float = 1e-3  # probability of a candidate in a window of healthy nodes, if their noise is Gaussian
+    continuity_s: int = 120  # seconds of consecutive windows in which a node must be a candidate
+    threshold: float = 2.0  # z-score of a candidate, at most half of what an outlier among these nodes can have
+    # First seconds of a run of candidate windows, in which its node has to deviate by itself. 0: nodes may deviate together.
+    group_s: int = 40
     distance: str = "euclidean"  # or manhattan, chebyshev
-    # Every node above the threshold is a candidate, not only the farthest one as in the paper, so that a disturbance on
-    # another node does not end a candidate's continuity.
-    all_candidates: bool = False
+
+    @property
+    def num_windows(self) -> int:
+        """Consecutive windows of a continuity."""
+        return max(1, math.ceil(self.continuity_s / WINDOW))
 
     @property
     def seconds_needed(self) -> int:
         """Seconds of samples without which no node can be found."""
-        return self.continuity_s + WINDOW - 1
+        return self.num_windows * WINDOW
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is a candidate from window `first` to window `last`."""
+    """A node that is a candidate in the windows that begin from second `first` to second `last`."""
 
     node: int
     first: int
@@ -78,14 +85,13 @@ def detect(
     denoisers: by metric, with ANY_METRIC for the others; samples without a denoiser, or with None, are compared
     unchanged. Samples shorter than `settings.seconds_needed` and roles of fewer than MIN_NODES raise no alert.
     """
-    num_windows = samples.num_seconds - WINDOW + 1
-    if num_windows < settings.continuity_s:
+    if samples.num_seconds < settings.seconds_needed:
         return None
     for place, metric in enumerate(samples.metrics):
         denoiser = None if denoisers is None else denoisers.get(metric.name, denoisers.get(ANY_METRIC))
         for rows in rows_by_role(samples, place):
             distances = metric_distances(samples, place, rows, settings, denoiser)
-            outlier = None if distances is None else find_outlier(distances, num_windows, settings)
+            outlier = None if distances is None else find_outlier(distances, samples.num_seconds, settings)
             if outlier is not None:
                 return _alert(samples, place, rows, outlier, settings)
     return None
@@ -128,71 +134,37 @@ def metric_distances(
 
 
 def find_outlier(
-    distances: Callable[[Sequence[int]], Distances], num_windows: int, settings: DetectorSettings
+    distances: Callable[[Sequence[int]], Distances], num_seconds: int, settings: DetectorSettings
 ) -> Outlier | None:
-    """Return the node that is first a candidate in `settings.continuity_s` consecutive windows of `num_windows`.
+    """Return the node that first completes a run of `settings.num_windows` consecutive windows as a candidate.
 
-    That many consecutive windows contain a known number of every k-th window. Those are compared first, and the ones
-    between them only for nodes that are candidates in all of these: the same result from a small part of the windows.
+    A run is left out if more than _MAX_TOGETHER nodes are candidates in half of its first windows, those of
+    `settings.group_s`. `num_seconds`: of the samples.
     """
-    need = settings.continuity_s
-    stride = max(1, need // 4)
-    coarse = range(0, num_windows, stride)
-    scores = _Scores(distances, settings, num_windows)
-    for place in range(len(coarse) - need // stride + 1):
-        points = coarse[place : place + need // stride]
-        found = scores.at(points)
-        is_candidate = (found > 0).all(0)
-        nodes = [int(node) for node in is_candidate.nonzero()]
-        for node in sorted(nodes, key=lambda node: -float(found[:, node].mean())):
-            first = last = points[0]
-            while first > 0 and scores.is_candidate(first - 1, node):
-                first -= 1
-            while (
-                last - first + 1 < need and last + 1 < num_windows and scores.is_candidate(last + 1, node, ahead=True)
-            ):
-                last += 1
-            if last - first + 1 >= need:
-                return Outlier(node, first, last, float(scores.at(range(first, last + 1))[:, node].mean()))
-    return None
-
-
-class _Scores:
-    """Scores of the candidates of windows, z / sqrt(n - 1), computed when they are requested; 0: no candidate."""
-
-    def __init__(
-        self, distances: Callable[[Sequence[int]], Distances], settings: DetectorSettings, num_windows: int
-    ) -> None:
-        self._distances, self._settings, self._num_windows = distances, settings, num_windows
-        self._known: dict[int, torch.Tensor] = {}
-
-    def at(self, starts: Sequence[int]) -> torch.Tensor:
-        """Return the scores of the windows that begin at `starts`, [num_windows, num_nodes]."""
-        missing = [start for start in starts if start not in self._known]
-        for first in range(0, len(missing), _CHUNK):
-            part = missing[first : first + _CHUNK]
-            self._known.update(zip(part, _candidate_scores(self._distances(part), self._settings), strict=True))
-        return torch.stack([self._known[start] for start in starts])
-
-    def is_candidate(self, start: int, node: int, ahead: bool = False) -> bool:
-        """Return whether `node` is a candidate of the window at `start`; its neighbors are computed along with it, as
-        they come next."""
-        if start not in self._known:
-            after = range(start, min(start + _CHUNK, self._num_windows))
-            self.at(after if ahead else range(max(0, start - _CHUNK + 1), start + 1))
-        return bool(self._known[start][node] > 0)
+    starts, need = range(0, num_seconds - WINDOW + 1, WINDOW), settings.num_windows
+    parts = [starts[first : first + _CHUNK] for first in range(0, len(starts), _CHUNK)]
+    scores = torch.cat([_candidate_scores(distances(part), settings) for part in parts])  # [num_windows, num_nodes]
+    is_candidate = scores > 0
+    is_run = is_candidate.unfold(0, need, 1).all(-1)  # of `need` windows from this one on, [num_runs, num_nodes]
+    is_run[1:] &= ~is_candidate[: len(is_run) - 1]  # that begins with it
+    if num_first := min(need, settings.group_s // WINDOW):
+        shares = is_candidate.float().unfold(0, num_first, 1).mean(-1)[: len(is_run)]
+        is_run &= ((shares >= 0.5).sum(1) <= _MAX_TOGETHER)[:, None]
+    runs = is_run.nonzero()  # earliest first
+    if not len(runs):
+        return None
+    first, node = runs[0].tolist()
+    return Outlier(node, starts[first], starts[first + need - 1], float(scores[first : first + need, node].mean()))
 
 
 def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Tensor:
+    """Return the candidates' scores, z / sqrt(n - 1), [num_windows, num_nodes]; 0: no candidate."""
     scores = z_scores(found.means, found.are_compared)
-    numbers = found.are_compared.sum(1)
-    bounds = torch.tensor(
-        [threshold(max(MIN_NODES, int(number)), settings.noise_chance) for number in numbers]
-    )
-    is_candidate = (scores > bounds[:, None]) & (found.means >= found.resolution) & (numbers >= MIN_NODES)[:, None]
-    if not settings.all_candidates:
-        is_candidate &= scores == scores.amax(1, keepdim=True)
-    return torch.where(is_candidate, scores / (numbers.clamp(min=2) - 1).sqrt()[:, None], 0.0)
+    numbers = found.are_compared.sum(1, keepdim=True)
+    largest = (numbers.clamp(min=2) - 1).sqrt()  # of one outlier among so many nodes
+    is_candidate = scores > (0.5 * largest).clamp(max=settings.threshold)
+    is_candidate &= (found.means >= found.resolution) & (numbers >= MIN_NODES)
+    return torch.where(is_candidate, scores / largest, 0.0)
 
 
 def _alert(

@@ -53,7 +53,7 @@ class WatchSettings:
     num_nodes: int
     period_s: float
     continuity_s: float
-    noise_chance: float
+    similarity_threshold: float
     action: str  # "warn" or "exclude"
     phases: Sequence[str]  # phases in which ranks are compared
 
@@ -181,7 +181,7 @@ class RunWatch:
         if num_seconds < 1:
             return []
         samples = align(series, METRICS, num_seconds, end)
-        settings = DetectorSettings(round(self._settings.continuity_s), noise_chance=self._settings.noise_chance)
+        settings = DetectorSettings(round(self._settings.continuity_s), self._settings.similarity_threshold)
         alert = detect(samples, settings, reference_denoisers())
         return [] if alert is None else [alert]
 

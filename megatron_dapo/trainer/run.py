@@ -320,7 +320,7 @@ def _start_node_watch(config: Config, heartbeat: Heartbeat, stack: ExitStack) ->
             place.num_nodes,
             nodes.period_seconds,
             nodes.continuity_seconds,
-            nodes.noise_chance,
+            nodes.similarity_threshold,
             nodes.action,
             tuple(PHASES),
         )

@@ -42,8 +42,9 @@ BENCHMARKS: dict[str, Check] = {
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
     "length_bias.py": lambda r: r["length_bias"] <= 0.02 and r["discarded_share"] <= 0.05 and r["throughput"] > 1.5,
     "prompt_filter.py": lambda r: r["saved"] > 0 and r["precision"] > 0.7 and r["calibration_error"] < 0.2,
-    "faulty_nodes.py": lambda r: all(
-        row["right"] + row["missed"] == r["num_tasks"] for row in r["results"][0]["rows"].values()
+    "faulty_nodes.py": lambda r: (
+        all(row["right"] + row["missed"] == r["num_tasks"] for row in r["rows"].values())
+        and r["f1"] == r["rows"]["default"]["f1"] > r["rows"]["without continuity"]["f1"]
     ),
     "fp8_costs.py": lambda r: all(
         0.5 * row["expected"] < row["relative_error"] < 2 * row["expected"] for row in r["gradients"]

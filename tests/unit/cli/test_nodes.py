@@ -65,7 +65,7 @@ def test_alerts_that_the_run_recorded_are_shown(tmp_path: Path) -> None:
 def test_a_short_run_says_so(tmp_path: Path) -> None:
     found = nodes(write_run(tmp_path / "run", 5))
     assert found.exit_code == 0
-    assert "5 s of samples: too short to look for a faulty node, which needs 247 s" in found.output
+    assert "5 s of samples: too short to look for a faulty node, which needs 120 s" in found.output
 
 
 def test_another_metric(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,27 @@ import torch
 
 from megatron_dapo.nodes.comparison import (
     NORMS,
-    continuity,
     fill_gaps,
     mean_distances,
     mean_distances_in_phase,
     min_max,
-    threshold,
     windows,
     z_scores,
 )
+from megatron_dapo.nodes.denoiser import WINDOW
+from megatron_dapo.nodes.detection import DetectorSettings, Distances, find_outlier
 
 NAN = math.nan
+
+
+def of_windows(means: torch.Tensor) -> Callable[[Sequence[int]], Distances]:
+    """Return the distances of a detector whose windows have these means, [num_windows, num_nodes]."""
+
+    def distances(starts: Sequence[int]) -> Distances:
+        part = means[[start // WINDOW for start in starts]]
+        return Distances(part, torch.ones_like(part, dtype=torch.bool))
+
+    return distances
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +60,20 @@ def test_golden_min_max(golden: dict[str, Any]) -> None:
 @pytest.mark.parametrize("need", [3, 4, 5])
 def test_golden_continuity(golden: dict[str, Any], need: int) -> None:
     node, last = golden["continuity"][f"need{need}"]
-    found = continuity(golden["continuity"]["candidates_per_window"], need)
-    assert found == (None if node is None else (node, last))
+    windows = golden["continuity"]["candidates_per_window"]
+    means = torch.tensor([[float(node == candidate) for node in range(8)] for candidate in windows])
+    found = find_outlier(of_windows(means), WINDOW * len(windows), DetectorSettings(WINDOW * need, group_s=0))
+    assert (found and (found.node, found.last // WINDOW)) == (None if node is None else (node, last))
 
 
-def test_no_outlier_scores_more_than_the_bound_and_every_threshold_is_below_it(golden: dict[str, Any]) -> None:
+def test_no_outlier_scores_more_than_the_bound(golden: dict[str, Any]) -> None:
     for count, bound in golden["max_possible_z"].items():
         num_nodes = int(count)
         vectors = torch.zeros(1, num_nodes, 3, dtype=torch.float64)
         vectors[0, 0] = 1
         largest = float(z_scores(mean_distances(vectors)).max())
         assert largest == pytest.approx(bound if num_nodes > 2 else 0)  # two are as far from each other
-        assert bound == pytest.approx(math.sqrt(num_nodes - 1)) and threshold(num_nodes, 1e-3) < bound
-    assert threshold(4, 1e-3) == pytest.approx(0.5 * math.sqrt(3))
-    assert threshold(1500, 1e-3) == pytest.approx(4.834, abs=1e-3)  # the noise's, far below half of 38.7
-    assert threshold(1500, 1e-6) > threshold(1500, 1e-3) > threshold(100, 1e-3)
+        assert bound == pytest.approx(math.sqrt(num_nodes - 1))
 
 
 def test_golden_identical_nodes_score_nothing(golden: dict[str, Any]) -> None:
@@ -101,10 +111,18 @@ def test_one_phase_of_all_changes_nothing() -> None:
     assert torch.allclose(found, mean_distances(vectors), atol=1e-6) and bool(are_compared.all())
 
 
-def test_a_matrix_product_gives_the_distances_of_many_nodes() -> None:
-    vectors = torch.rand(1, 300, 8, generator=torch.Generator().manual_seed(0))
-    exact = torch.linalg.vector_norm(vectors[0, :, None] - vectors[0][None], dim=2).sum(1) / 299
-    assert torch.allclose(mean_distances(vectors)[0], exact, atol=2e-3)
+def test_many_nodes_are_compared_with_some_of_the_others() -> None:
+    vectors = torch.rand(1, 700, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vectors[0, 3] += 1  # one that is compared with others, but others not with it
+    vectors[0, 6] -= 1
+    pairs = torch.linalg.vector_norm(vectors[0, :, None] - vectors[0][None], dim=2)
+    others = pairs[:, ::3]
+    exact = [others[node].sum() / (234 - (node % 3 == 0)) for node in range(700)]
+    found = mean_distances(vectors)
+    assert torch.allclose(found[0], torch.stack(exact), atol=2e-3)
+    whole = z_scores(pairs.sum(1) / 699)
+    assert torch.allclose(z_scores(found)[0][[3, 6]], whole[[3, 6]], rtol=0.1)
+    assert set(found[0].topk(2).indices.tolist()) == {3, 6}
 
 
 def test_an_unknown_distance_is_refused() -> None:

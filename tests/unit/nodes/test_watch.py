@@ -24,7 +24,7 @@ PHASES = ("generate", "train")
 
 
 def settings(directory: Path, num_nodes: int = 4, action: str = "warn") -> WatchSettings:
-    return WatchSettings(str(directory), 1, num_nodes, 5.0, 30.0, 1e-3, action, PHASES)
+    return WatchSettings(str(directory), 1, num_nodes, 5.0, 30.0, 2.0, action, PHASES)
 
 
 def write_node(
