@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text().replace('"step": 3', '"step": 4')),
         "manifest.json is not readable",
     ),
-    "not there": (shutil.rmtree, "no such directory"),
+    "not there": (shutil.rmtree, "does not exist"),
     "empty": (lambda c: [file.unlink() for file in c.iterdir()], "no manifest.json"),
 }
 

@@ -88,7 +88,7 @@ def test_no_stop_token_is_an_error():
 def test_a_role_that_the_chat_template_refuses_is_named(make_tokenizer, tmp_path):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    with pytest.raises(ValueError, match=r"roles system, user \(System role not supported\); put the text"):
+    with pytest.raises(ValueError, match="roles system, user: System role not supported; put the text"):
         PromptTemplate(make_tokenizer(template)).render(messages)
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": messages, "reward_model": {"ground_truth": "2"}}) + "\n")

@@ -331,7 +331,7 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
         "weights of a pointer file": (
             written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"),
             (),
-            "no safetensors file",
+            "git lfs pull",
         ),
         "a tokenizer without a chat template": (own_template(""), (), "no chat template", "plain"),
     },

@@ -410,7 +410,7 @@ def test_the_kernel_limits_the_time_of_work(user_path):
 
 def test_a_verifier_that_does_not_load_is_refused_immediately(user_path):
     for name, message in [
-        ("dappo", "choose one of code, dapo, format, judge, lenient, remote, reward_model"),
+        ("dappo", "choose one of code, dapo, dapo_boxed, format, judge, lenient, remote, reward_model"),
         ("no_such_module:f", "no_such_module"),
         ("user_rewards:no_such_function", "no_such_function"),
     ]:
