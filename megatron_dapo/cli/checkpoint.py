@@ -29,7 +29,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         there = f"{path} holds checkpoints of steps {steps}" if steps else f"{path} holds no checkpoint"
         raise CheckpointError(f"{there}; name a directory such as {path / 'step_000012'}")
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path}: no such directory; its run has steps {_store(path.parent).steps()}")
+        raise CheckpointError(f"checkpoint {path} does not exist; its run has the steps {_store(path.parent).steps()}")
     return CheckpointStore(path.parent, keep=1).open(step)
 
 
