@@ -29,7 +29,10 @@ PROCESS_BYTES = int(0.8 * GIB)  # a trainer process without its tensors
 VERIFIER_BYTES = int(0.1 * GIB)
 SHORT_TOKENS = 64  # a limit up to which most responses reach it
 MOST_HOURS = 24
-_NOT_ON_CPUS = ("context", "communication")  # of CUDA and NCCL
+SERVER_BYTES = int(1.0 * GIB)  # a rank of a server without its weights and cache
+_NOT_ON_CPUS = ("context", "communication")  # CUDA's and NCCL's
+# A server is a separate process, and keeps its memory while the trainer works.
+_SERVER_PARTS = ("engine_weights", "kv_tokens", "graphs_and_prefill", "engine_context", "engine_asleep")
 _OVERRIDE = "or set run.ignore_estimates = true"
 
 
@@ -78,9 +81,10 @@ def _mean_tokens(longest: int) -> float:
 
 
 def phase_bytes(memory: RunMemory) -> dict[str, dict[str, int]]:
-    """Return the bytes of a process on CPUs by phase and component: those of a GPU without CUDA's and NCCL's."""
+    """Return the bytes of a trainer process on CPUs by phase and component: those of a GPU without CUDA, NCCL and servers."""
+    hidden = _NOT_ON_CPUS if memory.engine_memory is None else (*_NOT_ON_CPUS, *_SERVER_PARTS)
     return {
-        phase.phase: {name: size for name, size in phase.parts.items() if name not in _NOT_ON_CPUS and size}
+        phase.phase: {name: size for name, size in phase.parts.items() if size and name not in hidden}
         for phase in memory.phases
     }
 
@@ -88,7 +92,14 @@ def phase_bytes(memory: RunMemory) -> dict[str, dict[str, int]]:
 def memory_bytes(config: Config, memory: RunMemory, processes: int) -> int:
     """Return the bytes of host memory that a run on CPUs takes on one node."""
     of_process = PROCESS_BYTES + max(sum(parts.values()) for parts in phase_bytes(memory).values())
-    return processes * of_process + config.reward.num_processes * VERIFIER_BYTES
+    servers = 0
+    if memory.engine_memory is not None:
+        sglang = config.sglang
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        tokens = sglang.max_total_tokens or sglang.max_running_requests * longest
+        of_rank = SERVER_BYTES + memory.engine_memory.weights + tokens * memory.engine_memory.bytes_per_token
+        servers = memory.num_engines * sglang.tp_size * of_rank
+    return processes * of_process + servers + config.reward.num_processes * VERIFIER_BYTES
 
 
 def plan_on_cpus(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> StepPlan:

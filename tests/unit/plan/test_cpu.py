@@ -10,7 +10,9 @@ from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan.cluster import Cluster
-from megatron_dapo.plan.cpu import duration, estimate, problems
+from megatron_dapo.plan.cpu import SERVER_BYTES, duration, estimate, memory_bytes, problems
+from megatron_dapo.plan.memory import run_memory
+from megatron_dapo.rounding import GIB
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "base_model"
 ARCHITECTURE = read_architecture(MODEL)
@@ -66,3 +68,12 @@ def test_what_does_not_fit_this_machine_is_refused(free_gib: float, steps: int, 
 def test_times_are_in_their_largest_unit() -> None:
     found = [duration(seconds) for seconds in (0.2, 40, 300, 7000, 90_000, 8.3e6)]
     assert found == ["1 s", "40 s", "5 min", "1.9 h", "25 h", "96 days"]
+
+
+def test_a_server_on_cpus_takes_no_share_of_a_gpu() -> None:
+    """Its cache holds max_running_requests responses of full length, not a share of a GPU's memory."""
+    rollout = {"engine": "sglang", "prompts_per_step": 4, "max_response_tokens": 32}
+    config = config_of(rollout=rollout, training={"mini_batch_prompts": 4, "micro_batch_tokens": 512})
+    cluster = Cluster(1, 0, host_gib=16.0, cores=2)
+    memory = run_memory(config, ARCHITECTURE, 1, cluster)
+    assert SERVER_BYTES < memory_bytes(config, memory, 1) < 4 * GIB and not list(problems(config, cluster, ARCHITECTURE, 1))
