@@ -41,6 +41,8 @@ class Trace:
         path = Path(frame.f_code.co_filename)
         if event not in ("call", "return") or PACKAGE not in path.parents:
             return
+        if frame.f_code.co_name == "__init__":  # an engine that is late maps memory that has been written already
+            return
         name = str(path.relative_to(PACKAGE))
         if name not in self.files and any(map(self._is_marked, _tensors([*frame.f_locals.values(), result]))):
             with self._lock:

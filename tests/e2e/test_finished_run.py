@@ -51,9 +51,9 @@ def test_every_step_is_on_record_once_and_complete(finished: Finished) -> None:
     evaluations = lines_of(finished.directory / "evaluations.jsonl")
     assert [record["train_step"] for record in evaluations] == EVALUATED
     assert all(list(record)[1:] == list(EVALUATION_METRICS) for record in evaluations)
-    assert sorted(path.name for path in (finished.directory / "evaluations").iterdir()) == [
-        f"step_{step:06d}.json" for step in EVALUATED
-    ]
+    assert {path.name for path in (finished.directory / "evaluations").iterdir()} == {
+        f"step_{step:06d}.{suffix}" for step in EVALUATED for suffix in ("json", "jsonl")  # results, responses
+    }
 
 
 def test_every_trained_response_is_among_the_samples_once(finished: Finished) -> None:

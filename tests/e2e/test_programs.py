@@ -304,6 +304,6 @@ def test_listening(repository: Path) -> None:
 def test_chaos(repository: Path, tmp_path: Path) -> None:
     """Faults take root and Slurm (`make chaos-tiny`); here they are listed, and results summed up."""
     listed = run_program(repository, ["tools/chaos.py", "--list"])
-    assert "87 cells" in listed and "disk-full x score: no rank writes" in listed
+    assert "105 cells" in listed and "disk-full x score: no rank writes" in listed
     result = run_json(repository, "tools/chaos.py", "--faults", "0", "--results", tmp_path / "none.jsonl")
-    assert (result["num_faults"], result["num_cells_of_table"], result["culprit_named_share"]) == (0, 87, None)
+    assert (result["num_faults"], result["num_cells_of_table"], result["culprit_named_share"]) == (0, 105, None)
