@@ -368,9 +368,10 @@ def kill_at(settings: ResumeProofSettings, directory: Path, moment: Moment) -> K
         run.wait()
         raise RunWasOver(seconds)
     left = run.kill()
-    # The watcher, one of the family, kept what rank 0 wrote before its death.
+    # The watcher, one of the family, kept what the ranks wrote before their death. On a busy machine it may have noticed
+    # only the death of another rank than 0 before it ended too.
     entries = json.loads((directory / "failure.json").read_text(encoding="utf-8"))["entries"]
-    stacks = next(entry["detail"] for entry in entries if entry["rank"] == 0)
+    stacks = min(entries, key=lambda entry: (entry["rank"] < 0, entry["rank"]))["detail"]  # -1: a whole node
     metrics = (directory / "metrics.jsonl").read_bytes().count(b"\n")
     names = sorted(entry.name for entry in directory.glob("checkpoints/*"))
     return Killed(phase_of(stacks), metrics, tuple(names), tuple(left))
