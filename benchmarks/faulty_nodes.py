@@ -81,7 +81,7 @@ class Decision(NamedTuple):
 
     named: str | None
     faulty: str | None
-    seconds: float  # of CPU
+    seconds: float  # CPU seconds
 
 
 def row_of(decisions: Sequence[Decision]) -> dict[str, Any]:

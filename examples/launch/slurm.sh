@@ -39,7 +39,7 @@ inputs=--inputs
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then inputs=--no-inputs; fi # they were read when the job began
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}                                   # the first; a pipe into head would end the script when scontrol writes on
-[ -z "${MASTER_PORT:-}" ] || export MASTER_PORT # which the dry run checks
+[ -z "${MASTER_PORT:-}" ] || export MASTER_PORT # the dry run checks it
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
 options=("$@")
 if [ "$command" = pretrain-value ]; then
@@ -61,7 +61,7 @@ export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLS takes 2 GB of a GPU for ea
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 # A node that is lost before a step begins leaves the job smaller than its steps: srun would wait for it forever.
 step=(srun --overlap --immediate=120 --kill-on-bad-exit=1)
-# Where nothing binds tasks, srun warns of the option in every step.
+# If nothing binds tasks, srun warns of the option in every step.
 if scontrol show config | grep -qE '^TaskPlugin .*(affinity|cgroup)'; then step+=(--cpu-bind=none); fi
 is_smaller() {
     local left

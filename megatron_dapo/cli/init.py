@@ -1,4 +1,4 @@
-"""`megatron-dapo init DATA`: a recipe and a reward for rows of one's own, sized so that this machine makes a step in under a minute."""
+"""`megatron-dapo init DATA`: a recipe and a reward for your rows, sized so that this machine makes a step in under a minute."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "messages")
 ANSWERS = ("answer", "final_answer", "solution", "target", "label", "output", "expected", "gold", "ground_truth")
-_NUM_ROWS = 1024  # that are looked at
-_STEP_SECONDS, _RUN_SECONDS = 45.0, 900.0  # that a step and a run are sized for
+_NUM_ROWS = 1024  # rows read at most
+_STEP_SECONDS, _RUN_SECONDS = 45.0, 900.0  # targets for a step and for a run
 _RESPONSES = (512, 256, 128, 64, 32, 16)  # lengths to try, longest first
 _SMALL_MODEL = 1e9  # parameters below which a larger learning rate is right
 _REWARD = '''"""Rewards of own.toml; `reward.verifier` names one of them. Each gets a `sample` with `response`, `answer` and `extra_info`."""

@@ -49,7 +49,7 @@ class Row:
     extra: Mapping[str, Any]
     location: str
     source: str = ""  # the name of its source in metrics
-    turns: tuple[Mapping[str, str], ...] = ()  # of the file, without system prompt and template
+    turns: tuple[Mapping[str, str], ...] = ()  # turns in the file, without system prompt and template
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_dapo.data.made_problems import MadeProblems
 
 # Variants of one recipe may have files of one name in several directories.
 _SEPARATOR = "_"
-MIN_PROMPTS = 20  # of fewer, none is held out
+MIN_PROMPTS = 20  # a source with fewer holds none out
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 64
 Part = Literal["all", "train", "held_out"]
 _MOST_COUNTED = 50_000  # rows that are read within a second before a run starts
@@ -32,7 +32,7 @@ class Source:
     made: MadeProblems | None = None  # in place of files
     is_fresh: bool = False  # other problems are made for each epoch
     part: Part = "all"
-    held_out_share: float = 0.0  # of the prompts of its files, for the two parts
+    held_out_share: float = 0.0  # share of the prompts of its files, for the two parts
 
     def rows(self) -> Iterator[Row]:
         """Yield every row of its part, in order. ValueError with the place and what was expected."""

@@ -231,7 +231,7 @@ def _difference(old: str, new: str) -> tuple[str, str]:
     """Return the first part in which two texts differ, in at most 40 characters each."""
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     _, start, end, new_start, new_end = next(block for block in blocks if block[0] != "equal")
-    if new_start == new_end:  # of equal deletions, the one that begins with a tag
+    if new_start == new_end:  # choose, among equal deletions, the one that begins with a tag
         while start and old[start - 1] == old[end - 1]:
             start, end = start - 1, end - 1
         while old[start] != "<" and old[start] == old[end : end + 1]:

@@ -28,7 +28,7 @@ from megatron_dapo.untrusted import one_line
 
 History = Literal["refuse", "keep", "rewrite"]
 
-ROLES = ("user", "tool")  # of messages that an environment appends
+ROLES = ("user", "tool")  # roles of messages that an environment appends
 PROBE: Messages = ({"role": "user", "content": "probe"},)
 _CUT = "zqCutqz"
 # A template takes fields of messages for granted, and is code of the model's author.
@@ -56,7 +56,7 @@ class TurnTemplate:
     stop_token_ids: tuple[int, ...]
     history: History = "refuse"
     roles: tuple[str, ...] = (
-        ROLES  # of messages that may follow; `prove_template` leaves those that the template can say
+        ROLES  # roles of messages that may follow; `prove_template` leaves those that the template can say
     )
 
     def delta(self, last_token: int | None, messages: Messages) -> tuple[int, ...]:

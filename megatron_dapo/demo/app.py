@@ -151,7 +151,7 @@ def build_page(settings: Mapping[str, Any], pool: Any) -> gradio.Blocks:
 
 def main() -> None:
     """Serve the page until it is stopped."""
-    disable_progress_bar()  # of the weights that are loaded
+    disable_progress_bar()  # shown while weights are loaded
     directory = Path(__file__).resolve().parent
     settings = json.loads((directory / "demo.json").read_text(encoding="utf-8"))
     sys.path.append(str(directory / "rewards"))  # modules of the user's functions, for the verifier processes too

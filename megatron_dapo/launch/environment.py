@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")  # exists if the NVIDIA driver does
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # of those that torch's store may have
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # ports that torch's store may have
 # Ports there on which services of compute nodes listen: RabbitMQ, Redis, MongoDB, Splunk, SGLang, torchrun.
 _SERVICES = {25672, 26379, 27017, 27018, 27019, 28015, 28017, 29015, 29500, *range(29092, 29095)}
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new in torch 2.9, and its older name

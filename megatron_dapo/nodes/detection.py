@@ -146,7 +146,7 @@ def find_outlier(
     scores = torch.cat([_candidate_scores(distances(part), settings) for part in parts])  # [num_windows, num_nodes]
     is_candidate = scores > 0
     is_run = is_candidate.unfold(0, need, 1).all(-1)  # of `need` windows from this one on, [num_runs, num_nodes]
-    is_run[1:] &= ~is_candidate[: len(is_run) - 1]  # that begins with it
+    is_run[1:] &= ~is_candidate[: len(is_run) - 1]  # keep the first run
     if num_first := min(need, settings.group_s // WINDOW):
         shares = is_candidate.float().unfold(0, num_first, 1).mean(-1)[: len(is_run)]
         is_run &= ((shares >= 0.5).sum(1) <= _MAX_TOGETHER)[:, None]
@@ -161,7 +161,7 @@ def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Ten
     """Return the candidates' scores, z / sqrt(n - 1), [num_windows, num_nodes]; 0: no candidate."""
     scores = z_scores(found.means, found.are_compared)
     numbers = found.are_compared.sum(1, keepdim=True)
-    largest = (numbers.clamp(min=2) - 1).sqrt()  # of one outlier among so many nodes
+    largest = (numbers.clamp(min=2) - 1).sqrt()  # largest distance of one outlier among so many nodes
     is_candidate = scores > (0.5 * largest).clamp(max=settings.threshold)
     is_candidate &= (found.means >= found.resolution) & (numbers >= MIN_NODES)
     return torch.where(is_candidate, scores / largest, 0.0)

@@ -23,7 +23,7 @@ class Cluster:
     host_gib: float = HOST_GIB  # memory of a node
     network_gbit: float = NETWORK_GBIT  # per node and direction, for weights sent between nodes over TCP
     nvls: bool = False  # NCCL uses NVLS, whose buffers are large; the launch scripts switch it off
-    cores: int = 0  # of a node without GPUs; 0: not known, and nothing is estimated
+    cores: int = 0  # per node without GPUs; 0: unknown, and nothing is estimated
     has_bf16: bool = False  # these multiply bfloat16
 
     def __post_init__(self) -> None:

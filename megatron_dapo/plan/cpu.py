@@ -40,7 +40,7 @@ _OVERRIDE = "or set run.ignore_estimates = true"
 class CpuEstimate:
     """Estimated seconds of a run on CPUs."""
 
-    phases: Mapping[str, float]  # of a train step; rewards and the driver's own work are not counted
+    phases: Mapping[str, float]  # seconds in a train step; rewards and the driver's own work are not counted
     run: float  # with its evaluations
 
     @property

@@ -97,7 +97,7 @@ class GroupCollector(Collector):
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # version that trains the batch being collected
-        self._first_number = 0  # of the groups that this collection starts
+        self._first_number = 0  # number of the first group that this collection starts
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
         self._shown: list[Group] = []  # the first groups that this collection left out
@@ -290,7 +290,7 @@ class GroupCollector(Collector):
             del self._open[group.group_id]
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
-            if decision != UNSCORED:  # which says nothing of the prompt
+            if decision != UNSCORED:  # a lost score says nothing about the prompt
                 self._source.observe(group, decision)
             self._counters.num_recent_decided += 1
             self._counters.num_recent_kept += decision == KEPT

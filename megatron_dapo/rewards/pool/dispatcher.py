@@ -28,7 +28,7 @@ from megatron_dapo.watch.evidence import oom_kills
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-MAX_KILLS = 3  # of the processes that score one answer, before it has no score
+MAX_KILLS = 3  # killed processes after which an answer has no score
 _STOP_S = 30.0  # for the thread to end
 _KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # until a process has loaded its verifier: a user's function may import torch

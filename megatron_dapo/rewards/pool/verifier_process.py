@@ -54,7 +54,7 @@ class Task:
     job: Job | None = None
     holder: VerifierProcess | None = None  # the worker it was last sent to; None while it is pending
     is_done: bool = False
-    num_kills: int = 0  # that did not come from the pool
+    num_kills: int = 0  # kills that did not come from the pool
     is_alone: bool = False  # score it by itself: it was in a failed batch and may be the cause
 
 

@@ -12,7 +12,7 @@ from megatron_dapo.rewards.verifiers import dapo
 
 REVISION = f"1+dapo-{dapo.REVISION}"  # changes whenever any response could score differently
 TAIL_CHARACTERS = dapo.TAIL_CHARACTERS
-BOX_CHARACTERS = 100  # of the response's end, in which a box begins
+BOX_CHARACTERS = 100  # a box begins within this end of the response
 
 _BOX = "\\boxed{"
 _NO_ANSWER = "[INVALID]"  # verl's prediction for a response without an answer line; one that says so has none either
