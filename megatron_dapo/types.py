@@ -154,7 +154,7 @@ class Segment:
     versions: tuple[VersionRange, ...]
     turns: tuple[Turn, ...]
     parent: int = 0  # segment from which it came; 0: the main stream
-    name: str = ""  # of a sub-agent or a compaction
+    name: str = ""  # name of a sub-agent or a compaction
     routing: np.ndarray | None = None  # see Completion
 
     def __post_init__(self) -> None:
@@ -178,11 +178,11 @@ class Episode:
     """A conversation of the policy with an environment, of which a completion holds the main stream."""
 
     end: EpisodeEnd
-    turns: tuple[Turn, ...]  # of the completion's tokens
+    turns: tuple[Turn, ...]  # turns of the completion's tokens
     segments: tuple[Segment, ...] = ()  # other streams, numbered from 1
     reward: float | None = None  # the environment's; None: the verifier's counts
     is_correct: bool | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, for metrics
+    parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     attempt: int = 0  # times it was started again
     seconds: Mapping[str, float] = field(default_factory=dict)  # generating, acting, waiting
     journal: str = ""  # digest of its journal
@@ -377,7 +377,7 @@ class CriticContext:
 class TrainSample:
     """One sequence as the trainer sees it. Response token j is tokens[prompt_length + j]."""
 
-    sample_id: str  # of an episode's segments: "<sample_id of the episode>#<segment>"
+    sample_id: str  # for an episode's segments: "<sample_id of the episode>#<segment>"
     group_index: int  # index of its group within the rollout batch
     # [T] int32. Tokens, log-probs and routing have no memory on ranks that do not pack the sample.
     tokens: torch.Tensor

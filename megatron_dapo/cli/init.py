@@ -1,4 +1,4 @@
-"""`megatron-dapo init DATA`: a recipe and a reward for your rows, sized so that this machine makes a step in under a minute."""
+"""`megatron-dapo init DATA`: a recipe and a reward for your rows, with steps of under a minute on this machine."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from megatron_dapo.types import Completion, Group, num_distinct
 
 KEPT: Final = "kept"  # the filter decision on a group that is trained
-UNSCORED: Final = "unscored"  # that on a group with a lost score
+UNSCORED: Final = "unscored"  # decision on a group with a lost score
 
 
 @dataclass(frozen=True)

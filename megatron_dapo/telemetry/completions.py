@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_dapo.untrusted import one_line
 
-Record = Mapping[str, Any]  # of a response, see `samples.sample_record`
+Record = Mapping[str, Any]  # a response, see `samples.sample_record`
 
 NUM_SHOWN = 64  # held-out problems whose first response an evaluation keeps: the same ones at each
 _MAX_TASK = 300  # characters of a prompt
@@ -96,7 +96,7 @@ def distinct_tasks(prompts: Sequence[str]) -> list[str]:
     rows = [prompt.splitlines() for prompt in prompts]
     shortest = min(map(len, rows), default=0)
     start = next((place for place in range(shortest) if len({row[place] for row in rows}) > 1), shortest)
-    if start == shortest:  # nothing would be left of one of them
+    if start == shortest:  # one of them would be empty
         return list(prompts)
     end = next(place for place in range(1, shortest + 1) if place == shortest - start or len({row[-place] for row in rows}) > 1)
     return ["\n".join(row[start : len(row) - end + 1]).strip() for row in rows]
