@@ -93,7 +93,7 @@ def begin_attempt(run_directory: Path, attempt: int, job: str) -> None:
     clear_failures(run_directory, keep=attempt)
     begin = {"attempt": attempt, "began": time.time(), "job": job, "completed_steps": completed_steps(run_directory)}
     if failure is not None and failure.attempt == attempt - 1:
-        begin["after"] = {"node": failure.node, "cause": failure.cause}  # what ended the previous one
+        begin["after"] = {"node": failure.node, "cause": failure.cause}  # the previous attempt
     _append(run_directory, begin)
 
 
