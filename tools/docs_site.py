@@ -216,8 +216,28 @@ def python_page() -> str:
 def _signature(name: str, public: Any) -> list[str]:
     if inspect.isclass(public) and issubclass(public, Exception):
         return []
-    text = str(inspect.signature(public)).replace("megatron_dapo.", "").replace("~", "").replace("'", "")
-    return ["", "```python", f"{name}{text}", "```"]
+    signature = inspect.signature(public)
+    parameters = [
+        parameter.replace(annotation=_shown(parameter.annotation), default=_shown(parameter.default, repr))
+        for parameter in signature.parameters.values()
+    ]
+    text = str(signature.replace(parameters=parameters, return_annotation=_shown(signature.return_annotation)))
+    return ["", "```python", f"{name}{text.replace('megatron_dapo.', '').replace('~', '')}", "```"]
+
+
+class _Verbatim:
+    """A part of a signature that has its text as its repr."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _shown(part: Any, written: Callable[[Any], str] = str) -> Any:
+    """Return a part of a signature as a reader would write it: an annotation without quotes, a function's name for its address."""
+    return part if part is inspect.Signature.empty else _Verbatim(getattr(part, "__name__", None) or written(part))
 
 
 def _docstring(public: Any) -> list[str]:

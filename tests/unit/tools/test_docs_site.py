@@ -45,7 +45,8 @@ def test_the_python_reference_has_every_public_name_with_its_docstring() -> None
             continue
         first_line = inspect.getdoc(getattr(megatron_dapo, name)).splitlines()[0]
         assert first_line in page.split(f"\n## {name}\n")[1].split("\n## ")[0], name
-    assert "train(recipe" in page
+    assert "train(recipe: Recipe, *, layout: str | None = None" in page
+    assert 'source: str = \'\'' in page and " at 0x" not in page, "defaults are shown as one writes them"
 
 
 def pages_of(entry: object) -> list[str]:
