@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks.scale.ledger import CountedGroup, CountedPeers, Ledger, Neighbors
 from megatron_dapo.bridge.protocol import peer_group
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena
-from megatron_dapo.bridge.protocol.messages import Command, Manifest, Reply
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply, Manifest
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.bridge.transports import shared_memory
 from megatron_dapo.bridge.transports.base import TransferResult
@@ -85,7 +85,7 @@ class StandInServer:
             arena, manifest, last = self._arenas[spec.path], self._manifests[number], commands[-1]
             arena.progress.count_loaded(ENOUGH)
             checksums = dict.fromkeys(manifest.parameters, 0)
-            reply = Reply(last.id, last.op, ok=True, version=manifest.version, checksums=checksums)
+            reply = CommandReply(last.id, last.op, ok=True, version=manifest.version, checksums=checksums)
             arena.write_reply(reply.encode())
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +133,8 @@ class CountedP2P(P2PTransport):
         for engine in self.handles.led_by(self.rank, self._request.engines):
             names = [self.plan.parameter_names(rank) for rank in self.plan.ranks_of(engine)]
             result.replies[engine] = tuple(
-                Reply("", "finish", ok=True, version=version, checksums=dict.fromkeys(of_rank, 0)) for of_rank in names
+                CommandReply("", "finish", ok=True, version=version, checksums=dict.fromkeys(of_rank, 0))
+                for of_rank in names
             )
         return result
 

@@ -26,7 +26,7 @@ from sync_simulation import SimulatedEngine, World, run_concurrently, run_ranks,
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
-from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Command, CommandReply
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineState, SyncTimeouts
@@ -173,7 +173,7 @@ def around(strike: EngineStrike, before: Callable[[], None], after: Callable[[],
     """Call `before` and `after` in the struck rank right before and right after it carries out the command."""
     receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
 
-    def handle(command: Command, source: Channel) -> Reply:
+    def handle(command: Command, source: Channel) -> CommandReply:
         if command.id == struck:
             before()
         reply = original(command, source)

@@ -20,7 +20,7 @@ ORDER = (
     ("models", "watch"),
     ("config", "nodes"),
     ("algorithms", "rewards", "data", "plan"),
-    ("reshard", "parallel", "ops"),
+    ("reshard", "parallel", "ops", "environments"),
     ("checkpoints",),
     ("megatron", "engines", "bridge", "telemetry"),
     ("rollout", "evaluation"),
@@ -144,7 +144,9 @@ def test_nothing_is_unpickled() -> None:
         text = path.read_text(encoding="utf-8")
         if module_name(path) == "megatron_dapo.converters.torch_dist":
             # Only records of a checkpoint's index; tests/unit/converters/test_torch_dist.py feeds it pickles that run code.
-            text = text.replace("class _MetadataUnpickler(pickle.Unpickler):", "").replace("_MetadataUnpickler(file)", "")
+            text = text.replace("class _MetadataUnpickler(pickle.Unpickler):", "").replace(
+                "_MetadataUnpickler(file)", ""
+            )
         assert "pickle.load" not in text and "Unpickler" not in text, f"{module_name(path)} reads a pickle"
 
 
@@ -165,7 +167,12 @@ def test_the_protocol_needs_torch_alone() -> None:
     """bridge/protocol also runs inside the engine's processes: torch, the standard library, and reshard/ like it."""
     own = [path for path in MODULES if module_name(path).startswith("megatron_dapo.bridge.protocol")]
     own += [path for path in MODULES if package_of(module_name(path)) == "reshard"]
-    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard", "megatron_dapo.device_thread", "megatron_dapo.rounding")
+    allowed = (
+        "megatron_dapo.bridge.protocol",
+        "megatron_dapo.reshard",
+        "megatron_dapo.device_thread",
+        "megatron_dapo.rounding",
+    )
     for path in own:
         for imported in imports_of(path):
             root = imported.split(".")[0]

@@ -154,7 +154,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CommandReply:
     """The engine rank's answer to one message."""
 
     id: str
@@ -172,10 +172,10 @@ class Reply:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
-    def decode(text: str) -> Reply:
+    def decode(text: str) -> CommandReply:
         """Raise ValueError if the text is no reply."""
         try:
-            return Reply(**json.loads(text))
+            return CommandReply(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"weight sync: a message is no reply ({type(error).__name__}: {error})") from error
 

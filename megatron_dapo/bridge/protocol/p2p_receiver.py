@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dapo.bridge.protocol.messages import Command, Reply
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.protocol.p2p_stream import (
     READY,
     RECEIVE,
@@ -80,7 +80,7 @@ class P2PReceiver:
         if not reply.ok:
             self._close()
 
-    def _fill(self, command: Command, channel: P2PChannel, group: PeerGroup, deadline: float) -> Reply:
+    def _fill(self, command: Command, channel: P2PChannel, group: PeerGroup, deadline: float) -> CommandReply:
         """Receive everything; return the reply "receive"."""
         start = time.perf_counter()
         begun = self._receiver.handle(replace(command, op="begin", channel={}), Channel())

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, CommandReply
 from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerError, PeerGroup, Pending
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
@@ -200,7 +200,9 @@ class LaunchOrder:
                 self._next[engine] = position
                 self._changed.notify_all()
                 if not self._changed.wait_for(lambda: self._is_first(engine), max(0.0, deadline - time.monotonic())):
-                    raise PeerError(f"bucket {position[0]} still waits for those of engine {min(self._others(engine))[1]}")
+                    raise PeerError(
+                        f"bucket {position[0]} still waits for those of engine {min(self._others(engine))[1]}"
+                    )
         yield
 
     def leave(self, engine: int) -> None:
@@ -344,14 +346,14 @@ def ready_key(group: str, member: int) -> str:
     return f"{group}/ready/{member}"
 
 
-def send_reply(group: PeerGroup, leader: int, reply: Reply, deadline: float) -> None:
+def send_reply(group: PeerGroup, leader: int, reply: CommandReply, deadline: float) -> None:
     """Send a reply to the leader: its length, then its text."""
     payload = torch.frombuffer(bytearray(reply.encode().encode()), dtype=torch.uint8)
     group.send(torch.tensor([payload.numel()]), leader, REPLY_TAG).wait(deadline)
     group.send(payload, leader, REPLY_TAG).wait(deadline)
 
 
-def receive_reply(group: PeerGroup, member: int, deadline: float) -> Reply:
+def receive_reply(group: PeerGroup, member: int, deadline: float) -> CommandReply:
     """Wait for an engine rank's reply. Raise ValueError if it cannot be read, PeerError if none arrives."""
     size = torch.zeros(1, dtype=torch.int64)
     group.receive(size, member, REPLY_TAG).wait(deadline)
@@ -359,7 +361,7 @@ def receive_reply(group: PeerGroup, member: int, deadline: float) -> Reply:
         raise ValueError(f"member {member} announces a reply of {int(size)} bytes")
     payload = torch.zeros(int(size), dtype=torch.uint8)
     group.receive(payload, member, REPLY_TAG).wait(deadline)
-    return Reply.decode(bytes(payload.tolist()).decode())
+    return CommandReply.decode(bytes(payload.tolist()).decode())
 
 
 def acknowledge(group: PeerGroup, member: int, deadline: float) -> None:

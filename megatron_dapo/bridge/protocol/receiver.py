@@ -20,9 +20,9 @@ from megatron_dapo.bridge.protocol.messages import (
     Bucket,
     Chunk,
     Command,
+    CommandReply,
     Manifest,
     ParameterManifest,
-    Reply,
     dtype_name,
 )
 from megatron_dapo.reshard.checksum import tensor_checksum
@@ -90,7 +90,7 @@ class Channel:
     def loaded(self, bucket: Bucket) -> None:
         """Record that a bucket is in its parameters, so its memory may be reused."""
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CommandReply) -> None:
         """Bring a reply to the trainer. After a failure no more bytes are expected."""
 
 
@@ -116,7 +116,7 @@ def _required(command: Command, value: Part | None, name: str) -> Part:
 class Receiver:
     """Writes weight syncs into the parameters of one engine rank, in place.
 
-    `begin`, `accept`, `finish` and `adopt` raise ValueError with the problem; `handle` turns every outcome into a Reply.
+    `begin`, `accept`, `finish` and `adopt` raise ValueError with the problem; `handle` turns every outcome into a reply.
     After a failure the parameters may hold a mixture: only a whole new sync, or a restart, makes the engine fit to serve.
     """
 
@@ -126,7 +126,7 @@ class Receiver:
         self._newest: Manifest | None = None  # manifest of the sync that began last
         self._current: _Sync | None = None
 
-    def handle(self, command: Command, channel: Channel) -> Reply:
+    def handle(self, command: Command, channel: Channel) -> CommandReply:
         """Carry a command out and reply. Never raises."""
         start, num_bytes, message = time.perf_counter(), 0, ""
         checksums: Mapping[str, int] = {}
@@ -136,7 +136,7 @@ class Receiver:
         except Exception as error:
             message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self.fail(command.sync_id, message)
-        return Reply(
+        return CommandReply(
             id=command.id,
             op=command.op,
             ok=not message,

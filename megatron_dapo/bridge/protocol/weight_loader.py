@@ -26,7 +26,7 @@ import torch
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, is_running
 from megatron_dapo.bridge.protocol.cuda_memory import open_shared
 from megatron_dapo.bridge.protocol.description import DESCRIBE, DescriptionChannel, put_description
-from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Command, CommandReply
 from megatron_dapo.bridge.protocol.p2p_receiver import P2PReceiver
 from megatron_dapo.bridge.protocol.p2p_stream import RECEIVE
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
@@ -108,7 +108,7 @@ class ArenaChannel(Channel):
     def loaded(self, bucket: Bucket) -> None:
         self._arena.progress.count_loaded(bucket.index + 1)
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CommandReply) -> None:
         self._arena.write_reply(reply.encode())
         if not reply.ok:
             self._arena.progress.stop_sync(self._number)
@@ -120,7 +120,7 @@ class FileChannel(Channel):
     def __init__(self, channel: Mapping[str, Any], mapped: MappedArena) -> None:
         self._path = Path(channel["path"])
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CommandReply) -> None:
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         # O_EXCL: never write through a link that another user left there.
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -153,7 +153,7 @@ class _State:
             self._channel = (command.sync_id, CHANNELS[kind](command.channel, self.mapped))
         return self._channel[1]
 
-    def carry_out(self, commands: Sequence[Command], channel: Channel) -> Reply:
+    def carry_out(self, commands: Sequence[Command], channel: Channel) -> CommandReply:
         """Carry commands out up to the first that fails; reply to the last one carried out, with the bytes of all."""
         num_bytes = 0
         for command in commands:

@@ -14,9 +14,9 @@ Every transport has each engine rank carry out the same commands:
 
     begin    Command(op="begin", manifest=plan.manifest(...))
     bucket   Command(op="bucket", bucket=plan.buckets(...)[k]) and its bytes, for every k in order
-    finish   Command(op="finish")                                -> Reply with the checksums of all parameters
+    finish   Command(op="finish")                                -> CommandReply with the checksums of all parameters
 
-A message holds one or several commands. One `Reply` answers it, to its last command or to the first one that failed; no
+A message holds one or several commands. One `CommandReply` answers it, to its last command or the first one that failed; no
 command is carried out after a failure. A transport whose engines load the weights in another way sends
 Command(op="adopt", manifest=...) instead.
 """
@@ -32,7 +32,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_dapo.bridge.protocol.messages import Command, Reply
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.device_thread import device_thread
 from megatron_dapo.reshard.execution import Buffers
@@ -120,7 +120,9 @@ class TransferResult:
 
     expected: ExpectedChecksums
     failures: dict[int, str] = field(default_factory=dict)  # engine -> first reason this rank saw
-    replies: dict[int, tuple[Reply, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
+    replies: dict[int, tuple[CommandReply, ...]] = field(
+        default_factory=dict
+    )  # by engine this rank leads: each rank's finish
     num_bytes: dict[int, int] = field(default_factory=dict)  # engines this rank leads: copied into parameters
     peak_bytes: int = 0  # largest extra memory for one engine rank
 
@@ -221,12 +223,12 @@ class _EmptyTensor:
         return torch.Tensor, ()
 
 
-def check_reply(text: str, *commands: Command) -> Reply:
+def check_reply(text: str, *commands: Command) -> CommandReply:
     """Return the reply to a message of `commands`.
 
     Raise ValueError if it answers another message, reports a failure, or does not reach the last command.
     """
-    reply = Reply.decode(text)
+    reply = CommandReply.decode(text)
     if not reply.ok and any(reply.id == command.id for command in commands):
         raise ValueError(f"{reply.op}: {reply.message or 'the engine reports a failure without a reason'}")
     if reply.id != commands[-1].id:

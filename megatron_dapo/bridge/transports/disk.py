@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megatron_dapo.bridge.protocol.messages import Command, Reply
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
@@ -64,7 +64,7 @@ class DiskTransport:
         self._request, self._deadline = request, deadline
         self._target = self.directory / f"{PREFIX}{request.sync_id}"
         self._result = TransferResult(ExpectedChecksums(self.plan))
-        self._loads: dict[int, Call[tuple[Reply, ...]]] = {}
+        self._loads: dict[int, Call[tuple[CommandReply, ...]]] = {}
 
     def send(self, sources: Buffers) -> None:
         """Write the directory, then have the engines of this rank load it while the checksums are computed."""
@@ -114,7 +114,7 @@ class DiskTransport:
             self._result.fail(engine, f"{self._target}: {first}")
         return not first
 
-    def _load(self, engine: int, request: SyncRequest, target: Path) -> tuple[Reply, ...]:
+    def _load(self, engine: int, request: SyncRequest, target: Path) -> tuple[CommandReply, ...]:
         """Load and verify one engine, in a thread. Raise ValueError that names the rank whose reply is missing or bad."""
         control = self.handles.controls[engine]
         control.update_weights_from_disk(str(target))
@@ -140,7 +140,7 @@ class DiskTransport:
                     shutil.rmtree(path)
 
 
-def _reply(number: int, command: Command, path: Path) -> Reply:
+def _reply(number: int, command: Command, path: Path) -> CommandReply:
     try:
         return check_reply(path.read_text(encoding="utf-8"), command)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dapo.bridge.protocol.messages import Command, Reply
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.protocol.p2p_stream import (
     READY,
     RECEIVE,
@@ -119,7 +119,7 @@ class _Share:
     deadline: SyncDeadline
     sums: ExpectedChecksums
     order: LaunchOrder
-    replies: tuple[Reply, ...] = ()  # the leader's
+    replies: tuple[CommandReply, ...] = ()  # the leader's
     received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its reply; of the leader
     seconds: dict[str, float] = field(default_factory=dict)
     failure: SyncFailure | None = None
@@ -156,7 +156,11 @@ class P2PTransport:
     """
 
     def __init__(
-        self, plan: SyncPlan, handles: EngineHandles[ServerControl], coordination: Coordination, settings: P2PSettings | None = None
+        self,
+        plan: SyncPlan,
+        handles: EngineHandles[ServerControl],
+        coordination: Coordination,
+        settings: P2PSettings | None = None,
     ) -> None:
         self.plan = plan
         self.handles = handles
@@ -337,7 +341,7 @@ class P2PTransport:
         return group
 
     def _send(
-        self, engine: int, group: PeerGroup, sources: Buffers, received: Sequence[Call[Reply]], share: _Share
+        self, engine: int, group: PeerGroup, sources: Buffers, received: Sequence[Call[CommandReply]], share: _Share
     ) -> None:
         device = next(iter(sources.values())).device if sources else group.device
         staging = Staging(device, self._peak_bytes(engine))
@@ -388,7 +392,12 @@ class P2PTransport:
                 sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
                 to = members.of_engine_rank(engine_rank)
                 values = {write.chunk: write.view(sources) for write in writes}
-                yield Outgoing((index, engine, engine_rank), messages_of(to, [write.chunk for write in writes], sizes), values, dtypes)
+                yield Outgoing(
+                    (index, engine, engine_rank),
+                    messages_of(to, [write.chunk for write in writes], sizes),
+                    values,
+                    dtypes,
+                )
 
     # The leader
 
@@ -432,14 +441,14 @@ class P2PTransport:
             f"{request.sync_id}/{engine_rank}", RECEIVE, request.sync_id, manifest, channel=channel.to_json()
         )
 
-    def _watch(self, engine: int, group: PeerGroup, op: str, share: _Share) -> list[Call[Reply]]:
+    def _watch(self, engine: int, group: PeerGroup, op: str, share: _Share) -> list[Call[CommandReply]]:
         """Wait in threads for each engine rank's reply to one step.
 
         A rank that failed, or whose connection is lost, closes the group: the other engine ranks would wait for senders.
         """
         members, deadline, sync_id = self.members(engine), share.deadline, share.request.sync_id
 
-        def hear(number: int, engine_rank: int) -> Reply:
+        def hear(number: int, engine_rank: int) -> CommandReply:
             member = members.of_engine_rank(engine_rank)
             reply = receive_reply(group, member, deadline.at)
             if not reply.ok or op == "finish":
@@ -451,7 +460,7 @@ class P2PTransport:
                 raise ValueError(f"rank {number} of the engine replies to {reply.op} {reply.id!r}, expected {op}")
             return reply
 
-        def watch(number: int, engine_rank: int) -> Reply:
+        def watch(number: int, engine_rank: int) -> CommandReply:
             try:
                 return hear(number, engine_rank)
             except BaseException:
@@ -483,9 +492,9 @@ def _few_failures(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {engine: sorted(entries, key=tuple)[:_NUM_REASONS] for engine, entries in failures.items()}
 
 
-def _collect(calls: Sequence[Call[Reply]], deadline: SyncDeadline) -> tuple[Reply, ...]:
+def _collect(calls: Sequence[Call[CommandReply]], deadline: SyncDeadline) -> tuple[CommandReply, ...]:
     """Return the replies in rank order. Raise the error that is closest to the cause."""
-    replies: list[Reply] = []
+    replies: list[CommandReply] = []
     errors: list[Exception] = []
     for call in calls:
         try:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.bridge.protocol.arena import Arena, is_running
-from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Command, CommandReply
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup
 from megatron_dapo.bridge.protocol.progress import ABANDONED, LEFT, MAX_WRITERS, NUM_SLOTS
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_chunks
@@ -61,7 +61,7 @@ class _Answers:
     """Replies of one engine to all messages of a sync."""
 
     num_bytes: int = 0
-    last: tuple[Reply, ...] = ()
+    last: tuple[CommandReply, ...] = ()
 
 
 @dataclass
@@ -311,7 +311,7 @@ class SharedMemoryTransport:
 
     def _post(
         self, state: _State, engine: int, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
-    ) -> tuple[Reply, ...]:
+    ) -> tuple[CommandReply, ...]:
         """Post one message and wait as long as the engine makes progress; TimeoutError if it makes none."""
         control = self.handles.controls[engine]
         call = Call(lambda: _post_commands(control, message, arenas))
@@ -364,7 +364,7 @@ class SharedMemoryTransport:
 
 def _post_commands(
     control: ServerControl, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
-) -> tuple[Reply, ...]:
+) -> tuple[CommandReply, ...]:
     """Post some commands to each rank of an engine and return their replies.
 
     Raise EngineFailure that names the rank that failed first, not one that only stopped because of it.

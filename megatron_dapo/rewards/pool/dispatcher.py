@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_dapo.rewards.pool.supervisor import TOO_MANY_PROCESSES
-from megatron_dapo.rewards.pool.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
+from megatron_dapo.rewards.pool.verifier_process import Job, ScoringTask, VerifierProcess, checked_reply, failure
 from megatron_dapo.types import IS_LOST
 from megatron_dapo.watch.evidence import oom_kills
 
@@ -177,7 +177,7 @@ class Dispatcher:
             if not task.is_done and task.holder is worker:
                 self._make_pending(task)
 
-    def _make_pending(self, task: Task) -> None:
+    def _make_pending(self, task: ScoringTask) -> None:
         task.holder = None
         assert task.job is not None
         if not task.job.pending:
@@ -228,7 +228,7 @@ class Dispatcher:
             if worker.unsent:
                 self._write(worker)
 
-    def _next_task(self) -> Task | None:
+    def _next_task(self) -> ScoringTask | None:
         while self._jobs:
             job = self._jobs.popleft()
             task = job.pending.popleft()
@@ -291,7 +291,7 @@ class Dispatcher:
         if not self.started.done():
             self.started.set_result(message)
 
-    def _finish(self, task: Task, reply: Mapping[str, Any]) -> None:
+    def _finish(self, task: ScoringTask, reply: Mapping[str, Any]) -> None:
         if task.is_done:  # another process was faster, see `_enforce_deadlines`
             return
         task.is_done = True

@@ -31,7 +31,7 @@ import numpy as np
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
-from megatron_dapo.rewards.pool.verifier_process import Job, Task, worker_environment
+from megatron_dapo.rewards.pool.verifier_process import Job, ScoringTask, worker_environment
 from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.types import Completion, Outcome, Prompt, Repetition, Score
 
@@ -189,14 +189,17 @@ class VerifierPool:
 
     def _task(
         self, key: Hashable, operation: str, response: str, answer: str, sample: Mapping[str, Any] | None = None
-    ) -> Task:
+    ) -> ScoringTask:
         task_id = next(self._task_ids)
         message = {"id": task_id, "operation": operation, "response": response, "answer": answer}
         message |= {"sample": sample} if sample is not None and self.takes_sample else {}
-        return Task(task_id, key, json.dumps(message).encode() + b"\n")
+        return ScoringTask(task_id, key, json.dumps(message).encode() + b"\n")
 
     def _enqueue(
-        self, tasks: Sequence[Task], convert: Callable[[Hashable, Mapping[str, Any]], Any], results: dict[Hashable, Any]
+        self,
+        tasks: Sequence[ScoringTask],
+        convert: Callable[[Hashable, Mapping[str, Any]], Any],
+        results: dict[Hashable, Any],
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
         job.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled

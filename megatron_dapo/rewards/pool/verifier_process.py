@@ -37,7 +37,7 @@ def worker_environment(environ: Mapping[str, str], more: Sequence[str] = ()) -> 
 class Job:
     """One call of the pool: its answers still to be sent, the results so far, and the caller's future."""
 
-    pending: deque[Task]
+    pending: deque[ScoringTask]
     convert: Callable[[Hashable, Mapping[str, Any]], Any]  # arguments: an answer's key and the reply to it
     results: dict[Hashable, Any]
     num_open: int
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Task:
+class ScoringTask:
     """One answer to be scored."""
 
     task_id: int
@@ -63,7 +63,7 @@ class VerifierProcess:
     """A verifier process. Its owner reads and writes when the pipes are ready."""
 
     process: subprocess.Popen[bytes]
-    queue: deque[Task] = field(default_factory=deque)  # sent and unanswered; the first one is being worked on
+    queue: deque[ScoringTask] = field(default_factory=deque)  # sent and unanswered; the first one is being worked on
     unsent: bytearray = field(default_factory=bytearray)
     unread: bytearray = field(default_factory=bytearray)
     is_ready: bool = False
@@ -116,7 +116,7 @@ class VerifierProcess:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
-    def send(self, task: Task) -> None:
+    def send(self, task: ScoringTask) -> None:
         """Queue an answer for writing."""
         if not self.queue:
             self.since = time.monotonic()
@@ -151,7 +151,7 @@ class VerifierProcess:
         except BlockingIOError:
             return False
 
-    def answered(self) -> Task:
+    def answered(self) -> ScoringTask:
         """Remove and return the first answer of the queue, which has been scored, and update the speed."""
         now = time.monotonic()
         seconds = now - self.since

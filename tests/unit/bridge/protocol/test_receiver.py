@@ -13,9 +13,9 @@ from megatron_dapo.bridge.protocol.messages import (
     Bucket,
     Chunk,
     Command,
+    CommandReply,
     Manifest,
     ParameterManifest,
-    Reply,
 )
 from megatron_dapo.bridge.protocol.receiver import Receiver, WriteCoverage, overlapping
 from megatron_dapo.reshard.checksum import tensor_checksum
@@ -225,8 +225,8 @@ def test_messages_survive_the_wire():
     bucket = _message(0)[0]
     command = Command("7", "bucket", "d1", _manifest(), bucket, {"kind": "arena", "slot": 1})
     assert Command.decode(command.encode()) == command
-    reply = Reply("7", "finish", True, "", "d1", 3, 80, 0.5, {"a": -(1 << 63)})
-    assert Reply.decode(reply.encode()) == reply
+    reply = CommandReply("7", "finish", True, "", "d1", 3, 80, 0.5, {"a": -(1 << 63)})
+    assert CommandReply.decode(reply.encode()) == reply
 
 
 @pytest.mark.parametrize(
@@ -240,4 +240,4 @@ def test_text_that_is_no_command_is_refused(text):
 @pytest.mark.parametrize("text", ["", "[]", '{"id": 1, "surplus": 2}'])
 def test_text_that_is_no_reply_is_refused(text):
     with pytest.raises(ValueError, match="no reply"):
-        Reply.decode(text)
+        CommandReply.decode(text)

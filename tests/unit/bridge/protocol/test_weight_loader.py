@@ -16,7 +16,7 @@ import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import PREFIX, Arena, create_arena, remove_arena
-from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Command, Manifest, ParameterManifest, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Command, CommandReply, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.slices import Slice
 
@@ -55,7 +55,7 @@ MANIFEST = Manifest(
 CHUNKS = (Chunk("embed_tokens.weight", Slice((0, 0), (6, 4)), 0),)
 
 
-def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, writers: int = 1) -> Reply:
+def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, writers: int = 1) -> CommandReply:
     """Send one message and return the reply."""
     channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": number, "writers": writers, "wait_s": 0.1}
     arena.clear_reply()
@@ -64,7 +64,7 @@ def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, w
         arena.progress.count_written(0, max(counts))
     texts = [replace(command, channel=channel).encode() for command in commands]
     weight_loader.load(model, [(text, torch.empty(0)) for text in texts])
-    return Reply.decode(arena.read_reply())
+    return CommandReply.decode(arena.read_reply())
 
 
 def test_a_sync_through_an_arena(model, arena):
@@ -150,7 +150,7 @@ def test_missing_bytes_fail_the_bucket_in_time(model, arena):
 
     def message() -> str:
         weight_loader.load(model, [(command.encode(), torch.empty(0))])
-        reply = Reply.decode(arena.read_reply())
+        reply = CommandReply.decode(arena.read_reply())
         assert not reply.ok and reply.num_bytes == 0
         return reply.message
 
@@ -241,5 +241,5 @@ def test_a_trainer_that_dies_ends_the_wait_for_its_bytes(model: TiedModel, tmp_p
     trainer.wait()
     loader.join(10.0)
     assert not loader.is_alive() and time.monotonic() - began < 10.0
-    reply = Reply.decode(arena.read_reply())
+    reply = CommandReply.decode(arena.read_reply())
     assert not reply.ok and f"the trainer, process {trainer.pid}, has ended" in reply.message

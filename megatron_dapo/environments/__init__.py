@@ -1,0 +1,1 @@
+"""Environments of episodes: what a user writes, and the worker processes in which it runs."""

@@ -1,0 +1,74 @@
+"""What an episode and its environment say to each other, whatever the environment is and wherever it runs.
+
+    engine -- start(task) --> pool --> Reply: the begin of the conversation, and the tools
+           -- act(action) --> pool --> Reply: what is appended to it, the turn's reward, whether the episode is done
+           -- end() -------> pool       (no reply)
+
+Each `start` and `act` gets exactly one `Reply`, unless `end` comes first. An episode has at most one of them open. After a
+reply with `lost`, the pool has forgotten the episode: it can be started again, with the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_dapo.data.tool_calls import ToolCall
+from megatron_dapo.types import FinishReason, TurnCall
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode begins from."""
+
+    fields: Mapping[str, Any]  # JSON: the data row's task, with the prompt's `messages` and `answer`
+    seed: int  # of the episode: an environment is the same again for the same seed
+
+
+@dataclass(frozen=True)
+class Action:
+    """A turn of the policy as the environment sees it."""
+
+    text: str
+    calls: tuple[ToolCall, ...]  # parsed from the turn's ids; failed ones have their status and the text for the model
+    finish_reason: FinishReason  # "length": cut, so that nothing in it was parsed
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer to `start` or `act`."""
+
+    episode_id: str
+    messages: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # after `start` the whole begin of the conversation, then what is appended
+    tools: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # after `start`: JSON schemas for the chat template, see `data.tool_calls.Tool`
+    done: bool = False
+    reward: float | None = None  # of the turn before, or the last
+    is_correct: bool | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
+    calls: tuple[TurnCall, ...] = ()  # calls of the turn before, as they ended
+    lost: str = ""  # the reason if the infrastructure failed, not the policy; nothing else is set then
+    seconds: float = 0.0  # that the environment took
+
+
+class EnvironmentPool(Protocol):
+    """Environments of all open episodes. Its methods are called from one thread and, except `poll`, do not wait."""
+
+    def start(self, episode_id: str, task: Task) -> None:
+        """Begin an episode; `episode_id` must not be open."""
+
+    def act(self, episode_id: str, action: Action) -> None:
+        """Send the policy's turn to an open episode."""
+
+    def end(self, episode_id: str) -> None:
+        """Close an episode and clean up; a reply that is still open never comes. Unknown and ended ones are ignored."""
+
+    def poll(self, timeout: float = 0.0) -> list[Reply]:
+        """Return the replies since the last call, in order of arrival; wait at most `timeout` seconds for the first."""
+
+    def close(self) -> None:
+        """End every episode and every process."""
