@@ -12,17 +12,17 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from megatron_dapo._version import __version__
-from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.cli.compare import compare
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
-from megatron_dapo.cli.demo import BaseOption, TrainedOption, demo
+from megatron_dapo.cli.demo import demo
+from megatron_dapo.cli.export import export
 from megatron_dapo.cli.init import init
 from megatron_dapo.cli.nodes import nodes
 from megatron_dapo.cli.options import (
@@ -126,6 +126,7 @@ for _name, _command in (
     ("rounds", rounds),
     ("replay", replay),
     ("eval", evaluate),
+    ("export", export),
     ("quantize", quantize),
     ("nodes", nodes),
     ("compare", compare),
@@ -157,53 +158,6 @@ def report(
         target.parent.mkdir(parents=True, exist_ok=True)
         num_bytes = write_report(runs, reference or (), target)
     typer.echo(f"{target}: {num_bytes / 1e6:.2f} MB, open it in any browser")
-
-
-@app.command()
-def export(
-    source: Annotated[
-        Path, typer.Argument(help="a checkpoint, e.g. runs/x/checkpoints/step_000012; a finished run with --space")
-    ],
-    target: Annotated[Path | None, typer.Argument(help="Hugging Face directory to write, of a checkpoint")] = None,
-    critic: Annotated[bool, typer.Option("--critic", help="the critic of the checkpoint")] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="directory the checkpoint's run started from; default: as its config.json says")
-    ] = None,
-    verify: Annotated[bool, typer.Option(help="check every byte of the model's files first")] = True,
-    form: Annotated[
-        Literal["huggingface", "torch_dist"],
-        typer.Option("--format", help="torch_dist: a checkpoint that Megatron-LM loads in any layout"),
-    ] = "huggingface",
-    space: Annotated[
-        Path | None, typer.Option(help="write the demo of a run as a Hugging Face Space to this directory")
-    ] = None,
-    base: BaseOption = "",
-    trained: TrainedOption = "",
-) -> None:
-    """Write the model of any checkpoint as a Hugging Face directory, or the demo of a run as a Hugging Face Space."""
-    if (target is None) == (space is None):
-        refuse("export: give a checkpoint and the directory to write, or a run and --space DIRECTORY")
-    if form == "torch_dist" and (critic or target is None):
-        refuse("export --format torch_dist: it is for the policy of a checkpoint")
-    if space is not None:
-        from megatron_dapo.demo.space import write_space
-
-        with refusing(ValueError, OSError):
-            write_space(source, space, base, trained)
-        typer.echo(f"{space}: push it to a Space of yours (git, or `hf upload NAME {space} --repo-type space`)")
-        return
-    assert target is not None, "one of the two is given"
-    if not source.exists():  # before imports of seconds
-        refuse(f"{source} does not exist; `megatron-dapo checkpoint inspect RUN` lists the checkpoints of a run")
-    from megatron_dapo.checkpoints.store import CheckpointError
-    from megatron_dapo.cli.checkpoint import export_checkpoint, export_torch_dist
-
-    with refusing(ValueError, OSError, CheckpointError):
-        if form == "torch_dist":
-            typer.echo(f"{target}: {size(export_torch_dist(source, target, model, verify))} for Megatron-LM")
-            return
-        report = export_checkpoint(source, target, critic, model, verify)
-    typer.echo(f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}")
 
 
 @checkpoint_app.command("inspect")

@@ -147,3 +147,25 @@ def input_directory(origin: str) -> Path:
     """Return the directory from which a value's relative inputs start, by its origin: a recipe's file, or --set."""
     recipe = Path(origin)
     return Path(os.path.abspath(recipe.parent)) if recipe.suffix == ".toml" else Path.cwd()
+
+
+def cached_repository(path: Path) -> str | None:
+    """Return OWNER/NAME of the repository that a path in the Hub's cache is a copy of; None for any other path."""
+    names = [part.split("--") for part in path.parts if part.startswith(("models--", "datasets--"))]
+    return "/".join(names[-1][1:]) if names else None
+
+
+def stored_license(directory: Path, repository: str = "") -> str | None:
+    """Return the license that a model's card names, from its directory, else from the Hub; None if neither has it."""
+    import httpx
+    from huggingface_hub import HfApi, ModelCard
+
+    try:
+        if (card := directory / "README.md").is_file():
+            return ModelCard.load(card).data.license
+        if repository:
+            found = HfApi().model_info(repository, timeout=TIMEOUT_S).card_data
+            return found.license if found else None
+    except (httpx.HTTPError, OSError, ValueError):
+        pass  # a card without it is complete
+    return None
