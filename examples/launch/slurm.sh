@@ -10,7 +10,7 @@
 # made no train step. If nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and only the trainer starts again
 # in the same job; checkpoint.memory_copies keeps its last checkpoint in the nodes' memory. COMMAND=pretrain-value before it pretrains the
 # critic of a layout of VAPO or T-PPO. Several nodes are measured first, and a slow one ends the job: PREFLIGHT=0 leaves that out. With
-# nodes.enabled = true and nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
+# nodes.action = "exclude" a node that is found faulty is left out of the requeued job.
 #
 # NCCL finds its interfaces by itself. Where it takes a wrong one, export before sbatch, as the site's administrators say, for example
 #   NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_4,mlx5_5    the cards of the compute network, without those of storage (ibdev2netdev lists them)
@@ -41,7 +41,8 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}                                   # the first; a pipe into head would end the script when scontrol writes on
 [ -z "${MASTER_PORT:-}" ] || export MASTER_PORT # the dry run checks it
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
-options=("$@")
+options=()
+for option in "$@"; do [ "$option" = --verbose ] || options+=("$option"); done # of the pre-flight, which has no more to say
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi

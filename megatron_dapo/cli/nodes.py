@@ -46,7 +46,7 @@ def nodes(
         if (run / "config.json").is_file() and not directory.is_dir():
             raise ValueError(
                 f"{run} has no metrics of nodes: runs of one node have none, as nodes are compared with each other; of several "
-                "nodes they need nodes.enabled = true"
+                "nodes they need nodes.stragglers or nodes.detector = true"
             )
         series = read_nodes(directory)
         sampled = [one for one in series if one.samples]

@@ -313,17 +313,21 @@ class QualityConfig(Section):
 
 
 class NodesConfig(Section):
-    """Detection of faulty nodes: samples every node's metrics once a second and names a node that differs from the
-    others (Minder, arXiv 2411.01791; docs/nodes.md). Runs on one node have none; with fewer than four nodes, none is
-    judged."""
+    """Slow ranks and faulty nodes of a run on several nodes, from metrics that every node samples once a second into
+    <run.output_dir>/nodes (docs/nodes.md). Nothing is sampled if stragglers and detector are both off, or on one node."""
 
-    enabled: bool = False
-    """Sample every node into <run.output_dir>/nodes, compare the nodes, and report the slowest rank of each phase. Off by
-    default: the detector has been tested only on simulated faults (docs/nodes.md)."""
+    stragglers: bool = True
+    """Report the rank that worked longest in each phase, as the metrics nodes/PHASE_slowest_rank and
+    nodes/PHASE_over_median."""
+
+    detector: bool = True
+    """Name a node whose metrics differ from those of the others for continuity_seconds (Minder, arXiv 2411.01791). With
+    fewer than four nodes there is no detector. On simulated faults no alert was false and one in ten faults was
+    missed."""
 
     period_seconds: AtLeastOne = 480.0  # interval of the published system
-    """Seconds between two searches of the samples. Each covers 15/8 of this period, at least twice
-    continuity_seconds."""
+    """Seconds between two reports of stragglers and two searches for faulty nodes. A search covers 15/8 of this period, at
+    least twice continuity_seconds."""
 
     continuity_seconds: AtLeastOne = 120.0
     """Seconds for which the same node must be a metric's outlier without a break before there is an alert."""
@@ -335,6 +339,14 @@ class NodesConfig(Section):
     action: NodeAction = "warn"
     """Action after an alert. warn: a log line and a record. exclude: also save and end with exit code 75; slurm.sh
     requeues the job without that node, which needs a spare node in the partition."""
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.action == "exclude" and not self.detector:
+            yield Rule(
+                "nodes.detector or nodes.action == 'warn'",
+                "set nodes.detector = true, or nodes.action = 'warn'",
+                reason="only the detector names nodes to be left out",
+            )
 
 
 class Config(Section):

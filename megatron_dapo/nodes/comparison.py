@@ -21,18 +21,23 @@ _EXACT_NODES = 256
 def fill_gaps(values: np.ndarray) -> np.ndarray:
     """Return `values` [..., num_seconds] with each NaN replaced by the nearest sample, the earlier one of two.
 
-    A row without any sample stays NaN.
+    A row without any sample stays NaN. Values without any NaN are returned unchanged, not copied.
     """
+    has_gap = np.isnan(values).any(-1)
+    if not has_gap.any():
+        return values
+    filled, gaps = values.copy(), values[has_gap]
     num_seconds = values.shape[-1]
-    places = np.arange(num_seconds)
-    there = ~np.isnan(values)
-    before = np.maximum.accumulate(np.where(there, places, -1), axis=-1)
-    after = np.minimum.accumulate(np.where(there, places, 2 * num_seconds)[..., ::-1], axis=-1)[..., ::-1]
+    places = np.arange(num_seconds, dtype=np.int32)
+    there = ~np.isnan(gaps)
+    before = np.maximum.accumulate(np.where(there, places, np.int32(-1)), axis=-1)
+    after = np.minimum.accumulate(np.where(there, places, np.int32(2 * num_seconds))[..., ::-1], axis=-1)[..., ::-1]
     has_before, has_after = before >= 0, after < num_seconds
     is_nearer = ~has_after | (has_before & (places - before <= after - places))
     nearest = np.where(is_nearer, before, after)
-    found = np.take_along_axis(values, np.clip(nearest, 0, num_seconds - 1), axis=-1)
-    return np.where(has_before | has_after, found, np.nan)
+    found = np.take_along_axis(gaps, np.clip(nearest, 0, num_seconds - 1), axis=-1)
+    filled[has_gap] = np.where(has_before | has_after, found, np.nan)
+    return filled
 
 
 def min_max(values: np.ndarray) -> tuple[np.ndarray, float]:
@@ -60,12 +65,17 @@ def mean_distances(vectors: torch.Tensor, distance: str = "euclidean") -> torch.
         raise ValueError(f"distance {distance!r}: choose one of {', '.join(NORMS)}")
     num_nodes = vectors.shape[1]
     mode = "donot_use_mm_for_euclid_dist" if num_nodes <= _EXACT_NODES else "use_mm_for_euclid_dist"
-    others = torch.arange(0, num_nodes, math.ceil(num_nodes / _EXACT_NODES))
+    others = _others(num_nodes)
     counts = torch.full((num_nodes,), len(others), dtype=vectors.dtype)
     counts[others] -= 1  # a node is not compared with itself
     centered = vectors - vectors.mean(1, keepdim=True)  # small numbers lose the least precision in a matrix product
     sums = [torch.cdist(one, one[others], NORMS[distance], compute_mode=mode).sum(1) for one in centered]
     return torch.stack(sums) / counts
+
+
+def _others(num_nodes: int) -> torch.Tensor:
+    """Return the nodes that each node is compared with, besides itself."""
+    return torch.arange(0, num_nodes, math.ceil(num_nodes / _EXACT_NODES))
 
 
 def mean_distances_in_phase(
@@ -75,22 +85,25 @@ def mean_distances_in_phase(
 
     vectors, phases: [num_windows, num_nodes, size]; a negative phase equals no other. A pair with m of size seconds in
     common has its distance scaled as if it had all of them: a sum by size / m, a sum of squares likewise, a largest one not
-    at all. Both results are [num_windows, num_nodes], the second one booleans.
+    at all. Among many nodes the mean is over some of the others, as in `mean_distances`. Both results are
+    [num_windows, num_nodes], the second one booleans.
     """
     norm, size = NORMS[distance], vectors.shape[2]
+    others = _others(vectors.shape[1])
+    is_other = torch.arange(vectors.shape[1])[:, None] != others
     means, are_compared = [], []
     for values, phase in zip(vectors, phases, strict=True):
-        common = (phase[:, None] == phase[None]) & (phase >= 0)[:, None]  # [num_nodes, num_nodes, size]
-        common &= ~torch.eye(len(values), dtype=torch.bool)[:, :, None]
-        gaps = (values[:, None] - values[None]).abs() * common
+        common = (phase[:, None] == phase[others]) & (phase >= 0)[:, None]  # [num_nodes, num_others, size]
+        common &= is_other[:, :, None]
+        gaps = (values[:, None] - values[others]).abs() * common
         seconds = common.sum(2)
         if norm == math.inf:
             pairs = gaps.amax(2)
         else:
             pairs = (gaps.pow(norm).sum(2) * size / seconds.clamp(min=1)).pow(1 / norm)
-        others = (seconds > 0).sum(1)
-        means.append(pairs.sum(1) / others.clamp(min=1))
-        are_compared.append(others > 0)
+        num_compared = (seconds > 0).sum(1)
+        means.append(pairs.sum(1) / num_compared.clamp(min=1))
+        are_compared.append(num_compared > 0)
     return torch.stack(means), torch.stack(are_compared)
 
 

@@ -33,6 +33,7 @@ from megatron_dapo.nodes.denoiser import ANY_METRIC, WINDOW, Denoiser
 from megatron_dapo.nodes.samples import NodeAlert, NodeSamples
 
 _CHUNK = 16  # windows compared at once
+_PROBES = 3  # windows of a run that are compared before the others
 _MAX_TOGETHER = 2  # candidates as a run begins: its node, and one that is disturbed by chance
 
 
@@ -142,8 +143,7 @@ def find_outlier(
     `settings.group_s`. `num_seconds`: of the samples.
     """
     starts, need = range(0, num_seconds - WINDOW + 1, WINDOW), settings.num_windows
-    parts = [starts[first : first + _CHUNK] for first in range(0, len(starts), _CHUNK)]
-    scores = torch.cat([_candidate_scores(distances(part), settings) for part in parts])  # [num_windows, num_nodes]
+    scores = _scores_of_runs(distances, starts, settings)
     is_candidate = scores > 0
     is_run = is_candidate.unfold(0, need, 1).all(-1)  # of `need` windows from this one on, [num_runs, num_nodes]
     is_run[1:] &= ~is_candidate[: len(is_run) - 1]  # keep the first run
@@ -155,6 +155,37 @@ def find_outlier(
         return None
     first, node = runs[0].tolist()
     return Outlier(node, starts[first], starts[first + need - 1], float(scores[first : first + need, node].mean()))
+
+
+def _scores_of_runs(
+    distances: Callable[[Sequence[int]], Distances], starts: Sequence[int], settings: DetectorSettings
+) -> torch.Tensor:
+    """Return the candidates' scores, [num_windows, num_nodes], 0 in windows that no run of `num_windows` can reach.
+
+    Denoising and comparing a window is most of the cost, and few candidates last. Every `stride`th window is therefore
+    compared first: a run covers num_windows // stride of those in a row. The windows between them, and up to the next
+    one on either side, are compared only if a node is a candidate in that many in a row.
+    """
+    need = settings.num_windows
+    stride = max(1, need // _PROBES)
+    probes, num_covered = range(stride - 1, len(starts), stride), need // stride
+
+    def compare(places: Sequence[int]) -> torch.Tensor:
+        parts = [[starts[place] for place in places[first : first + _CHUNK]] for first in range(0, len(places), _CHUNK)]
+        return torch.cat([_candidate_scores(distances(part), settings) for part in parts])
+
+    of_probes = compare(probes)
+    scores = of_probes.new_zeros(len(starts), of_probes.shape[1])
+    scores[list(probes)] = of_probes
+    firsts = (of_probes > 0).unfold(0, num_covered, 1).all(-1).any(1).nonzero()[:, 0].tolist()
+    reachable = {
+        place
+        for first in firsts
+        for place in range(probes[first] - stride + 1, min(probes[first + num_covered - 1] + stride, len(starts)))
+    }
+    if between := sorted(reachable.difference(probes)):
+        scores[between] = compare(between)
+    return scores
 
 
 def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Tensor:

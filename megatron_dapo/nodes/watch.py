@@ -56,6 +56,7 @@ class WatchSettings:
     similarity_threshold: float
     action: str  # "warn" or "exclude"
     phases: Sequence[str]  # phases in which ranks are compared
+    has_detector: bool  # False: only ranks are compared
 
     @property
     def window_s(self) -> float:
@@ -169,7 +170,7 @@ class RunWatch:
 
     def _detect(self, now: float) -> list[NodeAlert]:
         series = [file.series for file in self._files.values() if file.series.samples]
-        if len(series) < MIN_NODES:
+        if not self._settings.has_detector or len(series) < MIN_NODES:
             return []
         # The detector needs torch, which is loaded only if there are nodes to compare.
         from megatron_dapo.nodes.denoiser import reference_denoisers

@@ -301,7 +301,7 @@ def _start_files(heartbeat: Heartbeat, stack: ExitStack) -> Files:
 def _start_node_watch(config: Config, heartbeat: Heartbeat, stack: ExitStack) -> NodeWatch | None:
     """Sample this node and, on rank 0, watch all nodes. A single node has no peers to compare with."""
     nodes, place = config.nodes, heartbeat.place
-    if not nodes.enabled or place is None or place.num_nodes < 2:
+    if not (nodes.stragglers or nodes.detector) or place is None or place.num_nodes < 2:
         return None
     output = config.run.output_dir.absolute()
     address = f"megatron-dapo-nodes-{os.getuid()}-{place.run_id}-{place.node_rank}"
@@ -322,7 +322,8 @@ def _start_node_watch(config: Config, heartbeat: Heartbeat, stack: ExitStack) ->
             nodes.continuity_seconds,
             nodes.similarity_threshold,
             nodes.action,
-            tuple(PHASES),
+            tuple(PHASES) if nodes.stragglers else (),
+            nodes.detector,
         )
     )
     stack.callback(found.close)

@@ -52,11 +52,11 @@ def submit(
 ) -> int:
     """Submit the shipped script as its header says, in a directory in which nothing has run yet.
 
-    options: of sbatch; sets: overrides, separated by blanks.
+    options: of sbatch; sets: overrides, separated by blanks. The run logs how it is built, too (--verbose).
     """
     options = (f"--nodes={num_nodes}", "--ntasks-per-node=1", *options)
     overrides = [part for override in sets.split() for part in ("--set", override)]
-    return cluster.submit(*options, str(SCRIPT), str(layout), *DATA, *overrides, cwd=layout.parent, env=environment)
+    return cluster.submit(*options, str(SCRIPT), str(layout), *DATA, *overrides, "--verbose", cwd=layout.parent, env=environment)
 
 
 def write_layout(

@@ -17,7 +17,7 @@ from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
 HEALTHY_S = float(os.environ.get("MEGATRON_DAPO_HEALTHY_S", "180"))
 FOUND_S = 90.0
-SETS = "nodes.enabled=true nodes.period_seconds=5.0 nodes.continuity_seconds=30.0 checkpoint.interval=20 checkpoint.keep=2"
+SETS = "nodes.period_seconds=5.0 nodes.continuity_seconds=30.0 checkpoint.interval=20 checkpoint.keep=2"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + HEALTHY_S)]
 

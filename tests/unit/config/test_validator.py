@@ -124,6 +124,7 @@ BROKEN = [
     ("optimizer.betas", "optimizer.betas=[0.9,1.0]"),
     ("checkpoint.keep_every", "checkpoint.keep_every=30"),
     ("checkpoint.keep_every", "checkpoint.keep_every=30 checkpoint.interval=0"),
+    ("nodes.detector", "nodes.detector=false nodes.action=\"exclude\""),
     ("checkpoint.keep_best", "checkpoint.keep_best=eval/best evaluation.interval=10"),
     ("checkpoint.keep_best", "checkpoint.keep_best=eval/avg_at_k evaluation.interval=0"),
     ("checkpoint.keep_best", "checkpoint.keep_best=eval/avg_at_k evaluation.interval=3"),

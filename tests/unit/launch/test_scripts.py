@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,12 @@ def run_script(
     state: str = "RUNNING",
     nodes_left: int | str = 2,
     excluded: str = "",
+    options: Sequence[str] = (),
     **variables: object,
 ) -> tuple[int, list[str]]:
     """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not.
 
-    `nodes_left`: what squeue says, at first and later; "" for no answer.
+    `nodes_left`: what squeue says, at first and later; "" for no answer. `options`: further ones of the script.
     """
     (directory / "attempts").unlink(missing_ok=True)
     (directory / "asked").unlink(missing_ok=True)
@@ -79,7 +81,7 @@ def run_script(
         **variables,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
-    command = ["bash", str(SCRIPTS / script), *ARGUMENTS[script], "--set", "run.name=x"]
+    command = ["bash", str(SCRIPTS / script), *ARGUMENTS[script], "--set", "run.name=x", *options]
     # A script for one recipe is submitted from the root of the checkout, slurm.sh from anywhere.
     if script != "slurm.sh" and not (directory / "examples").exists():
         (directory / "examples").symlink_to(SCRIPTS.parent)
@@ -161,10 +163,11 @@ def test_srun_is_not_asked_to_bind_where_nothing_does(tmp_path: Path) -> None:
 
 
 def test_several_nodes_are_measured_first_and_a_slow_one_ends_the_job(tmp_path: Path) -> None:
-    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, PREFLIGHT="")
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=75, options=["--verbose"], PREFLIGHT="")
     assert code == 1 and "requeue 17" not in lines
     assert lines[lines.index("preflight") + 1] == "layout.toml" and "run.name=x" in lines, "with the groups of the layout"
     assert "megatron_dapo.run.worker" not in lines, "nothing is trained"
+    assert "--verbose" not in lines[lines.index("preflight") :], "an option that the pre-flight does not have"
     assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT=0)[1]
     assert "preflight" not in run_script("slurm.sh", tmp_path, 17, PREFLIGHT="", SLURM_JOB_NUM_NODES=1, nodes_left=1)[1]
 

@@ -178,6 +178,25 @@ def test_the_search_equals_one_node_after_another(need: int, group_s: int) -> No
     assert num_found > 5
 
 
+def test_windows_that_no_run_reaches_are_not_compared() -> None:
+    """One window in five is compared, and all of them only around a node that lasts."""
+    compared: list[int] = []
+
+    def distances(starts: Sequence[int]) -> Distances:
+        compared.extend(start // 8 for start in starts)
+        return at(means, starts)
+
+    means = torch.full((112, 12), 0.1)
+    means[::7, 4] = means[30:43, 5] = 3.0  # often, and two windows short of a run
+    assert find_outlier(distances, 112 * 8, DetectorSettings()) is None
+    assert sorted(compared) == [*range(4, 112, 5)]
+    compared.clear()
+    means[60:75, 6] = 3.0
+    found = find_outlier(distances, 112 * 8, DetectorSettings())
+    assert found is not None and (found.node, found.first // 8) == (6, 60)
+    assert sorted(compared) == sorted({*range(4, 112, 5), *range(60, 79)})
+
+
 def at(means: torch.Tensor, starts: Sequence[int]) -> Distances:
     part = means[[start // 8 for start in starts]]
     return Distances(part, part > 0)

@@ -23,8 +23,10 @@ METRICS = ("cpu_throttled", "cpu_usage")
 PHASES = ("generate", "train")
 
 
-def settings(directory: Path, num_nodes: int = 4, action: str = "warn") -> WatchSettings:
-    return WatchSettings(str(directory), 1, num_nodes, 5.0, 30.0, 2.0, action, PHASES)
+def settings(
+    directory: Path, num_nodes: int = 4, action: str = "warn", phases: Sequence[str] = PHASES, has_detector: bool = True
+) -> WatchSettings:
+    return WatchSettings(str(directory), 1, num_nodes, 5.0, 30.0, 2.0, action, phases, has_detector)
 
 
 def write_node(
@@ -77,6 +79,19 @@ def test_nodes_that_are_alike_and_fewer_than_four_have_no_alert(tmp_path: Path) 
     assert RunWatch(settings(tmp_path), start).look(start + 70)["alerts"] == []
     write_node(tmp_path, 2, start, [0.9] * 70)
     assert RunWatch(settings(tmp_path, 3), start).look(start + 70)["alerts"] == []
+
+
+def test_stragglers_and_the_detector_are_separate_switches(tmp_path: Path) -> None:
+    start = float(int(time.time()))
+    for node in range(4):
+        write_node(tmp_path, node, start, [0.8 * (node == 1)] * 70)
+        with open(tmp_path / "nodes" / f"node_{node}.jsonl", "a") as stream:
+            line = {"t": start, "seconds_of_ranks": {str(node): {"train": [9.0, 1.0 + (node == 3)]}}}
+            stream.write(json.dumps(line) + "\n")
+    ranks = RunWatch(settings(tmp_path, has_detector=False), start).look(start + 70)
+    nodes = RunWatch(settings(tmp_path, phases=()), start).look(start + 70)
+    assert ([each["rank"] for each in ranks["stragglers"]], ranks["alerts"]) == ([3], [])
+    assert (nodes["stragglers"], [each["node"] for each in nodes["alerts"]]) == ([], ["node1"])
 
 
 def test_a_node_to_be_left_out_is_on_record_for_its_job(tmp_path: Path) -> None:
