@@ -38,6 +38,14 @@ class Prompt:
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
     source: str = ""  # of data.sources or data.eval_paths, for metrics; "": the rows' own data_source
+    begins_episode: bool = False  # it is played with an environment
+
+    @property
+    def task(self) -> Mapping[str, Any] | None:
+        """What an environment begins from: the other columns of the prompt's row, its messages and its answer."""
+        if not self.begins_episode:
+            return None
+        return {**self.extra, "messages": [dict(message) for message in self.messages], "answer": self.answer}
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class TurnCall:
 
     name: str
     status: CallStatus
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -184,8 +192,8 @@ class Episode:
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     attempt: int = 0  # times it was started again
-    seconds: Mapping[str, float] = field(default_factory=dict)  # generating, acting, waiting
-    journal: str = ""  # digest of its journal
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # generating, acting
+    lost: str = ""  # the reason, if its end is "lost"
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +296,8 @@ class GenerationRequest:
     seed: int
     prefix: Completion | None = None
     with_routing: bool = False  # the completion then has the chosen experts
+    task: Mapping[str, Any] | None = None  # JSON: an environment's task; the completion then holds an episode
+    affinity: tuple[str, ...] = ()  # requests that share one go to one server if loads allow, the first before others
 
 
 @dataclass(frozen=True)

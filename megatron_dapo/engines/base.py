@@ -195,19 +195,19 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
     """The whole response: the request's prefix, then `rest`, which was generated after it."""
     prefix = request.prefix
     if prefix is None:
-        return replace(rest, versions=_merge_versions(rest.versions))
+        return replace(rest, versions=merge_versions(rest.versions))
     shift = len(prefix.token_ids)
     shifted = [replace(entry, start=entry.start + shift, end=entry.end + shift) for entry in rest.versions]
     return replace(
         rest,
         token_ids=np.concatenate((prefix.token_ids, rest.token_ids)),
         logprobs=np.concatenate((prefix.logprobs, rest.logprobs)),
-        versions=_merge_versions([*prefix.versions, *shifted]),
+        versions=merge_versions([*prefix.versions, *shifted]),
         routing=prefix.routing if rest.routing is None else rest.routing,
     )
 
 
-def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
+def merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
     """Merge neighboring ranges of one version and leave out empty ones."""
     merged: list[VersionRange] = []
     for entry in versions:

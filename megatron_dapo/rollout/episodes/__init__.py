@@ -1,0 +1,1 @@
+"""Episodes: conversations of the policy with environments, each one completion."""

@@ -1,0 +1,516 @@
+"""Plays episodes on any rollout engine: one request in, one completion out that holds the whole conversation.
+
+    collector, evaluation --- submit, poll, abort ---> EpisodeEngine --- one request a turn ---> the rollout engine
+                                                            +---------- start, act, end ------> environments
+
+    submit -> STARTING -> READY -> GENERATING -> ACTING -> READY ... -> returned by `poll`, with its end
+                 ^          ^          |            |
+                 |          +-- held --+------------+  abort: its tokens come back, the environment stays and goes on acting;
+                 |                |                    the next request with these tokens continues it
+                 +----------------+
+                   its environment was lost, or the process is another one: the recorded turns are played again
+
+An environment that is lost to a failure of the machine is started again with the same seed, and the turns so far are
+played again; no token is sampled for it. If an answer then differs from the recorded one, the episode begins anew.
+After `retries` losses the episode ends as lost: it says nothing about the policy.
+
+Order "arrival": answers enter when they come. "rounds": an answer to a turn of one poll enters in the next one, which
+waits for it, so what an engine is given depends on counts only, and a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from megatron_dapo.data.template import Messages
+from megatron_dapo.data.tool_calls import ParsedTurn, Tool, TurnParser
+from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse, check_request_ids
+from megatron_dapo.environments.protocol import Action, EnvironmentPool, Reply, Task
+from megatron_dapo.rollout.episodes.stream import EpisodeStreams, recorded_turns
+from megatron_dapo.rollout.open_group import MAX_FRUITLESS
+from megatron_dapo.types import Completion, EpisodeEnd, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_WAIT_S = 0.5  # longest wait of one poll for an environment
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """Limits of an episode; `sampling.max_new_tokens` of its request bounds its sampled tokens."""
+
+    max_context_tokens: int  # of one stream; at most the engine's length
+    max_prompt_tokens: int  # of the begin of a conversation
+    max_turns: int = 8
+    max_turn_tokens: int = 0  # 0: what is left of the others
+    max_seconds: float = 600.0  # that its environment may take in all
+    retries: int = 2  # losses after which it is given up, less one
+    order: Literal["rounds", "arrival"] = "rounds"
+    parser: str = "auto"
+    on_cut: Literal["end", "observe"] = "end"
+
+
+class Stage(enum.Enum):
+    """What an open episode waits for; see the module."""
+
+    STARTING = "the environment's begin of the conversation"
+    READY = "its turn to be submitted"
+    GENERATING = "the policy's turn"
+    ACTING = "the environment's answer"
+
+
+@dataclass(frozen=True)
+class EpisodeAccounting:
+    """Counts every episode begun by its place. One that is begun from a saved record counts once more."""
+
+    begun: int
+    ended: Mapping[str, int]  # by `EpisodeEnd`
+    dropped: int  # held, and not continued
+    held: int
+    open: Mapping[str, int]  # by the name of its stage
+    retried: int = 0  # times an environment was lost and started again
+    diverged: int = 0  # times a repeated environment answered differently
+    discarded_tokens: int = 0  # sampled in episodes that began anew
+
+    @property
+    def is_balanced(self) -> bool:
+        """Return True if every episode is in exactly one place."""
+        return self.begun == sum(self.ended.values()) + self.dropped + self.held + sum(self.open.values())
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """Template and parser for an environment's tools."""
+
+    turns: TurnTemplate
+    parser: TurnParser
+
+
+@dataclass(eq=False)
+class _Episode:
+    request: GenerationRequest
+    stage: Stage = Stage.STARTING
+    due: int = 0  # round in which it goes on
+    streams: EpisodeStreams | None = None  # None before the environment's first answer
+    dialect: _Dialect | None = None
+    history: list[Mapping[str, Any]] = field(default_factory=list)  # messages, if the template may rewrite them
+    partial: Completion | None = None  # a turn that was interrupted
+    record: Completion | None = None  # tokens that are being played again
+    recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
+    reply: Reply | None = None  # has come, and has not entered yet
+    num_lost: int = 0
+    attempt: int = 0
+    num_fruitless: int = 0
+    begun_s: float = 0.0  # when the current turn was submitted
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+    @property
+    def turn_name(self) -> str:
+        return f"{self.name}@{self.streams.num_turns if self.streams else 0}"
+
+    @property
+    def is_owed(self) -> bool:
+        return self.stage in (Stage.STARTING, Stage.ACTING)
+
+    def so_far(self) -> Completion:
+        """Return its tokens; of an episode that is played again, those that it had."""
+        if self.record is not None:
+            return self.record
+        return (self.streams or EpisodeStreams(self.request.prompt_ids)).completion(
+            self.request, "abort", self.partial, attempt=self.attempt, seconds=dict(self.seconds)
+        )
+
+
+class EpisodeEngine:
+    """`CollectiveEngine` whose requests with a task are episodes; the others go to `engine` untouched."""
+
+    def __init__(
+        self, engine: CollectiveEngine, pool: EnvironmentPool, turns: TurnTemplate, settings: EpisodeSettings
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._turns = turns
+        self._settings = settings
+        self._open: dict[str, _Episode] = {}
+        self._held: dict[str, _Episode] = {}
+        self._generating: dict[str, _Episode] = {}  # by the name of the turn
+        self._passing: set[str] = set()  # requests without a task
+        self._finished: list[Completion] = []
+        self._dialects: dict[str, _Dialect] = {}
+        self._round = 0
+        self._counts: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+
+    # RolloutEngine
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._open) + len(self._passing) + len(self._finished)
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        return self._engine.prefix_reuse
+
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
+        """See `CollectiveEngine`."""
+        return self._engine.run_on_rank0(body)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `RolloutEngine`. A prefix with an episode continues it."""
+        check_request_ids(requests, self._open.keys() | self._passing | {one.request_id for one in self._finished})
+        for request in requests:
+            if request.task is not None and request.prefix is not None and request.prefix.episode is None:
+                raise ValueError(f"request {request.request_id!r}: its prefix is no episode, but it has a task")
+        passing = [request for request in requests if request.task is None]
+        if passing:
+            self._engine.submit(passing)
+            self._passing.update(request.request_id for request in passing)
+        for request in requests:
+            if request.task is not None:
+                self._begin_or_continue(request)
+
+    def poll(self) -> list[Completion]:
+        """See `RolloutEngine`. Episodes that ended come in order of their names, after requests without a task."""
+        passed: list[Completion] = []
+        if self._take_replies():
+            self._submit_turns()
+            for completion in self._engine.poll() if self._engine.num_unfinished else ():
+                if (episode := self._generating.pop(completion.request_id, None)) is not None:
+                    self._receive_turn(episode, completion)
+                else:
+                    self._passing.remove(completion.request_id)
+                    passed.append(completion)
+            self._round += 1
+        return passed + self._take_finished()
+
+    def abort(self) -> list[Completion]:
+        """See `RolloutEngine`. Environments stay until the episode is continued, or not before the next abort."""
+        for name in list(self._held):
+            self._drop(name)
+        passed = []
+        for completion in self._engine.abort():
+            if (episode := self._generating.pop(completion.request_id, None)) is not None:
+                episode.partial, episode.stage = completion, Stage.READY
+            else:
+                self._passing.remove(completion.request_id)
+                passed.append(completion)
+        self._held, self._open = self._open, {}
+        return passed + self._take_finished() + [self._held[name].so_far() for name in sorted(self._held)]
+
+    def accounting(self) -> EpisodeAccounting:
+        """Count every episode begun by its place."""
+        stages = Counter(episode.stage.name.lower() for episode in self._open.values())
+        return EpisodeAccounting(
+            begun=self._counts["begun"],
+            ended=dict(self._ended),
+            dropped=self._counts["dropped"],
+            held=len(self._held),
+            open=dict(stages),
+            retried=self._counts["retried"],
+            diverged=self._counts["diverged"],
+            discarded_tokens=self._counts["discarded_tokens"],
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """Return the counts since the engine began, by their names in the metrics."""
+        accounting = asdict(self.accounting())
+        return {name: float(accounting[name]) for name in ("retried", "diverged", "discarded_tokens")}
+
+    # Beginning and continuing
+
+    def _begin_or_continue(self, request: GenerationRequest) -> None:
+        # A new process plays a record again in the round in which this one goes on with what it holds.
+        due = self._round if request.prefix is not None else self._round + 1
+        held, kept = self._held.get(request.request_id), replace(request, prefix=None)
+        if held is not None and _same_tokens(request.prefix, held.so_far()):
+            del self._held[held.name]
+            self._open[held.name] = held
+            held.request, held.due = kept, due
+            return
+        if held is not None:
+            self._drop(held.name)
+        episode = _Episode(kept, due=due)
+        self._open[episode.name] = episode
+        self._counts["begun"] += 1
+        self._start(episode, request.prefix)
+
+    def _start(self, episode: _Episode, record: Completion | None) -> None:
+        """Start the environment, to play the turns of `record` again if there is one."""
+        episode.stage, episode.streams, episode.partial = Stage.STARTING, None, None
+        episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
+        if record is not None and record.episode is not None:
+            episode.attempt = max(episode.attempt, record.episode.attempt)
+        assert episode.request.task is not None, f"{episode.name} has no task"
+        self._pool.start(episode.name, Task(episode.request.task, episode.request.seed))
+
+    def _drop(self, name: str) -> None:
+        del self._held[name]
+        self._pool.end(name)
+        self._counts["dropped"] += 1
+
+    # The environment's answers
+
+    def _take_replies(self) -> bool:
+        """Let answers enter; return False if one is due in this round and has not come yet."""
+        in_rounds, wait = self._settings.order == "rounds", 0.0
+        while True:
+            replies = self._pool.poll(wait)
+            for reply in replies:
+                if (known := self._open.get(reply.episode_id) or self._held.get(reply.episode_id)) is not None:
+                    known.reply = reply
+            owed = [one for one in self._open.values() if one.is_owed and (not in_rounds or one.due <= self._round)]
+            entering = sorted((one for one in owed if one.reply is not None), key=lambda one: one.name)
+            if entering and (not in_rounds or len(entering) == len(owed)):
+                for episode in entering:
+                    self._enter(episode)
+                wait = 0.0
+            elif owed and (in_rounds or not self._has_work):
+                if wait and not replies:
+                    return False
+                wait = _WAIT_S
+            else:
+                return True
+
+    @property
+    def _has_work(self) -> bool:
+        """True if the engine has requests, or will get some before it is polled."""
+        return bool(self._engine.num_unfinished or self._finished) or any(
+            one.stage is Stage.READY for one in self._open.values()
+        )
+
+    def _enter(self, episode: _Episode) -> None:
+        reply, episode.reply = episode.reply, None
+        assert reply is not None, f"{episode.name} has no answer"
+        episode.seconds["acting"] += reply.seconds
+        if reply.lost:
+            self._lose(episode, reply.lost)
+        elif episode.stage is Stage.STARTING:
+            self._begin(episode, reply)
+        else:
+            self._answer(episode, reply)
+
+    def _begin(self, episode: _Episode, reply: Reply) -> None:
+        episode.dialect = self._dialect(reply.tools)
+        prompt_ids = episode.dialect.turns.template.render(reply.messages)
+        if len(prompt_ids) > self._settings.max_prompt_tokens:
+            raise ValueError(
+                f"episode {episode.name}: its environment begins with {len(prompt_ids)} tokens, data.max_prompt_tokens = "
+                f"{self._settings.max_prompt_tokens}: raise it, or shorten the first messages or the tools' descriptions"
+            )
+        episode.streams = EpisodeStreams(prompt_ids)
+        episode.history = list(reply.messages)
+        self._make_ready(episode)
+
+    def _answer(self, episode: _Episode, reply: Reply) -> None:
+        streams, dialect = _playing(episode)
+        streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
+        if reply.done:
+            self._finish(episode, "done", is_correct=reply.is_correct, parts=dict(reply.parts))
+        elif streams.num_turns >= self._settings.max_turns:
+            self._finish(episode, "max_turns")
+        elif episode.seconds["acting"] > self._settings.max_seconds:
+            self._finish(episode, "seconds")
+        else:
+            try:
+                new = dialect.turns.follow(streams.context, episode.history, reply.messages)
+            except ValueError as error:
+                raise ValueError(f"episode {episode.name}: its environment's answer: {error}") from error
+            if new.begins_segment:
+                streams.begin_segment(new.token_ids)
+            else:
+                streams.observe(new.token_ids)
+            self._remember(episode, reply.messages)
+            self._make_ready(episode)
+
+    def _make_ready(self, episode: _Episode) -> None:
+        """Continue with the next recorded turn, or wait to be submitted."""
+        episode.stage = Stage.READY
+        if episode.record is None:
+            return
+        streams, _ = _playing(episode)
+        if not streams.agree_with(episode.record, episode.request.prompt_ids):
+            logger.warning("episode %s: its environment did not repeat its answers; it begins anew", episode.name)
+            self._counts["diverged"] += 1
+            self._counts["discarded_tokens"] += sum(turn.num_tokens for turn in recorded_turns(episode.record))
+            episode.attempt += 1
+            self._pool.end(episode.name)
+            self._start(episode, None)
+            return
+        if not episode.recorded:
+            episode.record = None
+            return
+        turn = replace(episode.recorded.popleft(), request_id=episode.turn_name)
+        if turn.finish_reason == "abort":
+            episode.partial, episode.record = turn, None
+        else:
+            self._end_turn(episode, turn)
+
+    def _lose(self, episode: _Episode, reason: str) -> None:
+        """Start a lost environment again, or give the episode up."""
+        episode.num_lost += 1
+        if episode.num_lost > self._settings.retries:
+            logger.warning("episode %s is given up: lost %d times: %s", episode.name, episode.num_lost, reason)
+            self._finish(episode, "lost", lost=reason)
+            return
+        logger.warning("episode %s: its environment is lost and started again: %s", episode.name, reason)
+        self._counts["retried"] += 1
+        episode.due = self._round
+        self._start(episode, episode.so_far() if episode.streams or episode.record else None)
+
+    # The policy's turns
+
+    def _budget(self, episode: _Episode) -> tuple[int, EpisodeEnd]:
+        """Return the tokens that the next turn may have, and what ends the episode if it is cut there."""
+        streams, _ = _playing(episode)
+        settings, most = self._settings, episode.request.sampling.max_new_tokens
+        budgets: list[tuple[int, EpisodeEnd]] = [
+            (most - streams.num_sampled, "max_tokens"),
+            (settings.max_context_tokens - len(streams.context), "max_context"),
+        ]
+        if settings.max_turn_tokens:
+            budgets.append((settings.max_turn_tokens, "length"))
+        return min(budgets, key=lambda budget: budget[0])
+
+    def _submit_turns(self) -> None:
+        requests = []
+        for name in sorted(self._open):
+            episode = self._open[name]
+            if episode.stage is not Stage.READY or (self._settings.order == "rounds" and episode.due > self._round):
+                continue
+            streams, _ = _playing(episode)
+            num_tokens, end = self._budget(episode)
+            if num_tokens < 1:
+                self._finish(episode, end)
+                continue
+            request, episode.stage = episode.request, Stage.GENERATING
+            episode.begun_s = time.perf_counter()
+            self._generating[episode.turn_name] = episode
+            requests.append(
+                GenerationRequest(
+                    episode.turn_name,
+                    streams.context,
+                    replace(request.sampling, max_new_tokens=num_tokens),
+                    _segment_seed(request.seed, streams.segment),
+                    prefix=episode.partial if episode.partial is not None and episode.partial.num_tokens else None,
+                    affinity=(name, name.rpartition("/")[0]),
+                )
+            )
+            episode.partial = None
+        if requests:
+            self._engine.submit(requests)
+
+    def _receive_turn(self, episode: _Episode, turn: Completion) -> None:
+        episode.seconds["generating"] += time.perf_counter() - episode.begun_s
+        if turn.finish_reason != "abort":
+            episode.num_fruitless = 0
+            self._end_turn(episode, turn)
+            return
+        # An engine may abort by itself, e.g. on a restart.
+        episode.num_fruitless += 1
+        if episode.num_fruitless > MAX_FRUITLESS:
+            raise RuntimeError(f"turn {turn.request_id}: the engine gave it up {episode.num_fruitless} times in a row")
+        episode.partial, episode.stage = turn, Stage.READY
+
+    def _end_turn(self, episode: _Episode, turn: Completion) -> None:
+        """Take a whole turn to the environment, or end the episode if the turn was cut."""
+        streams, dialect = _playing(episode)
+        _, cut_by = self._budget(episode)
+        streams.add_turn(turn)
+        is_cut = turn.finish_reason != "stop"
+        if is_cut and (cut_by != "length" or self._settings.on_cut == "end"):
+            self._finish(episode, cut_by)
+            return
+        parsed = dialect.parser.parse(turn.token_ids.tolist(), turn.finish_reason)
+        self._remember(episode, [_as_message(parsed)])
+        episode.stage = Stage.ACTING
+        episode.due = self._round + (0 if episode.record is not None else 1)
+        if episode.reply is None:  # otherwise the environment was lost in the meantime
+            self._pool.act(episode.name, Action(parsed.content, () if is_cut else parsed.calls, turn.finish_reason))
+
+    def _remember(self, episode: _Episode, messages: Messages) -> None:
+        if self._turns.history == "rewrite":
+            episode.history += messages
+
+    def _dialect(self, tools: Sequence[Mapping[str, Any]]) -> _Dialect:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._dialects:
+            turns, template = self._turns, self._turns.template
+            if tools and template.name != "plain":
+                shown = [{"type": "function", "function": dict(schema)} for schema in tools]
+                turns = replace(turns, template=replace(template, options={**(template.options or {}), "tools": shown}))
+            parser = TurnParser(self._settings.parser, turns, [Tool(schema) for schema in tools])
+            self._dialects[key] = _Dialect(turns, parser)
+        return self._dialects[key]
+
+    # Ending
+
+    def _finish(self, episode: _Episode, end: EpisodeEnd, **facts: Any) -> None:
+        if end == "lost":
+            completion = replace(episode.so_far(), finish_reason="length")
+            assert completion.episode is not None, f"{episode.name} is no episode"
+            completion = replace(completion, episode=replace(completion.episode, end="lost", **facts))
+        else:
+            streams, _ = _playing(episode)
+            facts |= {"reward": streams.reward, "attempt": episode.attempt, "seconds": dict(episode.seconds)}
+            completion = streams.completion(episode.request, end, **facts)
+        del self._open[episode.name]
+        self._pool.end(episode.name)
+        self._ended[end] += 1
+        self._finished.append(completion)
+
+    def _take_finished(self) -> list[Completion]:
+        finished, self._finished = sorted(self._finished, key=lambda one: one.request_id), []
+        return finished
+
+
+def _playing(episode: _Episode) -> tuple[EpisodeStreams, _Dialect]:
+    assert episode.streams is not None and episode.dialect is not None, f"{episode.name} has not begun"
+    return episode.streams, episode.dialect
+
+
+def _same_tokens(prefix: Completion | None, held: Completion) -> bool:
+    if prefix is None:
+        return not held.num_tokens
+    segments = [stream.token_ids for one in (prefix, held) for stream in map(one.stream, range(1 + one.num_segments))]
+    half = len(segments) // 2
+    return prefix.num_segments == held.num_segments and all(map(np.array_equal, segments[:half], segments[half:]))
+
+
+def _segment_seed(seed: int, segment: int) -> int:
+    """Return the seed of a stream: two streams of an episode pass the same positions, where random numbers are keyed."""
+    if not segment:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{segment}".encode()).digest()[:8], "little") >> 1
+
+
+def _as_message(turn: ParsedTurn) -> dict[str, Any]:
+    """Return a turn as the template's message, for a template that renders it again."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": f"call{index:05}", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for index, call in enumerate(turn.calls)
+        ]
+    return message

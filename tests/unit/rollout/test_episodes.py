@@ -1,0 +1,270 @@
+"""Episodes against the conversation played straight: whatever is aborted, lost, resumed or late, the stream is the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import episode_world as world
+import numpy as np
+import pytest
+
+from megatron_dapo.engines.base import completion_from_json, completion_to_json
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.types import Completion
+from tests.examples import examples
+
+
+def assert_is(completion: Completion, played: world.Played, engine: world.FakeTurnEngine) -> None:
+    episode = completion.episode
+    assert episode is not None and episode.end == played.end
+    assert completion.finish_reason == ("stop" if played.end == "done" else "length")
+    (prompt, tokens), *_ = played.streams
+    assert completion.prompt_ids == prompt and completion.token_ids.tolist() == tokens
+    sampled = [run.is_sampled for run in completion.runs for _ in range(run.start, run.end)]
+    assert sampled == played.kinds[0]
+    assert completion.sampled.logprobs.tolist() == [world.logprob(*place) for place in played.sampled]
+    versions = [run.version for run in completion.versions for _ in range(run.start, run.end)]
+    assert len(versions) == len(tokens)
+    places = iter(played.sampled)
+    for kind, version, before in zip(sampled, versions, [None, *versions]):
+        assert version == (engine.version_of[next(places)] if kind else before)
+    assert [turn.reward for turn in episode.turns][: len(played.rewards)] == played.rewards
+    assert episode.reward == pytest.approx(sum(played.rewards)) and episode.is_correct == played.is_correct
+
+
+@pytest.mark.parametrize("order", ["rounds", "arrival"])
+def test_a_stream_is_the_conversation_played_straight(order):
+    """Under random aborts, losses, engines that give up, new processes and weights; every token is sampled once."""
+    for number in range(examples(100)):
+        draw = random.Random(number)
+        limits = world.settings(
+            order=order,
+            retries=1000,
+            max_turn_tokens=draw.choice([0, 6, 20]),
+            on_cut=draw.choice(["end", "observe"]),
+            max_context_tokens=draw.choice([420, 700]),
+        )
+        name = draw.choice(["qwen3", "llama3", "glm4moe", "gptoss"])
+        engine, inner, pool = world.world(number, limits, name, loss_rate=draw.choice([0, 0.1]), abort_rate=draw.choice([0, 0.1]))
+        requests = {
+            one.request_id: one
+            for one in (world.request(f"g{index}/0", inner.turns, 7 * number + index) for index in range(3))
+        }
+        engine.submit(list(requests.values()))
+        finished: list[Completion] = []
+        for _ in range(100_000):
+            if not engine.num_unfinished:
+                break
+            finished += engine.poll()
+            if draw.random() < 0.05:
+                returned = engine.abort()
+                assert engine.num_unfinished == inner.num_unfinished == 0 and engine.accounting().is_balanced
+                inner.policy_version += 1
+                if draw.random() < 0.5:  # another process, from what was saved
+                    pool = world.ScriptedPool(pool.draw, pool.loss_rate)
+                    engine = EpisodeEngine(inner, pool, inner.turns, limits)
+                    returned = [completion_from_json(completion_to_json(one)) for one in returned]
+                finished += [one for one in returned if one.finish_reason != "abort"]
+                held = [one for one in returned if one.finish_reason == "abort"]
+                engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in held])
+            assert engine.accounting().is_balanced
+        assert sorted(one.request_id for one in finished) == sorted(requests) and not pool.tasks
+        total = 0
+        for one in finished:
+            played = world.play(requests[one.request_id], inner.turns, limits)
+            assert_is(one, played, inner)
+            total += len(played.sampled)
+        assert set(inner.sampled.values()) <= {1} and sum(inner.sampled.values()) == total
+        assert engine.accounting().diverged == 0
+
+
+def test_each_turn_s_context_is_the_stream_so_far():
+    engine, inner, _ = world.world(3, world.settings())
+    engine.submit([world.request("g/0", inner.turns, 5)])
+    (done,) = world.drain(engine)
+    stream = [*done.prompt_ids, *done.token_ids]
+    starts = [len(done.prompt_ids) + turn.start for turn in done.episode.turns]
+    assert [list(one.prompt_ids) for one in inner.requests] == [stream[:start] for start in starts]
+    assert len(starts) > 1 and {one.seed for one in inner.requests} == {5}
+    assert {one.affinity for one in inner.requests} == {("g/0", "g")}
+
+
+def test_rounds_depend_on_counts_only():
+    """Equal requests give equal polls, however late the environments answer."""
+
+    def polls(late: int) -> list[list[Completion]]:
+        engine, inner, pool = world.world(1, world.settings())
+        pool.draw = random.Random(late)
+        engine.submit([world.request(f"g/{index}", inner.turns, index) for index in range(8)])
+        taken = []
+        while engine.num_unfinished:
+            before = engine._round
+            taken.append((before, engine.poll()))
+        return [(number, world.facts_of(done)) for number, done in taken if done]
+
+    assert polls(1) == polls(2) == polls(3)
+
+
+def test_a_resumed_run_goes_on_in_the_same_rounds():
+    """An episode that a new process plays again enters in the round in which a held one goes on."""
+
+    def rest(is_new: bool) -> list[tuple[int, object]]:
+        engine, inner, _ = world.world(4, world.settings())
+        requests = {f"g/{index}": world.request(f"g/{index}", inner.turns, index) for index in range(8)}
+        engine.submit(list(requests.values()))
+        finished = [one for _ in range(9) for one in engine.poll()]
+        held = [one for one in engine.abort() if one.finish_reason == "abort"]
+        assert finished and any(one.episode.turns[-1].observed_end > one.episode.turns[-1].end for one in held if one.num_tokens)
+        if is_new:
+            engine = EpisodeEngine(inner, world.ScriptedPool(random.Random(9)), inner.turns, world.settings())
+        start = engine._round
+        engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in held])
+        taken = []
+        while engine.num_unfinished:
+            before = engine._round
+            if done := engine.poll():
+                taken.append((before - start, world.facts_of(done)))
+        return taken
+
+    assert rest(False) == rest(True)
+
+
+def test_a_held_environment_is_not_asked_again():
+    engine, inner, pool = world.world(2, world.settings())
+    one = world.request("g/0", inner.turns, 3)
+    engine.submit([one])
+    finished = []
+    for _ in range(10_000):
+        finished += engine.poll() or engine.poll()
+        if finished:
+            break
+        (held,) = engine.abort()
+        assert held.finish_reason == "abort" and engine.num_unfinished == 0
+        engine.submit([replace(one, prefix=held if held.num_tokens else None)])
+    played = world.play(one, inner.turns, world.settings())
+    assert_is(finished[0], played, inner)
+    assert pool.num_acts["g/0"] == played.num_acts and pool.num_starts["g/0"] == 1
+
+
+def test_a_lost_episode_is_given_up_after_its_retries():
+    engine, inner, pool = world.world(5, world.settings(retries=2), loss_rate=1.0)
+    engine.submit([world.request("g/0", inner.turns, 3)])
+    (done,) = world.drain(engine)
+    assert (done.episode.end, done.episode.lost, done.finish_reason) == ("lost", "the worker died", "length")
+    assert done.episode.reward is None and done.num_tokens == 0
+    accounting = engine.accounting()
+    assert pool.num_starts["g/0"] == 3 and (accounting.retried, accounting.ended) == (2, {"lost": 1})
+
+
+def test_an_environment_that_does_not_repeat_begins_anew():
+    engine, inner, pool = world.world(6, world.settings())
+    one = world.request("g/0", inner.turns, 3)
+    engine.submit([one])
+    while not pool.num_acts:
+        engine.poll()
+    (held,) = engine.abort()
+    pool = world.ScriptedPool(random.Random(1), changes=True)
+    engine = EpisodeEngine(inner, pool, inner.turns, world.settings())
+    engine.submit([replace(one, prefix=held)])
+    (done,) = world.drain(engine)
+    accounting = engine.accounting()
+    assert accounting.diverged == 1 and accounting.discarded_tokens == held.num_sampled
+    assert done.episode.attempt == 1 and pool.num_starts["g/0"] == 2
+
+
+def test_what_nobody_continues_is_dropped_at_the_next_abort():
+    engine, inner, pool = world.world(7, world.settings())
+    one, other = (world.request(name, inner.turns, 3) for name in ("g/0", "h/0"))
+    engine.submit([one])
+    engine.poll()
+    engine.abort()
+    engine.submit([other])
+    engine.poll()
+    assert "g/0" in pool.tasks and engine.accounting().held == 1
+    engine.abort()
+    assert "g/0" not in pool.tasks and engine.accounting().dropped == 1
+    engine.submit([one])  # from its begin, though tokens of it were held
+    assert engine.accounting().is_balanced and world.drain(engine)[0].request_id == "g/0"
+
+
+def test_a_request_without_prefix_begins_a_held_episode_anew():
+    engine, inner, pool = world.world(8, world.settings())
+    one = world.request("g/0", inner.turns, 3)
+    engine.submit([one])
+    while not engine.abort()[0].num_tokens:
+        engine.submit([one])
+        for _ in range(5):
+            engine.poll()
+    engine.submit([one])
+    assert pool.num_starts["g/0"] >= 2 and engine.accounting().dropped == 1
+    assert_is(world.drain(engine)[0], world.play(one, inner.turns, world.settings()), inner)
+
+
+def test_requests_without_a_task_go_through_untouched():
+    engine, inner, _ = world.world(9, world.settings())
+    plain = replace(world.request("p/0", inner.turns, 4), task=None)
+    engine.submit([plain, world.request("g/0", inner.turns, 5)])
+    assert inner.requests == [plain]
+    done = {one.request_id: one for one in world.drain(engine)}
+    assert done["p/0"].episode is None and done["g/0"].episode is not None
+    other = world.FakeTurnEngine(inner.turns, random.Random(9))
+    other.submit([plain])
+    alone = next(iter([one for _ in range(100) for one in other.poll()]))
+    assert alone == done["p/0"]
+
+
+def test_a_rewritten_history_begins_a_segment(monkeypatch):
+    """With history = "rewrite", a template that drops earlier thinking gets a stream of its text, with another seed; another
+    process makes the same of the record."""
+    turns = world.template("qwen3", "rewrite")
+    spoken = [*turns.template.encode("<think>\nhm\n</think>\n\nHello"), turns.stop_token_ids[0]]
+    monkeypatch.setattr(world, "turn_of", lambda turns, seed, position: spoken)
+
+    def played(polls_until_abort: int) -> tuple[list[Completion], world.FakeTurnEngine]:
+        inner = world.FakeTurnEngine(turns, random.Random(0))
+        engine = EpisodeEngine(inner, world.ScriptedPool(random.Random(1)), turns, world.settings(max_turns=4))
+        requests = {f"g/{index}": world.request(f"g/{index}", turns, index, 200) for index in range(4)}
+        engine.submit(list(requests.values()))
+        finished = [one for _ in range(polls_until_abort) for one in engine.poll()]
+        if polls_until_abort:
+            held = [one for one in engine.abort() if one.finish_reason == "abort"]
+            engine = EpisodeEngine(inner, world.ScriptedPool(random.Random(2)), turns, world.settings(max_turns=4))
+            engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in held])
+        return finished + world.drain(engine), inner
+
+    straight, inner = played(0)
+    for done in straight:
+        assert len(done.episode.turns) == 1
+        for stream in done.episode.segments:
+            text = turns.template.tokenizer.decode(list(stream.prompt_ids))
+            assert "hm" not in text and "Hello" in text and len(stream.turns) == 1
+    assert sum(one.num_segments for one in straight) > 3
+    assert len({(one.seed, one.request_id) for one in inner.requests}) == len({one.seed for one in inner.requests})
+    for polls in range(2, 30, 4):
+        assert world.facts_of(played(polls)[0]) == world.facts_of(straight)
+
+
+def test_a_begin_longer_than_prompts_may_be_is_an_error():
+    engine, inner, _ = world.world(1, world.settings(max_prompt_tokens=20))
+    engine.submit([world.request("g/0", inner.turns, 5)])
+    with pytest.raises(ValueError, match=r"g/0: its environment begins with \d+ tokens, data.max_prompt_tokens = 20: raise it"):
+        world.drain(engine)
+
+
+def test_an_answer_that_the_template_cannot_render_is_an_error(monkeypatch):
+    engine, inner, _ = world.world(1, world.settings(), "gemma3")
+    with pytest.raises(ValueError, match="no place for messages of the roles"):
+        proven = replace(inner.turns, roles=("user",))
+        engine = EpisodeEngine(inner, world.ScriptedPool(random.Random(1)), proven, world.settings())
+        engine.submit([world.request(f"g/{index}", inner.turns, index) for index in range(20)])
+        world.drain(engine)
+
+
+def test_episodes_end_when_environments_take_too_long():
+    engine, inner, _ = world.world(1, world.settings(max_seconds=0.9))  # two answers of half a second
+    engine.submit([world.request(f"g/{index}", inner.turns, index) for index in range(10)])
+    done = world.drain(engine)
+    assert {one.episode.end for one in done} >= {"seconds"}
+    assert all(len(one.episode.turns) <= 2 for one in done)
+    assert np.all([one.finish_reason == "length" for one in done if one.episode.end == "seconds"])
