@@ -191,7 +191,7 @@ class Episode:
     reward: float | None = None  # the environment's; None: the verifier's counts
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
-    attempt: int = 0  # times it was started again
+    attempt: int = 0  # times it began anew, because its environment did not repeat its answers
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # generating, acting
     lost: str = ""  # the reason, if its end is "lost"
 
@@ -245,6 +245,15 @@ class Completion:
     def num_sampled(self) -> int:
         """Tokens that the policy sampled so far, in the main stream."""
         return sum(run.end - run.start for run in self.runs if run.is_sampled)
+
+    @property
+    def last_turn(self) -> np.ndarray:
+        """Ids of the last turn, which verifiers read; of a response with one turn, all of them."""
+        if self.episode is None:
+            return self.token_ids
+        last = self.stream(self.num_segments)
+        turn = (self.episode.segments[-1].turns if self.num_segments else self.episode.turns)[-1:]
+        return last.token_ids[turn[0].start : turn[0].end] if turn else self.token_ids[:0]
 
     @property
     def num_segments(self) -> int:

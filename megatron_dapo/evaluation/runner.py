@@ -7,6 +7,7 @@ seed, the problem and the sample number, so neither the order of the problems no
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,15 +44,15 @@ ReportProgress = Callable[[EvaluationProgress], None]
 
 
 def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
-    """Return the distinct (token ids, answer) pairs, in the order of first appearance.
+    """Return the distinct problems (token ids, answer, an episode's task), in the order of first appearance.
 
     Published evaluation files repeat each problem: AIME's holds 30 problems 32 times. Raises ValueError if two
     different problems have one prompt_id.
     """
-    first: dict[tuple[tuple[int, ...], str], Prompt] = {}
-    rows: dict[tuple[tuple[int, ...], str], int] = {}
+    first: dict[tuple[Any, ...], Prompt] = {}
+    rows: dict[tuple[Any, ...], int] = {}
     for prompt in prompts:
-        key = (prompt.token_ids, prompt.answer)
+        key = (prompt.token_ids, prompt.answer, json.dumps(prompt.task, sort_keys=True, default=str))
         first.setdefault(key, prompt)
         rows[key] = rows.get(key, 0) + 1
     if not first:
@@ -78,7 +79,9 @@ def build_requests(problems: Sequence[Problem], protocol: EvaluationProtocol) ->
         for sample in range(protocol.num_samples):
             name = request_name(number, sample)
             seed = evaluation_seed(protocol.seed, problem.prompt.prompt_id, sample)
-            requests[name] = GenerationRequest(name, problem.prompt.token_ids, protocol.sampling, seed)
+            requests[name] = GenerationRequest(
+                name, problem.prompt.token_ids, protocol.sampling, seed, task=problem.prompt.task
+            )
     return requests
 
 
@@ -139,6 +142,11 @@ def _accept(completion: Completion, requests: Mapping[str, GenerationRequest], d
         raise RuntimeError(
             f"the engine aborted {name!r}; a score without it would be of another benchmark: evaluate again"
         )
+    if completion.episode is not None and completion.episode.end == "lost":
+        raise RuntimeError(
+            f"the environment of {name!r} was lost: {completion.episode.lost}; a score without it would be of another "
+            "benchmark: mend the environment and evaluate again"
+        )
     done[name] = completion
 
 
@@ -185,7 +193,7 @@ def sample_and_score(
     problems = unique_problems(prompts)
     requests = build_requests(problems, protocol)
     completions = generate(requests, engine, **options)
-    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
+    texts = {name: decode(completion.last_turn) for name, completion in completions.items()}
     return problems, _score(problems, protocol.num_samples, completions, texts, scorer)
 
 

@@ -26,12 +26,13 @@ class PromptAccounting:
     buffered: int
     unfinished: int  # kept to continue in the next collection
     in_flight: int
+    lost: int = 0  # queued again because an episode was lost
 
     @property
     def is_balanced(self) -> bool:
         """Return True if every prompt is in exactly one place."""
         waiting = self.buffered + self.unfinished + self.in_flight
-        return self.drawn == self.trained + self.filtered + self.queued_again + waiting
+        return self.drawn == self.trained + self.filtered + self.queued_again + self.lost + waiting
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class GroupCounters:
     num_trained: int = 0
     num_filtered: int = 0
     num_queued_again: int = 0
+    num_lost: int = 0  # queued again because an episode was lost; not among those above
     generation_step: int = 0  # rounds of generation begun
     train_step: int = 0  # batches handed out
     num_recent_decided: float = 0.0  # groups the filter decided on; older collections weigh less
@@ -92,6 +94,11 @@ class CollectorInputs:
     engine: RolloutEngine
     scorer: SampleScorer
     on_progress: Callable[[CollectProgress], None] | None = None
+    max_lost_in_row: int = 1  # groups with a lost episode, one after another, that end a collection
+
+
+class EpisodesLost(RuntimeError):
+    """Environments were lost again and again: nothing is learned about the policy."""
 
 
 class Collector(ABC):

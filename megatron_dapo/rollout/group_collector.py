@@ -36,7 +36,14 @@ from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorInputs, GroupCounters, PromptAccounting, sample_seed
+from megatron_dapo.rollout.collector import (
+    Collector,
+    CollectorInputs,
+    EpisodesLost,
+    GroupCounters,
+    PromptAccounting,
+    sample_seed,
+)
 from megatron_dapo.rollout.open_group import (
     GroupStage,
     OpenGroup,
@@ -100,6 +107,8 @@ class GroupCollector(Collector):
         self._first_number = 0  # number of the first group that this collection starts
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
+        self._max_lost_in_row = inputs.max_lost_in_row
+        self._num_lost_in_row = 0
         self._shown: list[Group] = []  # the first groups that this collection left out
 
     # Collecting
@@ -253,6 +262,7 @@ class GroupCollector(Collector):
             self._continue_aborted(completions)
         else:
             self._restart_aborted()
+        self._give_up_lost()
         self._decide([group for group in self._at(GroupStage.IN_FLIGHT) if group.is_complete])
 
     def _assign(self, completions: Sequence[Completion]) -> None:
@@ -282,12 +292,31 @@ class GroupCollector(Collector):
         if requests:
             self._engine.submit(requests)
 
+    def _give_up_lost(self) -> None:
+        """Queue the prompts of groups with a lost episode again, once their other episodes have ended."""
+        for group in self._at(GroupStage.IN_FLIGHT):
+            if not group.is_complete or not (lost := group.lost_episodes):
+                continue
+            del self._open[group.group_id]
+            self._stream.requeue(group.prompt.prompt_id)
+            self._counters.num_lost += 1
+            self._num_lost_in_row += 1
+            self._builder.add_aborted(group.completions.values())
+            assert lost[0].episode is not None, "a lost episode is an episode"
+            if self._num_lost_in_row >= self._max_lost_in_row:
+                raise EpisodesLost(
+                    f"{self._num_lost_in_row} groups in a row lost an episode to a failure of its environment, the last one of "
+                    f"prompt {group.prompt.prompt_id}: {lost[0].episode.lost}; mend the environment, or what it needs, and start "
+                    "again"
+                )
+
     def _decide(self, complete: Sequence[OpenGroup]) -> None:
         """Score complete groups and keep or drop each."""
         if not complete:
             return
         for group in score_groups(self._scorer, complete, self._engine.policy_version):
             del self._open[group.group_id]
+            self._num_lost_in_row = 0
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
             if decision != UNSCORED:  # a lost score says nothing about the prompt
@@ -430,6 +459,7 @@ class GroupCollector(Collector):
             buffered=len(self._buffer),
             unfinished=len(self._at(GroupStage.HELD)),
             in_flight=len(self._at(GroupStage.IN_FLIGHT)),
+            lost=self._counters.num_lost,
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:

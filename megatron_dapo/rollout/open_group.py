@@ -60,6 +60,11 @@ class OpenGroup:
         return not self.missing
 
     @property
+    def lost_episodes(self) -> list[Completion]:
+        """Episodes that a failure of the machine ended: they say nothing about the policy."""
+        return [one for one in self.completions.values() if one.episode is not None and one.episode.end == "lost"]
+
+    @property
     def has_returned(self) -> bool:
         """True if the engine no longer works on any of its responses."""
         return len(self.completions) == self.size
@@ -71,7 +76,7 @@ class OpenGroup:
         continue the tokens held.
         """
         held = self.completions.get(index)
-        if held is not None and not is_partial(held):
+        if held is not None and (not is_partial(held) or _num_attempts(completion) > _num_attempts(held)):
             held = None
         start = held.num_tokens if held is not None else 0
         if held is not None and not np.array_equal(completion.token_ids[:start], held.token_ids):
@@ -79,7 +84,8 @@ class OpenGroup:
                 f"response {completion.request_id}: the engine was to continue after {start} tokens and returned others; "
                 "an engine returns the prefix it was given and the new tokens after it"
             )
-        has_new = completion.num_tokens > start
+        # An episode whose environment is acting, which has no new token, is no fault of the engine.
+        has_new = completion.num_tokens > start or completion.episode is not None
         fruitless = self.num_fruitless[index] + 1 if is_partial(completion) and not has_new else 0
         if fruitless > MAX_FRUITLESS:
             raise RuntimeError(
@@ -89,6 +95,10 @@ class OpenGroup:
         self.num_fruitless[index] = fruitless
         self.completions[index] = completion
         return completion.num_sampled - (held.num_sampled if held is not None else 0)
+
+
+def _num_attempts(completion: Completion) -> int:
+    return 0 if completion.episode is None else completion.episode.attempt
 
 
 def is_partial(completion: Completion) -> bool:
@@ -132,6 +142,7 @@ def next_request(
         seed=seed,
         prefix=held if held is not None and held.num_tokens else None,
         with_routing=with_routing,
+        task=group.prompt.task,
     )
 
 

@@ -74,7 +74,7 @@ class SampleScorer:
         """
         texts = {response.request_id: self.decode(response.token_ids) for _, response in responses}
         scores = self.scorer.score_many(
-            [score_request(one.request_id, prompt, one, texts[one.request_id], self.scorer) for prompt, one in responses]
+            [score_request(one.request_id, prompt, one, self._answer(one, texts), self.scorer) for prompt, one in responses]
         )
         missing = [name for name in texts if name not in scores]
         if missing:
@@ -88,6 +88,10 @@ class SampleScorer:
             response.request_id: self._scored(response, texts[name], scores[name], repetition[name])
             for name, (_, response) in zip(texts, responses, strict=True)
         }
+
+    def _answer(self, response: Completion, texts: Mapping[str, str]) -> str:
+        """Return what the verifier reads: the whole response, or the last turn of an episode."""
+        return texts[response.request_id] if response.episode is None else self.decode(response.last_turn)
 
     def unfinished(self, response: Completion, window_start: int) -> ScoredSample:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""

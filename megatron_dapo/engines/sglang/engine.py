@@ -20,7 +20,7 @@ import heapq
 import logging
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dapo.device_thread import device_thread_pool
@@ -149,7 +149,7 @@ class SglangEngine:
         self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
         self._in_flight: dict[int, _Job] = {}  # by attempt number
         self._ready: list[tuple[int, Completion]] = []
-        self._affinity: dict[tuple[int, ...], _Server] = {}  # server that a prompt was last sent to
+        self._affinity: dict[Hashable, _Server] = {}  # server that a prompt, or a request of an affinity, was last sent to
         self._mean_length = 0.0  # mean over responses, 0 before the first
         self._refusal: EngineError | None = None
         self._first_problem: EngineError | None = None
@@ -299,9 +299,10 @@ class SglangEngine:
         least loaded one. None: no room anywhere.
         """
         has_room = self._with_room()
-        preferred = self._affinity.get(request.prompt_ids)
-        if preferred in has_room and preferred.num_tokens + self._cost(request) <= even * 9 / 8:
-            return preferred
+        for key in _affinity_of(request):
+            preferred = self._affinity.get(key)
+            if preferred in has_room and preferred.num_tokens + self._cost(request) <= even * 9 / 8:
+                return preferred
         return min(has_room, key=lambda server: server.num_tokens, default=None)
 
     @property
@@ -333,7 +334,7 @@ class SglangEngine:
         self._in_flight[number] = job
         server.in_flight.add(number)
         server.num_tokens += job.num_tokens
-        self._affinity[job.request.prompt_ids] = server
+        self._affinity.update(dict.fromkeys(_affinity_of(job.request), server))
         return number, server.client, job.request
 
     # Receiving
@@ -490,6 +491,11 @@ class SglangEngine:
                     f"{self.settings.abort_s:g} s (sglang.abort_timeout_seconds)"
                 )
                 self._fail(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
+
+
+def _affinity_of(request: GenerationRequest) -> tuple[Hashable, ...]:
+    """Return what a server's cache is kept for, the first before others: an episode's turns have other prompts each."""
+    return request.affinity or (request.prompt_ids,)
 
 
 def _affordable_connections(num_servers: int) -> int:

@@ -5,7 +5,7 @@
 
     submit -> STARTING -> READY -> GENERATING -> ACTING -> READY ... -> returned by `poll`, with its end
                  ^          ^          |            |
-                 |          +-- held --+------------+  abort: its tokens come back, the environment stays and goes on acting;
+                 |          +-- held --+------------+  abort: its tokens come back, the environment stays and keeps acting;
                  |                |                    the next request with these tokens continues it
                  +----------------+
                    its environment was lost, or the process is another one: the recorded turns are played again
@@ -62,7 +62,7 @@ class EpisodeSettings:
     on_cut: Literal["end", "observe"] = "end"
 
 
-class Stage(enum.Enum):
+class EpisodeStage(enum.Enum):
     """What an open episode waits for; see the module."""
 
     STARTING = "the environment's begin of the conversation"
@@ -91,7 +91,7 @@ class EpisodeAccounting:
 
 
 @dataclass(frozen=True)
-class _Dialect:
+class _TurnFormat:
     """Template and parser for an environment's tools."""
 
     turns: TurnTemplate
@@ -101,10 +101,10 @@ class _Dialect:
 @dataclass(eq=False)
 class _Episode:
     request: GenerationRequest
-    stage: Stage = Stage.STARTING
-    due: int = 0  # round in which it goes on
+    stage: EpisodeStage = EpisodeStage.STARTING
+    due: int = 0  # round in which it continues
     streams: EpisodeStreams | None = None  # None before the environment's first answer
-    dialect: _Dialect | None = None
+    turn_format: _TurnFormat | None = None
     history: list[Mapping[str, Any]] = field(default_factory=list)  # messages, if the template may rewrite them
     partial: Completion | None = None  # a turn that was interrupted
     record: Completion | None = None  # tokens that are being played again
@@ -126,7 +126,7 @@ class _Episode:
 
     @property
     def is_owed(self) -> bool:
-        return self.stage in (Stage.STARTING, Stage.ACTING)
+        return self.stage in (EpisodeStage.STARTING, EpisodeStage.ACTING)
 
     def so_far(self) -> Completion:
         """Return its tokens; of an episode that is played again, those that it had."""
@@ -152,7 +152,7 @@ class EpisodeEngine:
         self._generating: dict[str, _Episode] = {}  # by the name of the turn
         self._passing: set[str] = set()  # requests without a task
         self._finished: list[Completion] = []
-        self._dialects: dict[str, _Dialect] = {}
+        self._turn_formats: dict[str, _TurnFormat] = {}
         self._round = 0
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -185,9 +185,12 @@ class EpisodeEngine:
         if passing:
             self._engine.submit(passing)
             self._passing.update(request.request_id for request in passing)
-        for request in requests:
-            if request.task is not None:
-                self._begin_or_continue(request)
+        new = [one for one in requests if one.task is not None and not self._continue(one)]
+        # What was held is continued by one call; the others' places in the environments' processes go to new episodes.
+        for name in list(self._held) if new else ():
+            self._drop(name)
+        for request in new:
+            self._begin(request)
 
     def poll(self) -> list[Completion]:
         """See `RolloutEngine`. Episodes that ended come in order of their names, after requests without a task."""
@@ -204,13 +207,13 @@ class EpisodeEngine:
         return passed + self._take_finished()
 
     def abort(self) -> list[Completion]:
-        """See `RolloutEngine`. Environments stay until the episode is continued, or not before the next abort."""
+        """See `RolloutEngine`. Environments stay, until their episodes are continued or others begin or are aborted."""
         for name in list(self._held):
             self._drop(name)
         passed = []
         for completion in self._engine.abort():
             if (episode := self._generating.pop(completion.request_id, None)) is not None:
-                episode.partial, episode.stage = completion, Stage.READY
+                episode.partial, episode.stage = completion, EpisodeStage.READY
             else:
                 self._passing.remove(completion.request_id)
                 passed.append(completion)
@@ -238,25 +241,28 @@ class EpisodeEngine:
 
     # Beginning and continuing
 
-    def _begin_or_continue(self, request: GenerationRequest) -> None:
-        # A new process plays a record again in the round in which this one goes on with what it holds.
-        due = self._round if request.prefix is not None else self._round + 1
-        held, kept = self._held.get(request.request_id), replace(request, prefix=None)
-        if held is not None and _same_tokens(request.prefix, held.so_far()):
-            del self._held[held.name]
-            self._open[held.name] = held
-            held.request, held.due = kept, due
-            return
-        if held is not None:
-            self._drop(held.name)
-        episode = _Episode(kept, due=due)
+    def _continue(self, request: GenerationRequest) -> bool:
+        """Continue the held episode of a request; return False if it has other tokens or there is none."""
+        held = self._held.get(request.request_id)
+        if held is None or not _same_tokens(request.prefix, held.so_far()):
+            return False
+        self._open[held.name] = self._held.pop(held.name)
+        held.request, held.due = replace(request, prefix=None), self._due(request)
+        return True
+
+    def _begin(self, request: GenerationRequest) -> None:
+        episode = _Episode(replace(request, prefix=None), due=self._due(request))
         self._open[episode.name] = episode
         self._counts["begun"] += 1
         self._start(episode, request.prefix)
 
+    def _due(self, request: GenerationRequest) -> int:
+        """Return the round in which an episode enters: the same whether it is held or a new process plays it again."""
+        return self._round if request.prefix is not None else self._round + 1
+
     def _start(self, episode: _Episode, record: Completion | None) -> None:
         """Start the environment, to play the turns of `record` again if there is one."""
-        episode.stage, episode.streams, episode.partial = Stage.STARTING, None, None
+        episode.stage, episode.streams, episode.partial = EpisodeStage.STARTING, None, None
         episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
         if record is not None and record.episode is not None:
             episode.attempt = max(episode.attempt, record.episode.attempt)
@@ -295,7 +301,7 @@ class EpisodeEngine:
     def _has_work(self) -> bool:
         """True if the engine has requests, or will get some before it is polled."""
         return bool(self._engine.num_unfinished or self._finished) or any(
-            one.stage is Stage.READY for one in self._open.values()
+            one.stage is EpisodeStage.READY for one in self._open.values()
         )
 
     def _enter(self, episode: _Episode) -> None:
@@ -304,14 +310,14 @@ class EpisodeEngine:
         episode.seconds["acting"] += reply.seconds
         if reply.lost:
             self._lose(episode, reply.lost)
-        elif episode.stage is Stage.STARTING:
-            self._begin(episode, reply)
+        elif episode.stage is EpisodeStage.STARTING:
+            self._open_conversation(episode, reply)
         else:
             self._answer(episode, reply)
 
-    def _begin(self, episode: _Episode, reply: Reply) -> None:
-        episode.dialect = self._dialect(reply.tools)
-        prompt_ids = episode.dialect.turns.template.render(reply.messages)
+    def _open_conversation(self, episode: _Episode, reply: Reply) -> None:
+        episode.turn_format = self._turn_format(reply.tools)
+        prompt_ids = episode.turn_format.turns.template.render(reply.messages)
         if len(prompt_ids) > self._settings.max_prompt_tokens:
             raise ValueError(
                 f"episode {episode.name}: its environment begins with {len(prompt_ids)} tokens, data.max_prompt_tokens = "
@@ -322,7 +328,7 @@ class EpisodeEngine:
         self._make_ready(episode)
 
     def _answer(self, episode: _Episode, reply: Reply) -> None:
-        streams, dialect = _playing(episode)
+        streams, turn_format = _playing(episode)
         streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
         if reply.done:
             self._finish(episode, "done", is_correct=reply.is_correct, parts=dict(reply.parts))
@@ -332,7 +338,7 @@ class EpisodeEngine:
             self._finish(episode, "seconds")
         else:
             try:
-                new = dialect.turns.follow(streams.context, episode.history, reply.messages)
+                new = turn_format.turns.follow(streams.context, episode.history, reply.messages)
             except ValueError as error:
                 raise ValueError(f"episode {episode.name}: its environment's answer: {error}") from error
             if new.begins_segment:
@@ -344,7 +350,7 @@ class EpisodeEngine:
 
     def _make_ready(self, episode: _Episode) -> None:
         """Continue with the next recorded turn, or wait to be submitted."""
-        episode.stage = Stage.READY
+        episode.stage = EpisodeStage.READY
         if episode.record is None:
             return
         streams, _ = _playing(episode)
@@ -395,14 +401,14 @@ class EpisodeEngine:
         requests = []
         for name in sorted(self._open):
             episode = self._open[name]
-            if episode.stage is not Stage.READY or (self._settings.order == "rounds" and episode.due > self._round):
+            if episode.stage is not EpisodeStage.READY or (self._settings.order == "rounds" and episode.due > self._round):
                 continue
             streams, _ = _playing(episode)
             num_tokens, end = self._budget(episode)
             if num_tokens < 1:
                 self._finish(episode, end)
                 continue
-            request, episode.stage = episode.request, Stage.GENERATING
+            request, episode.stage = episode.request, EpisodeStage.GENERATING
             episode.begun_s = time.perf_counter()
             self._generating[episode.turn_name] = episode
             requests.append(
@@ -429,20 +435,20 @@ class EpisodeEngine:
         episode.num_fruitless += 1
         if episode.num_fruitless > MAX_FRUITLESS:
             raise RuntimeError(f"turn {turn.request_id}: the engine gave it up {episode.num_fruitless} times in a row")
-        episode.partial, episode.stage = turn, Stage.READY
+        episode.partial, episode.stage = turn, EpisodeStage.READY
 
     def _end_turn(self, episode: _Episode, turn: Completion) -> None:
         """Take a whole turn to the environment, or end the episode if the turn was cut."""
-        streams, dialect = _playing(episode)
+        streams, turn_format = _playing(episode)
         _, cut_by = self._budget(episode)
         streams.add_turn(turn)
         is_cut = turn.finish_reason != "stop"
         if is_cut and (cut_by != "length" or self._settings.on_cut == "end"):
             self._finish(episode, cut_by)
             return
-        parsed = dialect.parser.parse(turn.token_ids.tolist(), turn.finish_reason)
+        parsed = turn_format.parser.parse(turn.token_ids.tolist(), turn.finish_reason)
         self._remember(episode, [_as_message(parsed)])
-        episode.stage = Stage.ACTING
+        episode.stage = EpisodeStage.ACTING
         episode.due = self._round + (0 if episode.record is not None else 1)
         if episode.reply is None:  # otherwise the environment was lost in the meantime
             self._pool.act(episode.name, Action(parsed.content, () if is_cut else parsed.calls, turn.finish_reason))
@@ -451,16 +457,16 @@ class EpisodeEngine:
         if self._turns.history == "rewrite":
             episode.history += messages
 
-    def _dialect(self, tools: Sequence[Mapping[str, Any]]) -> _Dialect:
+    def _turn_format(self, tools: Sequence[Mapping[str, Any]]) -> _TurnFormat:
         key = json.dumps(tools, sort_keys=True)
-        if key not in self._dialects:
+        if key not in self._turn_formats:
             turns, template = self._turns, self._turns.template
             if tools and template.name != "plain":
                 shown = [{"type": "function", "function": dict(schema)} for schema in tools]
                 turns = replace(turns, template=replace(template, options={**(template.options or {}), "tools": shown}))
             parser = TurnParser(self._settings.parser, turns, [Tool(schema) for schema in tools])
-            self._dialects[key] = _Dialect(turns, parser)
-        return self._dialects[key]
+            self._turn_formats[key] = _TurnFormat(turns, parser)
+        return self._turn_formats[key]
 
     # Ending
 
@@ -483,9 +489,9 @@ class EpisodeEngine:
         return finished
 
 
-def _playing(episode: _Episode) -> tuple[EpisodeStreams, _Dialect]:
-    assert episode.streams is not None and episode.dialect is not None, f"{episode.name} has not begun"
-    return episode.streams, episode.dialect
+def _playing(episode: _Episode) -> tuple[EpisodeStreams, _TurnFormat]:
+    assert episode.streams is not None and episode.turn_format is not None, f"{episode.name} has not begun"
+    return episode.streams, episode.turn_format
 
 
 def _same_tokens(prefix: Completion | None, held: Completion) -> bool:

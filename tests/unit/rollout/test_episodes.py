@@ -173,18 +173,19 @@ def test_an_environment_that_does_not_repeat_begins_anew():
     assert done.episode.attempt == 1 and pool.num_starts["g/0"] == 2
 
 
-def test_what_nobody_continues_is_dropped_at_the_next_abort():
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_what_is_not_continued_is_dropped_when_others_begin_or_are_aborted(is_aborted):
+    """Environments of episodes that nobody wants keep no others from a process."""
     engine, inner, pool = world.world(7, world.settings())
     one, other = (world.request(name, inner.turns, 3) for name in ("g/0", "h/0"))
     engine.submit([one])
     engine.poll()
     engine.abort()
-    engine.submit([other])
-    engine.poll()
     assert "g/0" in pool.tasks and engine.accounting().held == 1
-    engine.abort()
+    _ = engine.abort() if is_aborted else engine.submit([other])
     assert "g/0" not in pool.tasks and engine.accounting().dropped == 1
-    engine.submit([one])  # from its begin, though tokens of it were held
+    world.drain(engine)
+    engine.submit([one])  # from its begin
     assert engine.accounting().is_balanced and world.drain(engine)[0].request_id == "g/0"
 
 
