@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.rollout_schema import TASK_PREFIX
+from megatron_dapo.config.data_schema import TASK_PREFIX
 from megatron_dapo.config.rules import UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import is_function_path

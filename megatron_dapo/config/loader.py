@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_dapo.config.data_schema import TASK_PREFIX
 from megatron_dapo.config.foreign_names import VALUES, counterpart
 from megatron_dapo.config.megatron_options import SECTIONS, problem_with
-from megatron_dapo.config.rollout_schema import TASK_PREFIX
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import FunctionOfRecipe, RelativeToRecipe, Section, is_function_path

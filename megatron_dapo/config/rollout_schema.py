@@ -1,30 +1,24 @@
-"""Sections for everything up to a scored group: prompts, sampling, SGLang servers."""
+"""Sections of sampling: groups, their sizes and filters, rejection sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
     Fraction,
     FunctionPath,
-    InputPath,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ProbabilityMass,
     Rule,
     Section,
-    Seed,
 )
 
-TASK_PREFIX = "reasoning_gym:"  # marks a source whose problems are generated, not read
-Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
-InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
 DynamicSampling = Literal["hard", "soft"]
 ReplayOrder = Literal["oldest", "newest", "advantage", "staleness"]
 PromptOrder = Literal["shuffled", "priority"]
@@ -33,199 +27,6 @@ PromptFilterName = Literal["none", "bounds", "model"]
 OnExhausted = Literal["train_partial", "stop", "error"]
 Selection = Literal["diverse", "random"]
 Embedding = Literal["hidden_states", "encoder", "ngrams"]
-
-
-class InjectionConfig(Section):
-    """Adversarial prompt injection: rewrites of training prompts with the same answer; see
-    `megatron_dapo/data/injection.py`. It changes the training distribution: watch held-out accuracy and, with
-    wrong_hint, whether the policy still uses correct hints."""
-
-    templates: tuple[InjectionTemplate, ...] = ()
-    """Harder: distractor (an irrelevant statement), wrong_hint (a confident wrong answer; only if the answer is a whole
-    number), noise (capitals and spaces). Easier: answer_range (ten numbers that include the answer, a whole number).
-    Empty: off."""
-
-    when: Literal["filtered", "visit"] = "filtered"
-    """filtered: after dynamic sampling has dropped a group, the next step samples a harder rewrite of its prompt if all
-    responses were right, an easier one if all were wrong; templates whose groups are kept are chosen more often. visit:
-    a rewrite replaces the prompt itself, whatever its pass rate."""
-
-    rate: Fraction = 0.25
-    """filtered: largest share of rewrites among a batch's groups. visit: share of visits that get a rewrite."""
-
-    ramp_prompts: NonNegativeInt = 0
-    """Visits over which rate is reached linearly from 0. 0: the full rate from the beginning."""
-
-
-class ColumnsConfig(Section):
-    """Names of the data files' columns; dots lead into nested fields."""
-
-    prompt: str = "prompt"
-    """Chat messages, chat messages as JSON text, or plain text."""
-
-    answer: str = "reward_model.ground_truth"
-    """Gold answer. "": none, for a reward function that needs none."""
-
-
-class SourceConfig(Section):
-    """One source of training prompts, a table [[data.sources]]. Keys that it leaves out are as in [data]."""
-
-    path: str
-    """A file or saved directory as in data.train_paths, or reasoning_gym:TASK for generated problems that bring their
-    verifier."""
-
-    name: str = ""
-    """Label in metrics, and the data_source of rows that have none. "": the name of the file or task."""
-
-    weight: float = 1.0
-    """Relative share of the prompts that come from this source; above 0."""
-
-    columns: ColumnsConfig | None = None
-    """Names of its columns."""
-
-    system_prompt: str | None = None
-    """System message for its prompts that have none."""
-
-    prompt_template: str | None = None
-    """Text of a prompt's last turn."""
-
-    size: int = 10_000
-    """Problems generated per epoch, for a reasoning_gym task; above 0."""
-
-    fresh: bool = True
-    """Generate new problems for each epoch, for a reasoning_gym task. Off: every epoch repeats those of the first."""
-
-    seed: int = 0
-    """Seed of the generated problems."""
-
-    settings: dict[str, Any] = {}
-    """Settings of the task, e.g. { min_terms = 2, max_terms = 3 }."""
-
-    @property
-    def makes_fresh_problems(self) -> bool:
-        """True for a task whose problems do not repeat."""
-        return self.fresh and self.path.startswith(TASK_PREFIX)
-
-
-class DataConfig(Section):
-    """Prompts to train and evaluate on."""
-
-    train_paths: tuple[InputPath, ...] = ()
-    """Rows: .parquet, .jsonl, .json (a list of objects) or .csv files, directories written by `save_to_disk` of datasets, or
-    hf://OWNER/NAME of the Hub. Relative: from the recipe's directory."""
-
-    sources: tuple[SourceConfig, ...] = ()
-    """Several sources with weights, tables [[data.sources]], instead of train_paths."""
-
-    eval_paths: tuple[InputPath, ...] = ()
-    """Held-out data with the same columns and in the same formats. With several files, each has separate metrics under
-    its file name, in addition to those over all problems. Empty: a part of train_paths is held out."""
-
-    held_out_share: Fraction = 0.1
-    """Share of the prompts of train_paths that is held out if eval_paths is empty: evaluated and never trained, at least 4 and at
-    most 64 prompts, those whose text has the smallest hashes. The same file gives the same ones. With fewer than 20
-    prompts none is held out. 0: none."""
-
-    columns: ColumnsConfig = ColumnsConfig()
-    """Names of the columns. The defaults are those of DAPO-Math-17k."""
-
-    system_prompt: str = ""
-    """System message for prompts that have none. "": none."""
-
-    prompt_template: str = "{prompt}"
-    """Text of a prompt's last turn, with {prompt} in place of the original turn, e.g.
-    "{prompt} End with a line 'Answer: ...'."."""
-
-    template: Template = "chat"
-    """chat: the tokenizer's chat template. plain: the unchanged contents of the messages, for models without a
-    template."""
-
-    chat_template_options: dict[str, Any] = {}
-    """Variables passed to the chat template, e.g. { enable_thinking = false }."""
-
-    max_prompt_tokens: PositiveInt = 2048
-    """Longest prompt in tokens; longer ones are dropped and counted."""
-
-    deduplicate: bool = True
-    """Keep one of several equal (prompt, answer) rows, and report how many there were."""
-
-    shuffle_seed: Seed = 0
-    """Seed of the order of prompts, separate from run.seed so that two runs can share the order."""
-
-    order: FunctionPath = ""
-    """User-defined function that orders the prompts of each epoch, as "package.module:function" or
-    "path/to/file.py:function": (prompts, epoch) -> every index once; see docs/python.md. "": shuffled."""
-
-    injection: InjectionConfig = InjectionConfig()
-    """Harder and easier rewrites of training prompts."""
-
-    max_epochs: NonNegativeInt = 0
-    """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
-
-    @property
-    def holds_out(self) -> bool:
-        """True if a part of train_paths is evaluated instead of eval_paths."""
-        return bool(self.train_paths) and not self.eval_paths and self.held_out_share > 0
-
-    @property
-    def has_held_out(self) -> bool:
-        """True if there are problems to evaluate."""
-        return bool(self.eval_paths) or self.holds_out
-
-    def broken_rules(self) -> Iterator[Rule]:
-        yield from self._broken_rules_of_sources()
-        if self.template == "plain" and self.chat_template_options:
-            yield Rule(
-                "not data.chat_template_options",
-                'leave data.chat_template_options out, or set data.template = "chat"',
-                when='data.template == "plain"',
-                reason="the plain template is no chat template and takes none",
-            )
-        if self.injection.when == "visit" and "answer_range" in self.injection.templates:
-            yield Rule(
-                '"answer_range" not in data.injection.templates',
-                'leave answer_range out of data.injection.templates, or set data.injection.when = "filtered"',
-                when='data.injection.when == "visit"',
-                reason="it is for prompts that were not solved",
-            )
-        if "{prompt}" not in self.prompt_template:
-            yield Rule(
-                '"{prompt}" in data.prompt_template',
-                "write data.prompt_template with the word prompt in braces, which stands for the text of the row",
-            )
-
-    def _broken_rules_of_sources(self) -> Iterator[Rule]:
-        if not self.train_paths and not self.sources:
-            yield Rule(
-                "data.train_paths or data.sources",
-                'set data.train_paths = ["train.jsonl"], or tables [[data.sources]]',
-                reason="there is nothing to train on",
-            )
-        if self.train_paths and self.sources:
-            yield Rule(
-                "not (data.train_paths and data.sources)",
-                "leave one of data.sources and data.train_paths out",
-                reason="a source is a file with a weight",
-            )
-        if any(not source.weight > 0 or source.size < 1 for source in self.sources):
-            yield Rule(
-                "not any(not source.weight > 0 or source.size < 1 for source in data.sources)",
-                "give every table of data.sources a weight above 0 and, if it is a task, a size of at least 1",
-            )
-        if self.order and self.sources:
-            yield Rule(
-                "not data.sources",
-                'set data.order = "", or name all files in data.train_paths',
-                when="data.order",
-                reason="each of several sources has separate epochs",
-            )
-        if self.injection.templates and any(source.makes_fresh_problems for source in self.sources):
-            yield Rule(
-                "not any(source.makes_fresh_problems for source in data.sources)",
-                "set fresh = false in the tables of data.sources that name a task, or data.injection.templates = []",
-                when="data.injection.templates",
-                reason="a problem that is made for one epoch comes once, and has no history and no rewrite",
-            )
 
 
 class BudgetConfig(Section):
@@ -414,135 +215,6 @@ class RolloutConfig(Section):
                 when="rollout.budget.enabled",
                 reason="group_size is the mean",
             )
-
-
-Placement = Literal["colocated", "disaggregated"]
-SharedMemory = Literal["host", "device"]
-WeightTransport = Literal["shared_memory", "p2p", "disk"]
-Quantization = Literal["none", "fp8"]
-AttentionBackend = Literal["", "fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native"]
-SamplingBackend = Literal["", "flashinfer", "pytorch"]
-
-
-class SglangConfig(Section):
-    """SGLang servers, used if rollout.engine = "sglang": started on every node, or given by their URLs."""
-
-    python: str = ""
-    """Python interpreter of the environment that SGLang is installed in. "": the trainer's. Relative: from the current
-    directory."""
-
-    tp_size: PositiveInt = 1
-    """Tensor-parallel size of a server."""
-
-    ep_size: PositiveInt = 1
-    """Expert-parallel size of a server, within its tensor ranks. For mixture-of-experts models."""
-
-    servers_per_node: PositiveInt = 1
-    """Servers started on every node of the trainer."""
-
-    urls: tuple[str, ...] = ()
-    """Servers that are already running (on other nodes of the same job); none are started then. Needs api_key_file."""
-
-    api_key_file: str = ""  # a file, not the key: recipes and resolved configurations are shared
-    """File with the API key of the servers in urls, readable only by its owner. "": servers started here get a new key
-    in the run's directory."""
-
-    host: str = "auto"
-    """Address that started servers listen on. auto: loopback in a run on one node; on several nodes, each node's
-    address on the route to the rendezvous host. 0.0.0.0: every interface, with the address of auto in the URL. With
-    anything but loopback, other nodes can try keys."""
-
-    environment: tuple[str, ...] = ()
-    """Names of environment variables that started servers get in addition to a list of harmless ones
-    (docs/security.md), e.g. SGLANG_LOG_MS. Secrets are not on that list."""
-
-    placement: Placement = "colocated"
-    """colocated: servers share the trainer's devices; generation and training alternate. disaggregated: servers have
-    separate devices; with rollout.max_staleness above 0, the next batch is generated while this one is trained."""
-
-    weight_sync_transport: WeightTransport = "shared_memory"
-    """Transport of the weight sync. shared_memory: each engine rank's shard through the node's shared memory. p2p:
-    point-to-point from all trainer ranks at once, for servers on other nodes. disk: a Hugging Face directory."""
-
-    shared_memory: SharedMemory = "host"
-    """Memory that weight_sync_transport = "shared_memory" uses. host: the node's, pinned, for servers on GPUs as well.
-    device: the GPU that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has run on one
-    GPU only."""
-
-    weight_sync_bucket_mb: PositiveInt = 64
-    """Mebibytes of weights that an engine rank receives at a time. A sync needs two buckets of extra memory."""
-
-    quantization: Quantization = "none"
-    """none: servers hold the weights in model.dtype. fp8: servers hold their linear layers in e4m3 with one scale per
-    128 x 128 values, rounded during the weight sync as the trainer rounds. Needs algorithm.off_policy.correction,
-    because servers then sample from a different policy than the one that is trained."""
-
-    allow_quantization_bias: bool = False
-    """Allow quantization without an off-policy correction, although the importance ratios are then wrong."""
-
-    fp8_step0_max_mean_abs: PositiveFloat = 0.1
-    """Replaces mismatch.step0_max_mean_abs if quantization = fp8, because the gap of the first batch then comes from
-    rounding. Servers on GPUs round activations as well, and so does a trainer in FP8; the fixed prompts are then also
-    compared with this limit instead of the tighter one."""
-
-    max_running_requests: PositiveInt = 128
-    """Responses a server generates at a time."""
-
-    max_total_tokens: NonNegativeInt = 0
-    """Tokens that a server's KV cache holds. 0: as many as mem_fraction_static allows; on a CPU, the most that
-    max_running_requests responses of full length need."""
-
-    mem_fraction_static: Annotated[float, Bounds(gt=0, lt=1)] = 0.6
-    """Share of a device's memory for a server's weights and KV cache. Lower it when the trainer on the same device runs
-    out of memory."""
-
-    enable_deterministic_inference: bool = True  # the name of SGLang's own flag
-    """Seed every response separately (SGLang's deterministic mode, somewhat slower). Off: rollouts are not
-    reproducible."""
-
-    attention_backend: AttentionBackend = ""
-    """Attention kernels of started servers on GPUs. "": SGLang's choice for the GPU and the model. Rollout log-probs depend on
-    it (mismatch/*), so the shipped layouts set it."""
-
-    sampling_backend: SamplingBackend = ""
-    """Sampling kernels of started servers on GPUs. "": SGLang's choice. Deterministic mode always uses pytorch."""
-
-    prefill_cuda_graph: bool = True
-    """Capture CUDA graphs of prefill on GPUs, in addition to those of decoding. When off, a server starts 45 s earlier
-    on an H100 and holds hundreds of MiB less while it sleeps; long responses spend little time in prefill."""
-
-    start_timeout_seconds: PositiveFloat = 600.0
-    """Seconds that a server may take to start."""
-
-    request_timeout_seconds: PositiveFloat = 1800.0
-    """Longest time in seconds that a server may go without finishing a response. A request's time in the queue does not
-    count while others finish."""
-
-    abort_timeout_seconds: PositiveFloat = 60.0
-    """Seconds without an answer from any server, after running requests were aborted, until servers that have not
-    answered are given up. Time does not count while answers arrive: with rollout.routing_replay they are 2 to 4 KB per
-    token."""
-
-    weight_sync_timeout_seconds: PositiveFloat = 600.0
-    """Seconds that each phase of a weight update (pause, flush, transfer, verify) may take."""
-
-    max_restarts: NonNegativeInt = 3
-    """Restarts of each dead server within an hour; after them, the attempt ends with a checkpoint and exit code 75.
-    Consecutive restarts of servers that never served count however long they took."""
-
-    keep_seconds: NonNegativeFloat = 300.0
-    """Seconds that started servers outlive failed trainer processes if torchrun or slurm.sh restarts these: the next
-    attempt takes over the servers. 0: servers end with the trainer, and under Slurm the whole job is requeued."""
-
-    parity_interval: NonNegativeInt = 10
-    """Train steps between comparisons of trainer and engine log-probs on fixed prompts. The first update is always
-    compared. 0: only that one."""
-
-    @property
-    def kernels(self) -> str:
-        """Description of the servers' kernels on GPUs."""
-        chosen = self.attention_backend or "SGLang's", self.sampling_backend or "SGLang's"
-        return f"servers: attention {chosen[0]}, sampling {chosen[1]}, prefill graphs {'on' if self.prefill_cuda_graph else 'off'}"
 
 
 class RejectionSamplingConfig(Section):

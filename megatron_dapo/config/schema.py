@@ -28,14 +28,10 @@ from megatron_dapo.config.algorithm_schema import (
     ValuePretrainingConfig,
     WindowConfig,
 )
+from megatron_dapo.config.data_schema import DataConfig
 from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_dapo.config.reward_schema import RewardConfig
-from megatron_dapo.config.rollout_schema import (
-    DataConfig,
-    RejectionSamplingConfig,
-    RolloutConfig,
-    SglangConfig,
-)
+from megatron_dapo.config.rollout_schema import RejectionSamplingConfig, RolloutConfig
 from megatron_dapo.config.section import (
     AtLeastOne,
     Bounds,
@@ -51,6 +47,7 @@ from megatron_dapo.config.section import (
     Section,
     Seed,
 )
+from megatron_dapo.config.sglang_schema import SglangConfig
 from megatron_dapo.rounding import round_up
 
 Resume = Literal["auto", "never", "must"]

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megatron_dapo.config.rollout_schema import DataConfig
+from megatron_dapo.config.data_schema import DataConfig
 from megatron_dapo.data.files import DAPO_FORMAT, Row, RowFormat, file_sha256, prompt_id_of, question_of
 from megatron_dapo.data.prompt_stream import FreshIds, SourceShare
 from megatron_dapo.data.sources import Source, train_sources

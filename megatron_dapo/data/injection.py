@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from megatron_dapo.config.rollout_schema import InjectionConfig
+from megatron_dapo.config.data_schema import InjectionConfig
 from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.types import FilterDecision, Prompt
 

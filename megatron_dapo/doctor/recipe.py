@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.checkpoints.disk_space import CheckpointSpace, size
-from megatron_dapo.config.rollout_schema import SglangConfig
 from megatron_dapo.config.rules import Violation
+from megatron_dapo.config.sglang_schema import SglangConfig
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, ok, warning
 from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CriticConfig, PpoClipLossConfig
+from megatron_dapo.config.data_schema import InjectionConfig
 from megatron_dapo.config.derive import derive
-from megatron_dapo.config.rollout_schema import InjectionConfig, RolloutConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.files import count_rows
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron_dapo.config.rollout_schema import InjectionConfig
+from megatron_dapo.config.data_schema import InjectionConfig
 from megatron_dapo.data.injection import HARDER, TEMPLATE, TEMPLATES, Injection, injection_of, rewrites
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate
@@ -121,7 +121,7 @@ def test_a_resumed_stream_chooses_the_same_rewrites_and_takes_them_back() -> Non
 def test_templates_are_those_of_the_configuration() -> None:
     from typing import get_args
 
-    from megatron_dapo.config.rollout_schema import InjectionTemplate
+    from megatron_dapo.config.data_schema import InjectionTemplate
 
     assert set(get_args(InjectionTemplate)) == set(TEMPLATES)
     assert TEMPLATES["noise"]("", "1", random.Random(0)) == ""

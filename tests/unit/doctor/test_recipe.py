@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.checkpoints.disk_space import CheckpointSpace
 from megatron_dapo.config import Violation
-from megatron_dapo.config.rollout_schema import SglangConfig
+from megatron_dapo.config.sglang_schema import SglangConfig
 from megatron_dapo.doctor import recipe
 from megatron_dapo.doctor.engine_probe import GPU_MODULES, EngineLibraries
 from megatron_dapo.doctor.machine import Device, TorchFacts

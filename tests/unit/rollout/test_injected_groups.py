@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rollout_world import RIGHT, World
 
-from megatron_dapo.config.rollout_schema import BudgetConfig, InjectionConfig
+from megatron_dapo.config.data_schema import InjectionConfig
+from megatron_dapo.config.rollout_schema import BudgetConfig
 from megatron_dapo.data.injection import TEMPLATE, Injection
 from megatron_dapo.types import Prompt
 
