@@ -32,8 +32,8 @@ import options
 
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import VerifierPool
-from megatron_dapo.rewards.pool.supervisor import descendants
 from megatron_dapo.rewards.sandbox import kernel
+from megatron_dapo.workers.supervisor import descendants
 
 GRACE_S = 3.0  # a busy machine kills late
 DEADLINE_S = 5.0  # of a response: its program has two seconds by the clock

@@ -33,19 +33,6 @@ class Tool:
 
     schema: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Tool:
-        """Return the tool of a function with annotated parameters and a docstring that describes each.
-
-        ValueError in one line if one is missing.
-        """
-        from transformers.utils import get_json_schema  # takes seconds
-
-        try:
-            return cls(get_json_schema(function)["function"])
-        except Exception as error:  # transformers has an exception class for each omission
-            raise ValueError(f"{getattr(function, '__name__', function)} is not a tool: {one_line(error)}") from error
-
     @property
     def name(self) -> str:
         return str(self.schema["name"])
@@ -142,12 +129,10 @@ class ToolCall:
         return ToolCall(self.name, self.arguments, status, _MESSAGES[status].format(name=self.name, reason=reason))
 
 
-_MESSAGES: dict[CallStatus, str] = {
+_MESSAGES: dict[CallStatus, str] = {  # of a call that runs: environments/remote/api.py
     "unparsable": "Error: this is no tool call: {reason}.",
     "unknown_tool": "Error: there is no tool {name!r}. {reason}.",
     "bad_arguments": "Error: {name} was not called, its arguments are wrong: {reason}.",
-    "error": "Error: {name} failed: {reason}.",
-    "timeout": "Error: {name} was stopped, it took too long: {reason}.",
     "refused": "Error: {name} was not called: {reason}.",
 }
 

@@ -16,7 +16,7 @@ PACKAGE = Path(megatron_dapo.__file__).parent
 # From the bottom up: a package imports only from layers above it in this list, and none of the same layer.
 ORDER = (
     ("types", "rounding", "svg", "untrusted", "affinity", "device_thread", "_version"),
-    ("precision", "hooks", "files"),
+    ("precision", "hooks", "files", "workers"),
     ("models", "watch"),
     ("config", "nodes"),
     ("algorithms", "rewards", "data", "plan"),
@@ -161,6 +161,26 @@ def test_threads_next_to_torch_are_device_threads() -> None:
         functions = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         called = {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
         assert not called & THREADS, f"{module_name(path)} starts a thread: take megatron_dapo.device_thread"
+
+
+def test_workers_of_environments_need_the_standard_library_only() -> None:
+    """They run in any interpreter that a user names."""
+    own = ("megatron_dapo.environments.remote", "megatron_dapo.environments.tools")
+    helpers = (
+        "megatron_dapo.hooks",
+        "megatron_dapo.untrusted",
+        "megatron_dapo.workers.pipes",
+        "megatron_dapo.workers.supervisor",
+    )
+    sandbox = ("megatron_dapo.rewards.sandbox",)
+    inside = (*own, *helpers, *sandbox)
+    there = [path for path in MODULES if module_name(path).startswith(inside)]
+    there += [PACKAGE / "environments" / "__init__.py"]
+    there += [PACKAGE / package / "__init__.py" for package in ("workers", "rewards")]
+    for path in there:
+        for imported in imports_of(path):
+            known = imported.split(".")[0] in sys.stdlib_module_names or imported.startswith(inside)
+            assert known or module_name(path).endswith("sandbox.runner"), f"{module_name(path)} imports {imported}"
 
 
 def test_the_protocol_needs_torch_alone() -> None:

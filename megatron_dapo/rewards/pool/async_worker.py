@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from megatron_dapo.rewards.pool.worker import BATCH_WAIT_S, answer, arguments_of, describe
+from megatron_dapo.rewards.pool.worker import BATCH_WAIT_S, answer, arguments_of
 from megatron_dapo.rewards.result import VerifierResult
 from megatron_dapo.rewards.verifiers.verifier import Verifier, results_of
+from megatron_dapo.workers.pipes import describe
 
 Send = Callable[[Mapping[str, Any]], None]
 

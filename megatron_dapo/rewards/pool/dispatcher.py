@@ -9,39 +9,36 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import selectors
 import signal
-import socket
-import threading
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
-from megatron_dapo.rewards.pool.supervisor import TOO_MANY_PROCESSES
 from megatron_dapo.rewards.pool.verifier_process import Job, ScoringTask, VerifierProcess, checked_reply, failure
 from megatron_dapo.types import IS_LOST
 from megatron_dapo.watch.evidence import oom_kills
+from megatron_dapo.workers.owner import WorkerOwner
+from megatron_dapo.workers.supervisor import TOO_MANY_PROCESSES
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 MAX_KILLS = 3  # killed processes after which an answer has no score
-_STOP_S = 30.0  # for the thread to end
-_KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
+_COMMAND = (sys.executable, "-m", "megatron_dapo.rewards.pool.worker")
 STARTUP_SECONDS = 120.0  # until a process has loaded its verifier: a user's function may import torch
 MODEL_STARTUP_SECONDS = 1800.0  # for a process that reads a reward model first
-_REAP_SECONDS = 0.05  # between checks of killed processes
 _BLOCKED_S = 2.0  # after an answer's deadline, an asynchronous function counts as blocked
 STALLED_SECONDS = 0.1  # answers queued after one that takes longer move to other processes
 
 
-class Dispatcher:
+class Dispatcher(WorkerOwner[VerifierProcess]):
     """Owns the workers in a separate thread. Other threads only call `submit` and `stop`."""
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int) -> None:
+        super().__init__("verifier")
         self.started: Future[Mapping[str, Any]] = Future()  # the first worker's first message, once it is ready
         self.counts: Counter[str] = Counter()
         self._oom_kills = oom_kills()  # before those of the pool's processes
@@ -50,22 +47,12 @@ class Dispatcher:
         self._timeout_s, self._concurrency = settings["timeout_s"], settings["concurrency"]
         self._batch_size, self._startup_s = settings["batch_size"], settings["startup_s"]
         self._num_workers = num_workers
-        self._lock = threading.Lock()  # guards the two that callers share with the thread
-        self._inbox: list[Job] = []
+        self._inbox: list[Job] = []  # this and the next are shared with callers
         self._is_closed = False
         self._jobs: deque[Job] = deque()  # calls with answers still to be sent, in turn
         self._unfinished: dict[int, Job] = {}  # every call with a waiting caller, by id()
-        self._workers: list[VerifierProcess] = []
-        self._dead: list[VerifierProcess] = []
         self._num_failed_starts = 0
         self._broken: BaseException | None = None
-        self._stopping = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -74,69 +61,22 @@ class Dispatcher:
             if self._is_closed:
                 raise RuntimeError("this verifier pool is closed")
             self._inbox.append(job)
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # the pipe is full of earlier wakes, or closed: either way the thread needs no other
-            self._wake_write.send(b"w")
-
-    def stop(self) -> None:
-        """End the thread and its processes; waiting calls fail."""
-        if self._thread.is_alive():
-            self._stopping = True
-            self._wake()
-            self._thread.join(_STOP_S)
-            if self._thread.is_alive():
-                logger.error(
-                    "the verifier pool did not end within %g s; its processes are %s",
-                    _STOP_S,
-                    [worker.process.pid for worker in self._workers],
-                )
+        self.wake()
 
     # ---- the loop
 
-    def _run(self) -> None:
-        failure: BaseException = RuntimeError("this verifier pool is closed")
-        try:
-            while not self._stopping:
-                self._step()
-        except BaseException as error:  # a bug here must not leave callers waiting forever
-            logger.exception("the verifier pool failed")
-            failure = error
-        finally:
-            self._shut_down(failure)
-
-    def _step(self) -> None:
+    def _begin_step(self) -> None:
         self._replenish()
         self._accept_jobs()
         self._dispatch()
-        for key, _ in self._selector.select(self._seconds_to_next_deadline()):
-            if key.data is None:
-                with suppress(BlockingIOError):  # raised when all wakes so far are read
-                    while self._wake_read.recv(4096):
-                        pass
-            elif key.data in self._workers:
-                self._serve(key.data)
-        self._enforce_deadlines()
-        self._dead = [worker for worker in self._dead if not worker.has_ended()]  # has_ended reaps the process
 
-    def _shut_down(self, failure: BaseException) -> None:
-        for worker in list(self._workers):
-            self._remove(worker)
-        end = time.monotonic() + _KILLED_S
-        while (left := [worker for worker in self._dead if not worker.has_ended()]) and time.monotonic() < end:
-            time.sleep(_REAP_SECONDS)
-        for worker in left:  # the kernel holds it, e.g. in a read of a file system that hangs
-            logger.error("verifier process %d has not ended %g s after SIGKILL", worker.process.pid, _KILLED_S)
+    def _close(self, failure: BaseException) -> None:
         with self._lock:  # closed together with the last look: no call waits for a thread that has ended
             self._is_closed = True
             self._unfinished.update((id(job), job) for job in self._inbox)
         self._fail_everything(failure)
         if not self.started.done():
             self.started.set_exception(failure)
-        self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
 
     def _accept_jobs(self) -> None:
         with self._lock:
@@ -156,19 +96,12 @@ class Dispatcher:
 
     def _replenish(self) -> None:
         while self._broken is None and len(self._workers) < self._num_workers:
-            worker = VerifierProcess.start(self._hello, self._environment)
-            self._workers.append(worker)
-            self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            self._add(VerifierProcess.start(_COMMAND, self._hello, self._environment))
             self.counts["started"] += 1
-            self._write(worker)
 
     def _remove(self, worker: VerifierProcess) -> None:
         """Kill a worker and its children; its unscored answers return to the front of their calls."""
-        self._workers.remove(worker)
-        self._stop_writing(worker)
-        self._selector.unregister(worker.stdout)
-        worker.kill()
-        self._dead.append(worker)
+        super()._remove(worker)
         self._give_back(worker)
 
     def _give_back(self, worker: VerifierProcess) -> None:
@@ -238,29 +171,6 @@ class Dispatcher:
                 return task
         return None
 
-    def _write(self, worker: VerifierProcess) -> None:
-        worker.write()
-        if not worker.unsent or worker.is_leaving:
-            # A pipe with room is always ready, so watching it with nothing to write would keep this thread spinning.
-            self._stop_writing(worker)
-        elif worker.stdin not in self._selector.get_map():
-            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
-
-    def _stop_writing(self, worker: VerifierProcess) -> None:
-        if worker.stdin in self._selector.get_map():
-            self._selector.unregister(worker.stdin)
-
-    def _serve(self, worker: VerifierProcess) -> None:
-        """Write and read as far as the pipes allow; fail the current answer of a worker that is gone."""
-        if worker.unsent:
-            self._write(worker)
-        lines, is_useless = worker.read()
-        for line in lines:
-            if worker in self._workers:
-                self._handle_line(worker, line)
-        if worker in self._workers and is_useless:
-            self._worker_is_gone(worker)
-
     def _handle_line(self, worker: VerifierProcess, line: bytes) -> None:
         try:
             message = json.loads(line)
@@ -305,11 +215,10 @@ class Dispatcher:
     # ---- deadlines and deaths
 
     def _seconds_to_next_deadline(self) -> float | None:
-        """Return the time to sleep; None: until something happens. Dead processes are polled every 50 ms until reaped."""
+        """Return the time to sleep; None: until something happens."""
         now = time.monotonic()
         waits = [self._deadline(worker) - now for worker in self._workers if worker.queue or not worker.is_ready]
         waits += [worker.since + STALLED_SECONDS - now for worker in self._stalling()]
-        waits += [_REAP_SECONDS] if self._dead else []
         return max(0.0, min(waits)) if waits else None
 
     def _deadline(self, worker: VerifierProcess) -> float:

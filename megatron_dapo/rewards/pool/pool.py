@@ -31,9 +31,10 @@ import numpy as np
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.dispatcher import MODEL_STARTUP_SECONDS, STARTUP_SECONDS, Dispatcher
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
-from megatron_dapo.rewards.pool.verifier_process import Job, ScoringTask, worker_environment
+from megatron_dapo.rewards.pool.verifier_process import Job, ScoringTask
 from megatron_dapo.rewards.verifiers.verifier import PRESETS, SET_PRESETS
 from megatron_dapo.types import Completion, Outcome, Prompt, Repetition, Score
+from megatron_dapo.workers.process import worker_environment
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ import resource
 import select
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron_dapo.rewards.pool.supervisor import start_supervised
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
 from megatron_dapo.rewards.verifiers.verifier import Verifier, load_verifier, results_of
+from megatron_dapo.workers.pipes import claim_pipes, describe, limit_resources, send
+from megatron_dapo.workers.supervisor import start_supervised
 
-MAX_MESSAGE_CHARACTERS = 500
 OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
 BATCH_WAIT_S = 0.01  # for a batch to fill
 _THREADS = 4  # threads that may work on one answer all the time until the last resort
@@ -43,28 +43,28 @@ def main() -> None:
     # Slurm signals every process of a job; an answer cut off by that would be an error not caused by the response.
     # Use a handler, not SIG_IGN, which programs started by a user's function would inherit.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    requests, replies = _claim_pipes()
+    requests, replies = claim_pipes()
     settings = json.loads(requests.readline())
     start_supervised(settings["max_processes"])
     process_id = os.getpid()
-    _limit_resources(settings["memory_limit_mb"], settings["file_limit_mb"])
+    limit_resources(settings["memory_limit_mb"], settings["file_limit_mb"])
     # Later than the parent's own deadline: it matters only if the parent has died.
     last_resort_s = 2 * settings["timeout_s"] + 5
     try:
         verifier = load_verifier(settings["verifier"], settings)
     except BaseException as error:
-        _send(replies, {"failed": describe(error)})
+        send(replies, {"failed": describe(error)})
         return
     is_async = verifier.score_later is not None
     kinds = {"takes_sample": verifier.takes_sample, "is_async": is_async, "is_batched": verifier.is_batched}
-    _send(replies, {"ready": verifier.version, **kinds})
+    send(replies, {"ready": verifier.version, **kinds})
     if is_async:
         # Imported here, so that workers of other verifiers start without asyncio.
         from megatron_dapo.rewards.pool.async_worker import serve_many
 
         size = settings["batch_size"] if verifier.is_batched else 0
         serve_many(
-            verifier, io.BufferedReader(requests), lambda reply: _send(replies, reply), settings["timeout_s"], size
+            verifier, io.BufferedReader(requests), lambda reply: send(replies, reply), settings["timeout_s"], size
         )
         return
     for tasks in _batches(requests, settings["batch_size"] if verifier.is_batched else 1):
@@ -76,7 +76,7 @@ def main() -> None:
             os._exit(0)  # a fork of the user's function came back here: only the process itself may reply
         signal.setitimer(signal.ITIMER_REAL, 0)
         for reply in answers:
-            _send(replies, reply)
+            send(replies, reply)
             if reply["leaving"]:
                 return
 
@@ -154,44 +154,11 @@ def _measure_repetition(token_ids: str) -> VerifierResult:
     return VerifierResult("correct", detail={"repetition": numbers})
 
 
-def _claim_pipes() -> tuple[io.FileIO, BinaryIO]:
-    """Move the protocol off file descriptors 0 and 1, and point those to /dev/null. The first one is read without a buffer."""
-    requests = io.FileIO(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.close(null)
-    return requests, replies
-
-
-def _limit_resources(memory_limit_mb: int, file_limit_mb: int) -> None:
-    """Set limits for this process and each of its children."""
-    for limited, megabytes in ((resource.RLIMIT_AS, memory_limit_mb), (resource.RLIMIT_FSIZE, file_limit_mb)):
-        if megabytes == 0:  # no limit, see `VerifierPool`
-            continue
-        wanted, hard = megabytes * 2**20, resource.getrlimit(limited)[1]
-        # Keep a lower limit set by the site, because only root may raise it.
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(limited, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file for every answer that crashes
-
-
 def _limit_cpu_time(seconds: float) -> None:
     """Let the kernel end this process, or a child of it that the supervisor lost, after so much more work of its threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + _THREADS * seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _send(replies: BinaryIO, message: Mapping[str, Any]) -> None:
-    replies.write(json.dumps(message, allow_nan=False).encode() + b"\n")
-    replies.flush()
-
-
-def describe(error: BaseException) -> str:
-    message = "memory limit reached" if isinstance(error, MemoryError) else str(error)
-    return f"{type(error).__name__}: {message}"[:MAX_MESSAGE_CHARACTERS]
 
 
 if __name__ == "__main__":

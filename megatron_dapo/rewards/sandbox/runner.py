@@ -48,7 +48,7 @@ def _import_file(name: str, path: Path) -> Any:
 
 
 kernel = _import_file("kernel", _DIRECTORY / "kernel.py")
-supervisor = _import_file("supervisor", _DIRECTORY.parent / "pool" / "supervisor.py")
+supervisor = _import_file("supervisor", _DIRECTORY.parents[1] / "workers" / "supervisor.py")
 
 
 def readable_paths() -> tuple[str, ...]:

@@ -17,10 +17,11 @@ import pytest
 
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool import dispatcher
-from megatron_dapo.rewards.pool.pool import VerifierPool, worker_environment
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
 from megatron_dapo.rewards.verifiers import dapo
 from megatron_dapo.types import Repetition
+from megatron_dapo.workers.process import worker_environment
 
 TIMEOUT_S = 1.0
 LENIENT_TIMEOUT_S = 2.0

@@ -1,0 +1,367 @@
+"""What a user writes: an `Environment`, a `ToolEnvironment` with tools, or a function that plays with a `Client`.
+
+It runs in a worker process, never in a process of the trainer; see docs/environments.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union
+
+from megatron_dapo.environments.remote.schema import schema_of
+from megatron_dapo.untrusted import one_line
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Messages = Union[str, Sequence[Message]]  # a text is one message of the user  # noqa: UP007
+
+_ROLES = ("system", "user", "assistant", "tool")
+_MAX_REASON = 300  # characters of an error that the model is shown
+_STOP_S = 0.2  # for a tool that is too late to notice
+
+
+class Lost(Exception):
+    """Raised by an environment or a tool: the machine failed, not the policy. The episode is played again, never scored."""
+
+
+class EpisodeEnded(BaseException):
+    """Raised in a user's function that waits for an answer when its episode is ended from outside."""
+
+
+def user(text: str) -> dict[str, str]:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}
+
+
+class EpisodeTask(Mapping[str, Any]):
+    """The data row's fields, and what an episode may use: its seed, its random numbers, its directory."""
+
+    def __init__(self, fields: Mapping[str, Any], seed: int, directory: str) -> None:
+        self.seed = seed  # of the episode
+        self.random = random.Random(seed)
+        self.directory = Path(directory)  # the episode's own; removed at its end
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._fields:
+            raise KeyError(f"{name!r}: the task has {', '.join(self._fields) or 'no fields'}")
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A tool call in the model's turn. Only one with status "ok" may be run; `message` says why another is not."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    status: str = "ok"  # or unparsable, unknown_tool, bad_arguments, refused
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ModelTurn:
+    """What the model said."""
+
+    text: str
+    calls: tuple[ModelCall, ...] = ()
+    finish_reason: str = "stop"  # "length": it was cut, and no calls were read
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """This turn in a conversation."""
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """How a tool call ended."""
+
+    name: str
+    status: str  # ok, error, timeout, or why it was not run
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's answer to a turn of the model."""
+
+    messages: Messages = ()  # appended to the conversation
+    done: bool = False
+    reward: float | None = None  # of the turn; an episode's reward is their sum. None: no statement
+    correct: bool | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
+    calls: Sequence[CallResult] = ()
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward at the end of an episode."""
+
+    value: float
+    correct: bool | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """Base of environments. One object is one episode; each method may be `async`.
+
+    Any exception of `reset` or `step` makes the episode lost: it is played again with the same seed, never scored.
+    """
+
+    task: EpisodeTask  # set before `reset`
+
+    def reset(self, task: EpisodeTask, seed: int) -> Messages | Awaitable[Messages]:
+        """Return the begin of the conversation. The default is the data row's prompt."""
+        return list(task["messages"])
+
+    def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
+        """Answer the model's turn."""
+        raise NotImplementedError(f"{type(self).__name__} has no method step(self, turn)")
+
+    def close(self) -> None | Awaitable[None]:
+        """Clean up. Called once, however the episode ends, unless its process is killed."""
+        return None
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return JSON schemas of the tools that the model is shown."""
+        return []
+
+
+# ---- tools
+
+_Tool = TypeVar("_Tool", bound=Callable[..., Any])
+
+
+def tool(function: _Tool) -> _Tool:
+    """Mark a function or a method of a `ToolEnvironment` as a tool. ValueError if it has no types or no docstring."""
+    function.__tool_schema__ = schema_of(function)  # type: ignore[attr-defined]
+    return function
+
+
+class ToolEnvironment(Environment):
+    """Tools that the model may call, as many turns as it likes; its first turn without a call is its answer.
+
+    A subclass has methods with `@tool`, or `tools`, and `finish`, which gives the reward. The calls are validated against
+    the tools' schemas before they come here. Whatever goes wrong with one has a text that the model sees.
+    """
+
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()  # functions with @tool, besides the methods
+    result_role: ClassVar[str] = "tool"  # role of the messages with results; "user" for a template without tools
+    on_timeout: ClassVar[str] = "observe"  # set by the worker: environment.on_step_timeout
+    timeout_s: ClassVar[float] = 30.0  # of the calls of one turn together; set by the worker: environment.step_seconds
+    is_stuck = False  # a tool that was too late still runs: the process should end soon
+
+    def finish(self, turn: ModelTurn) -> Reward | float | None | Awaitable[Reward | float | None]:
+        """Return the reward for the model's answer. None: reward.verifier decides."""
+        return None
+
+    @classmethod
+    def all_tools(cls) -> dict[str, Callable[..., Any]]:
+        """Return the tools by name, in order of definition."""
+        named = {name: getattr(cls, name) for kind in reversed(cls.__mro__) for name in vars(kind)}
+        methods = {name: method for name, method in named.items() if hasattr(method, "__tool_schema__")}
+        return {**methods, **{function.__name__: function for function in cls.tools}}
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [
+            getattr(function, "__tool_schema__", None) or schema_of(function) for function in self.all_tools().values()
+        ]
+
+    async def step(self, turn: ModelTurn) -> Step:
+        if turn.finish_reason != "stop":
+            return Step("Your answer was cut, it is too long. Answer in fewer words.")
+        if not turn.calls:
+            return final_step(await awaited(self.finish(turn)))
+        end, messages, results = time.monotonic() + self.timeout_s, [], []
+        for call in turn.calls:
+            text, result = await self._called(call, end)
+            messages.append({"role": self.result_role, "content": text})
+            results.append(result)
+            if result.status == "timeout" and self.on_timeout == "lost":
+                raise Lost(text)
+            if result.status == "timeout" and self.on_timeout == "end":
+                return Step(messages, done=True, reward=0.0, correct=False, calls=results)
+        return Step(messages, calls=results)
+
+    async def _called(self, call: ModelCall, end: float) -> tuple[str, CallResult]:
+        """Run a call. Return the text for the model and how it ended."""
+        if call.status != "ok":
+            return call.message, CallResult(call.name, call.status)
+        start = time.monotonic()
+        function = self.all_tools().get(call.name)
+        try:
+            if function is None:
+                raise LookupError(f"there is no tool {call.name!r}")
+            bound = getattr(self, call.name, function) if function not in self.tools else function
+            text, status = str(await self._within(bound, call.arguments, end - start)), "ok"
+        except (TimeoutError, asyncio.TimeoutError):
+            text, status = call_failure(call.name, "timeout", f"its limit is {self.timeout_s:g} s"), "timeout"
+        except (Lost, MemoryError):
+            raise
+        except Exception as error:
+            text, status = call_failure(call.name, "error", f"{type(error).__name__}: {error}"), "error"
+        return text, CallResult(call.name, status, time.monotonic() - start)
+
+    async def _within(self, function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await asyncio.wait_for(function(**arguments), seconds)
+        call = _ThreadCall(function, arguments)
+        call.start()
+        call.join(max(seconds, 0.0))
+        if call.is_alive():
+            self.is_stuck |= not call.interrupt()
+            raise TimeoutError
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+
+def call_failure(name: str, status: str, reason: str) -> str:
+    """Return what the model is told about a call that failed while it ran; other failures: `data.tool_calls`."""
+    what = "was stopped, it took too long" if status == "timeout" else "failed"
+    return f"Error: {name} {what}: {one_line(reason, _MAX_REASON)}."
+
+
+class _ThreadCall(threading.Thread):
+    """A call in a thread, so that its caller can stop waiting for it."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._call = lambda: function(**arguments)
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:
+            self.error = error
+
+    def interrupt(self) -> bool:
+        """Raise an exception in the thread. Return False if it does not end, because it waits outside of Python."""
+        assert self.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+        self.join(_STOP_S)
+        return not self.is_alive()
+
+
+# ---- a function
+
+
+class Client:
+    """The model, for `def rollout(task, client)`."""
+
+    def __init__(self, exchange: Callable[[Mapping[str, Any]], ModelTurn]) -> None:
+        self._exchange = exchange
+        self._conversation: list[dict[str, Any]] = []
+        self._tools: list[dict[str, Any]] | None = None
+        self._reward: float | None = None
+        self._lock = threading.Lock()
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> ModelTurn:
+        """Return the model's turn after `messages`: the whole conversation, which continues that of the call before.
+
+        `tools` are functions with `@tool` or JSON schemas; they are those of the first call. ValueError for another
+        history: a conversation cannot branch.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise ValueError("client.chat is called while another call waits: an episode has one conversation")
+        try:
+            conversation = checked_messages(messages)
+            schemas = [getattr(one, "__tool_schema__", one) for one in tools]
+            known = [_compared(message) for message in self._conversation]
+            for number, message in enumerate(known):
+                if number >= len(conversation) or _compared(conversation[number]) != message:
+                    raise ValueError(
+                        f"client.chat was given another history: message {number} is not the one that the model has seen; "
+                        "append to the conversation (turn.message is the model's)"
+                    )
+            if len(conversation) == len(known):
+                raise ValueError("client.chat was given no new message")
+            if self._tools is not None and schemas and schemas != self._tools:
+                raise ValueError("client.chat was given other tools than at first")
+            reply = {"messages": conversation[len(known) :], "reward": self._reward}
+            if self._tools is None:
+                self._tools = reply["tools"] = schemas
+            self._reward = None
+            turn = self._exchange(reply)
+            self._conversation = [*conversation, turn.message]
+            return turn
+        finally:
+            self._lock.release()
+
+    def reward(self, value: float) -> None:
+        """Reward the model's last turn. An episode's reward is the sum of these and of what the function returns."""
+        self._reward = (self._reward or 0.0) + float(value)
+
+    def final(self, result: Any) -> Step:
+        """Return the end of the episode, from what the function returned."""
+        step = final_step(result)
+        if self._reward is not None:
+            step = Step(done=True, reward=self._reward + (step.reward or 0.0), correct=step.correct, parts=step.parts)
+        return step
+
+
+class AsyncClient:
+    """The model, for `async def rollout(task, client)`: a `Client` whose `chat` is awaited."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.reward = client.reward
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> ModelTurn:
+        """See `Client.chat`."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._client.chat, messages, tools)
+
+
+def _compared(message: Mapping[str, Any]) -> tuple[Any, Any]:
+    return message["role"], message["content"]
+
+
+# ---- values that users return
+
+
+async def awaited(value: Any) -> Any:
+    """Return a value, or what it becomes."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def checked_messages(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages as dictionaries. ValueError in one line for anything else."""
+    if isinstance(messages, str):
+        return [user(messages)]
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages are a text or a list, not of type {type(messages).__name__}")
+    for message in messages:
+        fits = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        if not fits or message.get("role") not in _ROLES:
+            raise ValueError(
+                f'a message is {{"role": {" | ".join(_ROLES)}, "content": text}}, not {one_line(repr(message), 80)}'
+            )
+    return [dict(message) for message in messages]
+
+
+def final_step(result: Any) -> Step:
+    """Return the end of an episode from a `Reward`, a number, a truth value or None. ValueError for anything else."""
+    if isinstance(result, Reward):
+        return Step(done=True, reward=float(result.value), correct=result.correct, parts=result.parts)
+    if result is None:
+        return Step(done=True)
+    if isinstance(result, bool):
+        return Step(done=True, reward=float(result), correct=result)
+    if isinstance(result, (int, float)):
+        return Step(done=True, reward=float(result))
+    raise ValueError(f"a reward is a number, a truth value, a Reward or None, not of type {type(result).__name__}")
