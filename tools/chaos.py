@@ -1,6 +1,6 @@
 """Faults of every kind into runs of every phase on a virtual cluster with real Slurm: python tools/chaos.py --nodes 2 --json
 
-A run is the shipped `examples/launch/slurm.sh` on virtual nodes (tools/virtual_cluster.py; root). Faults hit it at random
+A run is the shipped `examples/launch/slurm.sh` on virtual nodes (tools/virtual_cluster; root). Faults hit it at random
 moments of the phase that its heartbeats show; it must name the culprit, continue, and end with the bits of a run that was
 left alone. docs/chaos.md says what the keys and records mean.
 

@@ -90,7 +90,8 @@ BENCHMARKS: dict[str, Check] = {
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
 }
-# benchmarks/gpu/sync.py runs in a case of slot.py, tools/virtual_cluster.py in tests/cluster, tools/fuzz_files.py in tests/unit/tools.
+# benchmarks/gpu/sync.py runs in a case of slot.py, tools/virtual_cluster/__main__.py in tests/cluster, and
+# tools/fuzz_files.py in tests/unit/tools.
 # Tool or converter -> arguments of its smallest run (`$NEW`: a path that does not exist yet), the directory of optional packages
 # that it needs, and what it prints or writes.
 TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {

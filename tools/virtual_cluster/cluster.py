@@ -1,25 +1,11 @@
-"""A cluster with real Slurm on one machine: every node is a set of Linux namespaces with its own slurmd.
-
-    python -m tools.virtual_cluster up WORK --nodes 2          # node0 10.77.0.10, node1 10.77.0.11, ctl 10.77.0.1
-    python -m tools.virtual_cluster run WORK ctl -- sinfo      # any command on any node, in the current directory
-    python -m tools.virtual_cluster run WORK ctl -- sbatch --nodes=2 --ntasks-per-node=1 examples/launch/slurm.sh ...
-    python -m tools.virtual_cluster fault WORK power-off node1
-    python -m tools.virtual_cluster down WORK                  # ends everything that runs in it; logs stay in WORK
-    python -m tools.virtual_cluster check --install            # says why this machine cannot; installs what is missing
-
-A node has its own network, host name, processes, mounts, shared memory and cgroup (CPU time and memory); `ctl` has the
-switch, munged and slurmctld. The file system is shared, as a cluster's is. Needs root and Debian's packages slurm-wlm,
-munge and iproute2; none of their services has to run on the machine itself, whose network is left alone.
-"""
+"""Nodes, network, faults and jobs of a virtual cluster."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,16 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tools.virtual_cluster.machine import unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
 CONTROLLER = "ctl"
 SUBNET = "10.77.0"
-PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
-PACKAGES = ("slurm-wlm", "munge", "iproute2")
-INSTALL_S = 240.0
-_NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork")
 FAULTS = ("crash", "power-off", "unplug", "mute", "deafen", "throttle", "plug", "kill-slurmd", "start-slurmd", "boot")
 THROTTLE = ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
-GIB = 1024**3
 CPU_PERIOD_US = 100_000
 
 SLURM_CONF = """\
@@ -179,8 +163,9 @@ class VirtualCluster:
             # unshare stays outside as the parent; its child is process 1 of the node.
             outer = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{self.id}-{name}", "unshare", "--mount", "--uts", "--ipc", "--pid"]
-                + ["--fork", "--kill-child", "--mount-proc", "--", sys.executable, str(Path(__file__).resolve())]
+                + ["--fork", "--kill-child", "--mount-proc", "--", sys.executable, "-m", "tools.virtual_cluster"]
                 + ["init", str(self.work), name],
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -406,69 +391,15 @@ class VirtualCluster:
         return (CGROUP_V1.parent / leaf,)
 
 
-# Process 1 of a node
-
-
-def run_init(work: Path, name: str) -> None:
-    """Set up the namespaces of a node from inside, start its daemons, and reap processes forever."""
-    cluster = VirtualCluster(work)
-    socket.sethostname(name)
-    _enter_cgroup(cluster, name)
-    _mount("-t", "tmpfs", "tmpfs", "/dev/shm")
-    _mount_cgroups(cluster, name)
-    _mount("--bind", str(work / "hosts"), "/etc/hosts")
-    os.environ["SLURM_CONF"] = str(work / "slurm.conf")
-    os.chdir(work / name)
-    if name == CONTROLLER:
-        munge = work / "munge"
-        files = [f"--{kind}={munge / file}" for kind, file in
-                 (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
-        subprocess.run(["munged", *files, "--num-threads=2", "--force"], check=True)
-        subprocess.Popen(["slurmctld", "-D"])
-    else:
-        subprocess.Popen(["slurmd", "-D"])
-    (work / name / "ready").touch()
-    while True:
-        # Orphans of jobs become children of process 1, which must outlive a killed slurmd.
-        try:
-            os.wait()
-        except ChildProcessError:
-            time.sleep(0.5)
-
-
-def _enter_cgroup(cluster: VirtualCluster, name: str) -> None:
-    """Move process 1 into the node's own cgroup, which everything it starts inherits."""
-    settings = cluster.settings
-    for path in cluster.cgroups(name):
-        path.mkdir(exist_ok=True)
-        if name != CONTROLLER:
-            memory = int(settings.memory_gib * GIB)
-            for file in ("memory.limit_in_bytes", "memory.max"):
-                if memory and (path / file).exists():
-                    (path / file).write_text(str(memory))
-        (path / "cgroup.procs").write_text(str(os.getpid()))
-    if name != CONTROLLER and settings.cpu_cores:
-        cluster.limit_cpu(name, settings.cpu_cores)
-
-
-def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
-    """Give the node a /sys for its own network whose cgroup directory shows the node's own memory controller."""
-    own = cluster.work / name / "cgroup"
-    own.mkdir(exist_ok=True)
-    _mount("-t", "tmpfs", "tmpfs", str(own))
-    (own / "systemd").mkdir()
-    # slurmd does not start without a cgroup hierarchy, although no plugin here uses one: this has no controllers.
-    _mount("-t", "cgroup", "-o", "none,name=virtual", "cgroup", str(own / "systemd"))
-    for path in cluster.cgroups(name):
-        controller = path.parent.name if CGROUP_V1.is_dir() else "memory"
-        (own / controller).mkdir()
-        _mount("--bind", str(path), str(own / controller))
-    _mount("-t", "sysfs", "sysfs", "/sys")
-    _mount("--rbind", str(own), "/sys/fs/cgroup")
-
-
-def _mount(*arguments: str) -> None:
-    subprocess.run(["mount", *arguments], check=True)
+@contextmanager
+def virtual_cluster(work: Path, settings: ClusterSettings) -> Iterator[VirtualCluster]:
+    """A cluster that is up inside the `with` block and is removed after it, also after an error."""
+    cluster = VirtualCluster(work, settings)
+    cluster.up()
+    try:
+        yield cluster
+    finally:
+        cluster.down()
 
 
 def _ip(*arguments: str) -> None:
@@ -495,108 +426,3 @@ def _polls(timeout_s: float, what: str) -> Iterator[None]:
         yield
         time.sleep(0.05)
     raise TimeoutError(f"virtual cluster: waited {timeout_s:.0f} s for {what}")
-
-
-def missing_programs() -> list[str]:
-    """Return the programs that this machine lacks."""
-    return [program for program in PROGRAMS if shutil.which(program) is None]
-
-
-def unavailable() -> str:
-    """Return why this machine cannot run a virtual cluster, "" if it can."""
-    if os.geteuid() != 0:
-        return f"needs root, this is uid {os.geteuid()}"
-    if missing := missing_programs():
-        return f"misses {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}"
-    if not sys.platform.startswith("linux"):
-        return "needs Linux"
-    # Containers often grant root without the right to make namespaces or mounts.
-    for command in (["ip", "netns", "list"], ["unshare", *_NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]):
-        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-        if tried.returncode:
-            return f"{' '.join(command)} fails: {(tried.stderr.strip() or str(tried.returncode)).splitlines()[-1]}"
-    return ""
-
-
-def install() -> None:
-    """Install missing programs with apt-get. A failure is printed; `unavailable` reports what is still missing."""
-    if os.geteuid() != 0 or not missing_programs() or shutil.which("apt-get") is None:
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        command = ["apt-get", "-q", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", *arguments]
-        try:
-            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False, timeout=INSTALL_S)
-        except subprocess.TimeoutExpired:
-            print(f"{' '.join(command)} did not end in {INSTALL_S:.0f} s", file=sys.stderr)
-            return
-        if done.returncode:
-            print(f"{' '.join(command)} failed with {done.returncode}", file=sys.stderr)
-
-
-@contextmanager
-def virtual_cluster(work: Path, settings: ClusterSettings) -> Iterator[VirtualCluster]:
-    """A cluster that is up inside the `with` block and is removed after it, also after an error."""
-    cluster = VirtualCluster(work, settings)
-    cluster.up()
-    try:
-        yield cluster
-    finally:
-        cluster.down()
-
-
-def main() -> int:
-    """Run the command line in the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True)
-    up = actions.add_parser("up", help="start a cluster")
-    up.add_argument("work", type=Path)
-    defaults = ClusterSettings()
-    for key, option in (
-        ("num_nodes", "--nodes"),
-        *((key, f"--{key.replace('_', '-')}") for key in list(asdict(defaults))[1:]),
-    ):
-        up.add_argument(option, dest=key, type=type(getattr(defaults, key)), default=getattr(defaults, key))
-    down = actions.add_parser("down", help="end a cluster, if there is one")
-    down.add_argument("work", type=Path)
-    check = actions.add_parser("check", help="print why this machine cannot run a cluster; exit code 1 then")
-    check.add_argument("--install", action="store_true", help="install missing packages with apt-get first")
-    run = actions.add_parser("run", help="run a command on a node")
-    run.add_argument("work", type=Path)
-    run.add_argument("node")
-    run.add_argument("arguments", nargs=argparse.REMAINDER)
-    fault = actions.add_parser("fault", help="inject a fault into a node")
-    fault.add_argument("work", type=Path)
-    fault.add_argument("kind", choices=FAULTS)
-    fault.add_argument("node")
-    init = actions.add_parser("init")
-    init.add_argument("work", type=Path)
-    init.add_argument("node")
-    options = parser.parse_args()
-    if options.action == "init":
-        run_init(options.work, options.node)
-    elif options.action == "up":
-        cluster = VirtualCluster(
-            options.work, ClusterSettings(**{key: getattr(options, key) for key in asdict(defaults)})
-        )
-        cluster.up()
-        print(cluster.run(CONTROLLER, "sinfo"), end="")
-    elif options.action == "down":
-        if (options.work / "cluster.json").exists():
-            VirtualCluster(options.work).down()
-    elif options.action == "check":
-        if options.install:
-            install()
-        if reason := unavailable():
-            print(f"no virtual cluster on this machine: {reason}", file=sys.stderr)
-            return 1
-    elif options.action == "run":
-        arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-        return subprocess.run(VirtualCluster(options.work).command(options.node, arguments), check=False).returncode
-    else:
-        VirtualCluster(options.work).fault(options.kind, options.node)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
