@@ -49,7 +49,7 @@ _ADVICE = {
     "deadline": "see the stacks in stacks/; raise run.wait_timeout_seconds if the wait was healthy",
     "not started": "see the log of that rank or node: it never reported",
     "exit": "see the log of that rank",
-    "exception": "see the traceback in failure.json",
+    "exception": "mend what it names; the traceback is in failure.json",
     "connection lost": "see the log and the kernel log of the rank at the other end",
 }
 # Kernel evidence outranks reports of the ranks: a broken connection is noticed before the death that caused it.

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from megatron_dapo.rewards.pool.worker import BATCH_WAIT_S, answer, arguments_of
+from megatron_dapo.rewards.pool.worker import BATCH_WAIT_S, answer, arguments_of, describe_call
 from megatron_dapo.rewards.result import VerifierResult
 from megatron_dapo.rewards.verifiers.verifier import Verifier, results_of
-from megatron_dapo.workers.pipes import describe
 
 Send = Callable[[Mapping[str, Any]], None]
 
@@ -71,7 +70,7 @@ async def _answer_later(verifier: Verifier, task: Mapping[str, Any], timeout_s: 
     except asyncio.TimeoutError:
         result = VerifierResult("timeout", detail={"error": f"no score in {timeout_s:g} s (reward.timeout_seconds)"})
     except Exception as error:
-        result = VerifierResult("error", detail={"error": describe(error)})
+        result = VerifierResult("error", detail={"error": describe_call(error, verifier, [task])})
     return {"id": task["id"], **vars(result), "leaving": False}
 
 
@@ -86,6 +85,7 @@ async def _answer_batch_later(
     except asyncio.TimeoutError:
         results = [VerifierResult("timeout", detail={"error": f"no scores of a batch in {timeout_s:g} s"})] * len(batch)
     except Exception as error:
-        results = [VerifierResult("error", detail={"error": describe(error)})] * len(batch)
+        tasks = [task for task, _ in batch]
+        results = [VerifierResult("error", detail={"error": describe_call(error, verifier, tasks)})] * len(batch)
     for (task, future), result in zip(batch, results, strict=True):
         future.set_result({"id": task["id"], **vars(result), "leaving": False})

@@ -26,15 +26,19 @@ import resource
 import select
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import TracebackType
 from typing import Any
 
 from megatron_dapo.rewards.result import RewardSample, VerifierResult
-from megatron_dapo.rewards.verifiers.verifier import Verifier, load_verifier, results_of
-from megatron_dapo.workers.pipes import claim_pipes, describe, limit_resources, send
+from megatron_dapo.rewards.verifiers.verifier import Verifier, fix_of, load_verifier, results_of
+from megatron_dapo.workers.pipes import MAX_MESSAGE_CHARACTERS, claim_pipes, describe, limit_resources, send
 from megatron_dapo.workers.supervisor import start_supervised
 
 OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
 BATCH_WAIT_S = 0.01  # for a batch to fill
+_ROW_CHARACTERS = 60  # of a prompt and of an answer in the message of a failed call
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _THREADS = 4  # threads that may work on one answer all the time until the last resort
 
 
@@ -115,7 +119,7 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
             result = results_of(verifier.score(list(arguments)), 1)[0] if is_batched else verifier.score(*arguments)
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
-        result = VerifierResult("error", detail={"error": describe(error)})
+        result = VerifierResult("error", detail={"error": describe_call(error, verifier, [task])})
     return {"id": task["id"], **vars(result), "leaving": leaving}
 
 
@@ -126,7 +130,7 @@ def answer_batch(verifier: Verifier, tasks: Sequence[Mapping[str, Any]]) -> list
     except MemoryError:
         os._exit(OUT_OF_MEMORY)  # one of them may be to blame: the pool has them scored one by one
     except BaseException as error:
-        results = [VerifierResult("error", detail={"error": describe(error)})] * len(tasks)
+        results = [VerifierResult("error", detail={"error": describe_call(error, verifier, tasks)})] * len(tasks)
     return [{"id": task["id"], **vars(result), "leaving": False} for task, result in zip(tasks, results, strict=True)]
 
 
@@ -159,6 +163,47 @@ def _limit_cpu_time(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + _THREADS * seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def describe_call(error: BaseException, verifier: Verifier, tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a call has raised; of a user's function also its name, the line of its file, the row and what mends it."""
+    text = describe(error)
+    if ":" not in verifier.name or isinstance(error, MemoryError):
+        return text
+    place, _, function = verifier.name.rpartition(":")
+    line = _line_of_user(error.__traceback__)
+    parts = [f"{text} in {function} ({PurePath(place).name}{f', line {line}' if line else ''})", _row_of(tasks)]
+    if fix := fix_of(error) or _fix_of_column(error, tasks):
+        parts.append(fix)
+    return "; ".join(parts)[:MAX_MESSAGE_CHARACTERS]
+
+
+def _line_of_user(traceback: TracebackType | None) -> int:
+    """Return the last line of the user's file that a traceback passes, 0 if it passes none."""
+    file, line = "", 0
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and file in ("", name):
+            file, line = name, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def _row_of(tasks: Sequence[Mapping[str, Any]]) -> str:
+    task = tasks[0]
+    messages = (task.get("sample") or {}).get("messages") or [{"content": ""}]
+    prompt = " ".join(messages[-1]["content"].split())[-_ROW_CHARACTERS:]
+    row = (f"prompt ...{prompt!r}, " if prompt else "") + f"answer {task['answer'][:_ROW_CHARACTERS]!r}"
+    return f"row: {row}" if len(tasks) == 1 else f"a batch of {len(tasks)} rows, the first with {row}"
+
+
+def _fix_of_column(error: BaseException, tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the columns of the first row that lacks the one that a function has read; "" if none lacks it."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    rows = [task["sample"]["extra_info"] for task in tasks if task.get("sample")]
+    if not isinstance(name, str) or not (lacking := [row for row in rows if name not in row]):
+        return ""
+    return f"sample.extra_info of this row has {', '.join(sorted(lacking[0])) or 'nothing'}: use .get({name!r}), or add the column"
 
 
 if __name__ == "__main__":

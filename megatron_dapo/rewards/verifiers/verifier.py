@@ -89,7 +89,8 @@ def _load_user_function(path: str) -> Verifier:
     try:
         module = import_place(module_name)
     except Exception as error:  # importing runs arbitrary code
-        words = f"cannot import module {module_name!r} ({type(error).__name__}: {error}){_fix_of(error)}"
+        fix = f"; {fix_of(error)}" if fix_of(error) else ""
+        words = f"cannot import module {module_name!r} ({type(error).__name__}: {error}){fix}"
         raise ValueError(f"verifier {path!r}: {words}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -117,13 +118,13 @@ def _load_user_function(path: str) -> Verifier:
     return Verifier(path, version, score, gold_problem, takes_sample, score_later if is_async else None, is_batched)
 
 
-def _fix_of(error: Exception) -> str:
-    """Return what mends the usual errors of an import in a verifier process, which sees few variables of the environment."""
+def fix_of(error: BaseException) -> str:
+    """Return what mends the usual errors in a verifier process, which sees few variables of the environment; "" for others."""
     if isinstance(error, ModuleNotFoundError):
-        return f"; install {error.name}, or write path/to/file.py:function for a file"
+        return f"install {error.name}, or write path/to/file.py:function for a file"
     name = error.args[0] if isinstance(error, KeyError) and error.args else ""
     if isinstance(name, str) and re.fullmatch("[A-Z][A-Z0-9_]*", name):
-        return f'; verifier processes get the variables that are named: reward.environment = ["{name}"]'
+        return f'verifier processes get the variables that are named: reward.environment = ["{name}"]'
     return ""
 
 

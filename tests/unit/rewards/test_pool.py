@@ -220,7 +220,7 @@ def test_error_messages(patient_pool):
     )
     assert "memory limit" in scores["hog"].detail["error"]
     assert "exit status 7" in scores["os_exit 7"].detail["error"]
-    assert scores["raise it"].detail["error"] == "KeyError: 'it'"
+    assert scores["raise it"].detail["error"].startswith("KeyError: 'it' in by_command (user_rewards")
     assert "finite" in scores["nan"].detail["error"]
 
 

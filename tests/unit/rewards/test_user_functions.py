@@ -11,6 +11,7 @@ import pytest
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.build import self_test
 from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
+from megatron_dapo.rewards.pool.worker import answer, answer_batch
 from megatron_dapo.rewards.verifiers.verifier import load_verifier
 from megatron_dapo.types import Completion, Prompt
 
@@ -250,6 +251,34 @@ def test_a_bad_result_is_the_error_of_its_own_sample(own: str) -> None:
         scores = pool.score_many(items("right", "wrong"))
     assert {score.outcome for score in scores.values()} <= {"error", "correct"}
     assert any("returns a list of 2 results; got 1" in score.detail.get("error", "") for score in scores.values())
+
+
+def test_a_failed_call_names_the_function_its_line_the_row_and_the_fix(own: str) -> None:
+    lines = Path(own).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if 'sample.extra_info["wanted"]' in text)
+    task = {"id": 1, "operation": "score", "response": "1 + 1", "answer": "4", "sample": sample_of("What is 2 + 2?", tests=["x"])}
+    assert answer(load_verifier(f"{own}:length"), task)["detail"]["error"] == (
+        f"KeyError: 'wanted' in length ({Path(own).name}, line {line}); row: prompt ...'What is 2 + 2?', answer '4'; "
+        "sample.extra_info of this row has tests: use .get('wanted'), or add the column"
+    )
+    verifier = load_verifier(f"{own}:batch")
+    bad = [{**task, "response": text} for text in ("right", "raise")]
+    error = answer_batch(verifier, bad)[0]["detail"]["error"]
+    assert error.startswith("KeyError: 'all of them' in batch (") and "a batch of 2 rows, the first with prompt ...'What" in error
+
+
+def test_a_failed_call_names_the_variable_that_it_did_not_get(tmp_path: Path) -> None:
+    (tmp_path / "graded.py").write_text("import os\n\ndef grade(response, answer):\n    return os.environ['NO_SUCH_JUDGE_KEY']\n")
+    task = {"id": 1, "operation": "score", "response": "x", "answer": "4"}
+    assert answer(load_verifier(f"{tmp_path}/graded.py:grade"), task)["detail"]["error"] == (
+        "KeyError: 'NO_SUCH_JUDGE_KEY' in grade (graded.py, line 4); row: answer '4'; "
+        'verifier processes get the variables that are named: reward.environment = ["NO_SUCH_JUDGE_KEY"]'
+    )
+
+
+def sample_of(question: str, **extra: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": question}]
+    return {"messages": messages, "data_source": "", "extra_info": extra, "finish_reason": "stop", "group_index": 0}
 
 
 @pytest.mark.parametrize(("culprit", "outcome"), [("hang", "timeout"), ("exit", "error"), ("memory", "error")])
