@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_dapo.cli.options import refuse, refusing
+from megatron_dapo.cli.recipes import DIRECTIVE, SCHEMA, schema_text
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.derive import derive
 from megatron_dapo.config.loader import toml_value
@@ -93,6 +94,7 @@ def init(
         lines = sized_lines(settings, rows, columns, output)
         if not reward.exists() or force:
             reward.write_text(_REWARD.replace("own.toml", output.name), encoding="utf-8")
+        (output.parent / SCHEMA).write_text(schema_text(), encoding="utf-8")
     for line in lines:
         typer.echo(line)
     typer.echo(f"wrote {output} and {reward}: megatron-dapo try {output}, then megatron-dapo train {output}")
@@ -217,6 +219,7 @@ def write_recipe(output: Path, settings: Mapping[str, Any], comments: Iterable[s
 
 
 def _recipe_lines(tables: Mapping[str, Mapping[str, Any]], comments: Iterable[str]) -> Iterator[str]:
+    yield f"{DIRECTIVE} {SCHEMA}"
     yield "# A recipe for rows of one's own, written by `megatron-dapo init`. Paths are relative to this file."
     yield from (f"# {comment}" for comment in comments)
     for section, values in tables.items():

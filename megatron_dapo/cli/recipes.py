@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ from megatron_dapo.config.schema import recipe_schema
 
 PACKAGE = Path(__file__).resolve().parents[1]
 QUICKSTART = Path("quickstart/quickstart.toml")
+SCHEMA = "recipe.schema.json"
+DIRECTIVE = "#:schema"  # first word of the line by which editors find the schema of a TOML file
 _SUFFIXES = (".toml", ".sh", ".json")
 
 recipes_app = typer.Typer(invoke_without_command=True, help="List recipes that come with the package, and copy them.")
@@ -58,7 +61,7 @@ def find_shipped(name: str) -> list[Path]:
         return sorted(_files_in(root))
     name = name.removeprefix("examples/").rstrip("/")
     if (root / name).is_dir():
-        return sorted(_files_in(root / name))
+        return sorted({*_files_in(root / name), *(root / SCHEMA for _ in islice((root / name).glob("*.toml"), 1))})
     stem = name.removesuffix(".toml").removesuffix(".sh").removesuffix(".json")
     found = [path for key, path in files.items() if stem in (key, key.rpartition("/")[2])]
     if not found:
@@ -95,6 +98,7 @@ def _needed(path: Path, found: set[Path]) -> None:
     found.add(path)
     if path.suffix != ".toml":
         return
+    found.add(shipped_directory() / SCHEMA)
     for value in _texts(read_toml(path)):
         below = (path.parent / value).resolve()
         if not below.is_relative_to(shipped_directory()) or path.is_relative_to(below):
@@ -117,7 +121,7 @@ def summary(path: Path) -> str:
     """Return the first sentence of the comment that a file begins with."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#!"):
+        if line.startswith(("#!", DIRECTIVE)):
             continue
         if not line.startswith("#"):
             break
@@ -149,7 +153,12 @@ def list_recipes(json_output: JsonOption = False) -> None:
 def print_schema() -> None:
     """Print the JSON schema of recipes. An editor's TOML extension completes and explains keys by it: save it, and begin a
     recipe with the line `#:schema recipe.schema.json`."""
-    typer.echo(json.dumps(recipe_schema(), indent=1))
+    typer.echo(schema_text(), nl=False)
+
+
+def schema_text() -> str:
+    """Return the JSON schema of recipes as a file has it."""
+    return json.dumps(recipe_schema(), indent=1) + "\n"
 
 
 @recipes_app.command("copy")

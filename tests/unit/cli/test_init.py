@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli import init
 from megatron_dapo.cli.main import app
+from megatron_dapo.cli.recipes import schema_text
 from megatron_dapo.plan import cpu
 from megatron_dapo.rewards.result import RewardSample
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
@@ -45,6 +46,8 @@ def test_the_recipe_is_one_that_a_run_accepts(directory: Path) -> None:
     assert cpu.estimate(config, plan.architecture, 2, True).step < 60
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= config.training.micro_batch_tokens
     assert config.model.path == MODEL
+    directive, schema = (directory / "own.toml").read_text().splitlines()[0].split()
+    assert directive == "#:schema" and (directory / schema).read_text() == schema_text()
 
 
 def test_a_larger_model_gets_shorter_responses(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

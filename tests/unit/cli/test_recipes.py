@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 
 from megatron_dapo.ablation.grid import read_grid
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.recipes import find_shipped, shipped_directory, shipped_files, shipped_recipe
+from megatron_dapo.cli.recipes import (
+    DIRECTIVE,
+    SCHEMA,
+    find_shipped,
+    schema_text,
+    shipped_directory,
+    shipped_files,
+    shipped_recipe,
+)
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.loader import read_toml
 
@@ -74,6 +82,26 @@ def test_a_recipe_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: p
     Path(name).write_text("[nonsense]\nkey = 1\n")
     result = runner.invoke(app, command)
     assert result.exit_code == 2 and "nonsense" in result.output
+
+
+def test_the_shipped_schema_is_that_of_the_configuration() -> None:
+    assert (SHIPPED / SCHEMA).read_text(encoding="utf-8") == schema_text(), (
+        f"megatron-dapo recipes schema > examples/{SCHEMA} writes it anew"
+    )
+
+
+def test_every_recipe_names_the_schema_in_its_first_line() -> None:
+    recipes = [path for path in shipped_files().values() if path.suffix == ".toml" and "variants" not in read_toml(path)]
+    assert len(recipes) > 20
+    for path in recipes:
+        directive, file = path.read_text(encoding="utf-8").splitlines()[0].split()
+        assert directive == DIRECTIVE and (path.parent / file).resolve() == SHIPPED / SCHEMA, path
+
+
+@pytest.mark.parametrize("name", ["layouts/colocated_1node", "quickstart"])
+def test_a_copy_has_the_schema(name: str, tmp_path: Path) -> None:
+    copy(name, tmp_path)
+    assert (tmp_path / "examples" / SCHEMA).is_file()
 
 
 def test_a_name_that_is_not_there_and_one_of_two(tmp_path: Path) -> None:
