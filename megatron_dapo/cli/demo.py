@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.options import refuse, refusing
-
+from megatron_dapo.telemetry.terminal import status
 
 BaseOption = Annotated[
     str, typer.Option(help="the model before training: directory or Hub repository; default: model.path")
@@ -33,7 +33,7 @@ def demo(
     from megatron_dapo.demo.space import GRADIO_VERSION, write_demo
 
     with tempfile.TemporaryDirectory(prefix="demo-") as directory:
-        with refusing(ValueError):
+        with refusing(ValueError), status("reading the run"):
             program = write_demo(run, Path(directory), base, trained)
         paths = [directory, os.getcwd()]
         if (packages / "gradio").is_dir():
@@ -52,6 +52,8 @@ def demo(
             environment["GRADIO_SERVER_PORT"] = str(port)
         # Otherwise the page would outlive this process.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        if sys.stderr.isatty():
+            typer.echo("starting the page, which loads both models first", err=True)
         process = subprocess.Popen([sys.executable, str(program)], cwd=directory, env=environment)
         try:
             code = process.wait()

@@ -14,6 +14,7 @@ from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.cli.demo import BaseOption, TrainedOption
 from megatron_dapo.cli.options import refuse, refusing
 from megatron_dapo.data.hub_upload import own_repository, upload
+from megatron_dapo.telemetry.terminal import status
 
 
 def export(
@@ -53,7 +54,10 @@ def export(
 
     with tempfile.TemporaryDirectory(prefix="export-") as scratch, refusing(ValueError, OSError, CheckpointError):
         # An upload that will be refused must not cost an export first.
-        repository = own_repository(push) if push else ""
+        repository = ""
+        if push:
+            with status("asking the Hub"):
+                repository = own_repository(push)
         if space is not None:
             _write_space(source, space, base, trained, repository, private)
             return
@@ -61,7 +65,8 @@ def export(
         run, directory = source.resolve(), Path(trained) if trained else source / "huggingface"
         if target is not None or step is not None:
             run, directory = run.parent.parent, target or Path(scratch) / "model"
-            line = _write_model(source, directory, critic, model, verify, form)
+            with status("checking and writing the model"):
+                line = _write_model(source, directory, critic, model, verify, form)
             if target is not None:
                 typer.echo(line)
         if push:
@@ -81,7 +86,8 @@ def _write_model(source: Path, target: Path, critic: bool, model: Path | None, v
 def _write_space(run: Path, directory: Path, base: str, trained: str, repository: str, is_private: bool) -> None:
     from megatron_dapo.demo.space import write_space
 
-    write_space(run, directory, base, trained)
+    with status("writing the Space"):
+        write_space(run, directory, base, trained)
     if repository:
         _upload(repository, _files_of(directory), is_private, "space")
     else:

@@ -20,6 +20,7 @@ from megatron_dapo.data.files import Columns, read_table
 from megatron_dapo.plan import cpu
 from megatron_dapo.rounding import round_up
 from megatron_dapo.run.plan import Machines, machines_of
+from megatron_dapo.telemetry.terminal import status
 
 if TYPE_CHECKING:
     from megatron_dapo.models.architecture import ModelArchitecture
@@ -86,7 +87,7 @@ def init(
     if there := [str(path) for path in (output, reward) if path.exists()]:
         if not force:
             refuse(f"{' and '.join(there)}: there already; --force replaces them, --output names others")
-    with refusing(ValueError, OSError):
+    with refusing(ValueError, OSError), status("reading rows and model"):
         rows = list(islice((values for _, values in read_table(data, Columns((), None))), _NUM_ROWS))
         columns = columns_of(rows, data)
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ that is wrong is listed), 75 not at its end and worth starting again: a signal s
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +40,7 @@ from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, re
 from megatron_dapo.cli.try_recipe import try_recipe
 from megatron_dapo.config import load_config
 from megatron_dapo.run.plan import machines_of
-from megatron_dapo.telemetry.terminal import quiet_libraries
+from megatron_dapo.telemetry.terminal import configure_logging, status
 
 # The panels of --help with their commands, in order.
 PANELS = {
@@ -109,7 +108,7 @@ def doctor(
     """
     from megatron_dapo.doctor.report import describe, examine, to_json
 
-    with refusing(ValueError):  # a bad --layout
+    with refusing(ValueError), status("examining packages, devices and kernels"):  # ValueError: a bad --layout
         report = examine(recipe, overrides or [], layout)
     typer.echo(json.dumps(to_json(report)) if json_output else "\n".join(describe(report)))
     raise typer.Exit(0 if report.is_ok else 1)
@@ -156,7 +155,8 @@ def report(
     target = output or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     with refusing(ValueError, OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = write_report(runs, reference or (), target)
+        with status("reading the runs"):
+            num_bytes = write_report(runs, reference or (), target)
     typer.echo(f"{target}: {num_bytes / 1e6:.2f} MB, open it in any browser")
 
 
@@ -177,13 +177,14 @@ def inspect_checkpoint(
     from megatron_dapo.cli import checkpoint
 
     with refusing(ValueError, OSError, CheckpointError):
-        facts = checkpoint.inspect(directory, verify)
-        lines = checkpoint.inspection_lines(facts)
-        is_good = not any("problem" in one for one in facts.get("checkpoints", ()))
-        if other is not None:
-            checkpoint.inspect(other, verify)
-            facts = checkpoint.compare(directory, other)
-            lines, is_good = checkpoint.comparison_lines(facts), facts["is_equal"]
+        with status("reading the checkpoints"):
+            facts = checkpoint.inspect(directory, verify)
+            lines = checkpoint.inspection_lines(facts)
+            is_good = not any("problem" in one for one in facts.get("checkpoints", ()))
+            if other is not None:
+                checkpoint.inspect(other, verify)
+                facts = checkpoint.compare(directory, other)
+                lines, is_good = checkpoint.comparison_lines(facts), facts["is_equal"]
     typer.echo(json.dumps(facts) if json_output else "\n".join(lines))
     raise typer.Exit(0 if is_good else 1)
 
@@ -292,8 +293,7 @@ def configure(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit.")
     ] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    quiet_libraries()
+    configure_logging()
 
 
 if __name__ == "__main__":

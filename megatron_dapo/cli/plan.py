@@ -42,6 +42,7 @@ from megatron_dapo.plan.step import StepPlan, plan_step
 from megatron_dapo.rounding import GIB
 from megatron_dapo.run.plan import these_cpus
 from megatron_dapo.svg import GRAY, document, text
+from megatron_dapo.telemetry.terminal import status
 
 DOES_NOT_FIT = 1
 _DEFAULT_GPU = "H100"
@@ -119,7 +120,8 @@ def plan_recipe(
             nvls,
         )
         if gpus:
-            found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
+            with status("searching layouts"):
+                found = search(config, architecture, gpus, GPUS[gpu], machines, mean_response)
             report, lines, fits = found_json(found, gpu, gpus), list(found_lines(found, gpu, gpus)), bool(found.layouts)
             drawn = found.layouts[0].plan if found.layouts else None
         else:

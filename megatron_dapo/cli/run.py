@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from megatron_dapo.models.config_json import planned_directory
 from megatron_dapo.rounding import GIB
 from megatron_dapo.run.derive import for_evaluation, for_sampling, pretraining_config, sft_config
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Inputs, Machines, Plan, machines_of, make_plan
+from megatron_dapo.telemetry.terminal import status
 
 if TYPE_CHECKING:
     from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -80,6 +82,13 @@ class RunOptions:
     ] = False
 
 
+# What a command says while it checks a recipe.
+_CHECKS: dict[Inputs, str] = {
+    "none": "checking the recipe",
+    "named": "checking the recipe",
+    "quick": "checking recipe, model and data",
+    "all": "checking recipe, model, data and reward",
+}
 # First words of lines that a dry run prints, and a run only with --verbose.
 _DETAILS = ("precision:", "memory of", "host memory", "engines:", "lengths:", "loss:", "learning rate:", "disk of")
 
@@ -308,7 +317,7 @@ def evaluate(
             from megatron_dapo.cli.checkpoint import export_checkpoint
 
             model = Path(scratch) / "model"
-            with refusing(ValueError, OSError, CheckpointError):
+            with refusing(ValueError, OSError, CheckpointError), status("reading the checkpoint"):
                 export_checkpoint(checkpoint, model)
         config = _evaluated_config(recipe, model, overrides, dry_run)
         if dry_run:
@@ -350,7 +359,8 @@ def _evaluated(config: Config, name: str) -> EvaluationResult:
     from megatron_dapo.run.evaluate import evaluate_model
 
     try:
-        return evaluate_model(config, name)
+        with status(f"loading and evaluating {name}"):
+            return evaluate_model(config, name)
     except ValueError as error:
         refuse(error)
     except RuntimeError as error:  # servers: the last line of it is the first error in their log
@@ -370,7 +380,8 @@ def _plan(
 ) -> Plan:
     with refusing(ValueError):  # ConfigError lists all violations; a bad --layout is a plain one
         try:
-            return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
+            with status(_CHECKS[inputs]):
+                return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt, inputs)
         except ConfigError as error:
             refuse(error.with_rules() if shows_rules else error)
 
@@ -400,6 +411,8 @@ def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     from megatron_dapo.telemetry.summary import next_steps, read_summary, summary_table
 
     directory = plan.loaded.config.run.output_dir
+    if sys.stderr.isatty():
+        typer.echo(f"starting {plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}", err=True)
     with refusing(RuntimeError):
         end = run_to_end(plan, arguments, restarts)
     if end is None:

@@ -12,6 +12,7 @@ from megatron_dapo.cli.options import RecipeArgument, SetOption, refuse
 from megatron_dapo.cli.run import checked_config
 from megatron_dapo.config import Config
 from megatron_dapo.run.derive import for_sampling
+from megatron_dapo.telemetry.terminal import status
 
 if TYPE_CHECKING:
     from megatron_dapo.types import Group
@@ -35,7 +36,8 @@ def try_recipe(
     from megatron_dapo.telemetry.samples import sample_record
 
     try:
-        groups = try_prompts(config, prompts, responses)
+        with status(f"loading {config.model.path.name}, then sampling {prompts * responses} responses"):
+            groups = try_prompts(config, prompts, responses)
     except ValueError as error:
         refuse(error)
     except RuntimeError as error:

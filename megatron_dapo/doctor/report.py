@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters
 from megatron_dapo.rounding import GIB
 
 PACKAGE = "package "
+_NUM_PROBES = 4
 
 
 @dataclass
@@ -39,33 +41,50 @@ class DoctorReport:
 
 
 def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layout: str | None = None) -> DoctorReport:
-    """Run all checks, with a recipe also those of its needs. Nothing is written or left running."""
-    report = DoctorReport()
-    torch = gather.torch_facts()
-    config = None
-    report.facts["torch"] = asdict(torch)
-    report.findings += _machine(torch, report)
+    """Run all checks, with a recipe also those of its needs. Nothing is written or left running.
+
+    A recipe that cannot be read is the only finding: nothing else is examined.
+    """
+    report, config = DoctorReport(), None
     if recipe_file is not None:
-        chosen = [*overrides, *(layout_overrides(layout) if layout else [])]
-        config, findings = _read_recipe(recipe_file, chosen, torch)
-        report.findings += findings
-    # An error together with a version is about the devices: torch itself can be imported.
-    if torch.error and not torch.version:
-        return report  # every further probe imports torch
-    if config is not None:
-        report.findings.append(_linear_products(config, report))
-    report.findings += _implementations(config, report)
+        try:
+            config = load_config(recipe_file, [*overrides, *(layout_overrides(layout) if layout else [])]).config
+        except ConfigError as error:
+            report.findings += recipe.violation_findings(error.violations)
+            return report
+    installed = gather.installed_versions()
+    with ThreadPoolExecutor(_NUM_PROBES) as executor:  # each probe is a process that imports torch
+        torch_probe = executor.submit(gather.torch_facts)
+        engine_probe = executor.submit(gather.transformer_engine_facts, installed)
+        products_probe = None if config is None else executor.submit(gather.precision_answer, config)
+        rows_probe = executor.submit(gather.implementation_rows, config)
+        torch = torch_probe.result()
+        report.facts["torch"] = asdict(torch)
+        report.findings += _machine(torch, engine_probe.result(), installed, report)
+        if config is not None:
+            report.findings += _rules(config, torch)
+        # An error together with a version is about the devices: torch itself can be imported.
+        if torch.error and not torch.version:
+            return report  # every other probe has failed by the same error
+        if config is not None and products_probe is not None:
+            report.findings.append(_linear_products(config, products_probe.result(), report))
+        report.findings += _implementations(rows_probe, report)
     if config is not None:
         report.findings += _recipe(config, torch, report)
     return report
 
 
-def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
-    installed, version = gather.installed_versions(), sys.version_info[:3]
+def _machine(
+    torch: machine.TorchFacts,
+    engine: machine.TransformerEngineFacts,
+    installed: dict[str, str],
+    report: DoctorReport,
+) -> Iterator[Finding]:
+    version = sys.version_info[:3]
     device = "cuda" if torch.cuda is not None or (torch.driver is not None and not torch.version) else "cpu"
     lock = machine.choose_lock(gather.locks(), device, version[:2])
     locked = lock.pins.get(gather.TRANSFORMER_ENGINE) if lock else None
-    engine, apex = gather.transformer_engine_facts(installed), gather.apex_facts(installed)
+    apex = gather.apex_facts(installed)
     report.facts.update(
         lock=lock.name if lock else None, transformer_engine=asdict(engine), apex=asdict(apex), python=list(version)
     )
@@ -84,14 +103,8 @@ def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Findin
     yield machine.triton_finding(installed.get("triton"), has_gpu)
 
 
-def _read_recipe(
-    file: Path, overrides: Sequence[str], torch: machine.TorchFacts
-) -> tuple[Config | None, list[Finding]]:
-    """Read the recipe and report its violations; None if it cannot be read."""
-    try:
-        config = load_config(file, overrides).config
-    except ConfigError as error:
-        return None, recipe.violation_findings(error.violations)
+def _rules(config: Config, torch: machine.TorchFacts) -> list[Finding]:
+    """Return the rules that a recipe violates on this machine."""
     architecture, problems = check_inputs(config)
     devices = torch.devices
     cluster = (
@@ -100,18 +113,18 @@ def _read_recipe(
         else Cluster(1, gpus_per_node=0)
     )
     problems += validate_and_check(config, cluster, architecture)
-    return config, recipe.violation_findings(problems)
+    return recipe.violation_findings(problems)
 
 
-def _linear_products(config: Config, report: DoctorReport) -> Finding:
-    answer, asked = gather.precision_answer(config), config.precision
+def _linear_products(config: Config, answer: dict[str, str], report: DoctorReport) -> Finding:
+    asked = config.precision
     report.facts["precision"] = answer
     return machine.linear_products_finding(answer, asked.num_layers_at_start_in_bf16 + asked.num_layers_at_end_in_bf16)
 
 
-def _implementations(config: Config | None, report: DoctorReport) -> Iterator[Finding]:
+def _implementations(rows: Future[list[dict[str, str]]], report: DoctorReport) -> Iterator[Finding]:
     try:
-        report.implementations = gather.implementation_rows(config)
+        report.implementations = rows.result()
     except ProbeFailure as failure:
         fix = "resolve the conflicts above, then run doctor again"
         yield conflict("implementations", f"the actor cannot be built: {failure}", fix)
@@ -120,18 +133,25 @@ def _implementations(config: Config | None, report: DoctorReport) -> Iterator[Fi
 def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
     yield recipe.processes_finding(config.num_processes, len(torch.devices))
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
-    problems = [*inputs.machine_problems(config, is_here=True), *inputs.model_problems(config)]
-    yield from recipe.violation_findings(problems, "input", "directories, weights and addresses can be used")
-    has_model = config.model.path.is_dir() and not any(problem.path == "model.path" for problem in problems)
-    architecture = read_architecture(config.model.path) if has_model else None
-    if config.rollout.engine == "sglang" and not config.sglang.urls:
-        yield from inputs.engine_findings(config, torch)
-        yield from _shared_memory(config, torch, architecture)
-    if architecture is None:
-        return
-    if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
-        yield from _storage(config, architecture)  # bytes of a layout that exists
-    yield from _attention(config, report)
+    with ThreadPoolExecutor(_NUM_PROBES) as executor:
+        engine_probe = executor.submit(lambda: list(inputs.engine_findings(config, torch))) if _starts_servers(config) else None
+        attention_probe = executor.submit(lambda: list(_attention(config, report)))
+        problems = [*inputs.machine_problems(config, is_here=True), *inputs.model_problems(config)]
+        yield from recipe.violation_findings(problems, "input", "directories, weights and addresses can be used")
+        has_model = config.model.path.is_dir() and not any(problem.path == "model.path" for problem in problems)
+        architecture = read_architecture(config.model.path) if has_model else None
+        if engine_probe is not None:
+            yield from engine_probe.result()
+            yield from _shared_memory(config, torch, architecture)
+        if architecture is None:
+            return  # without its shape no attention could be tried
+        if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
+            yield from _storage(config, architecture)  # bytes of a layout that exists
+        yield from attention_probe.result()
+
+
+def _starts_servers(config: Config) -> bool:
+    return config.rollout.engine == "sglang" and not config.sglang.urls
 
 
 def _shared_memory(

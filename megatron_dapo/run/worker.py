@@ -37,7 +37,7 @@ from megatron_dapo.launch.environment import (
 )
 from megatron_dapo.launch.lifetime import DirectoryInUse, end_of_launch, hold_directory, require_unused, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
-from megatron_dapo.telemetry.terminal import configure_logging
+from megatron_dapo.telemetry.terminal import configure_logging, end_status, show_status
 from megatron_dapo.watch.heartbeat import Heartbeat
 from megatron_dapo.watch.verdict import WatchLimits
 
@@ -218,16 +218,20 @@ def main(arguments: Sequence[str]) -> int:
             return settled
     except ValueError:  # of the configuration: the run below reports it
         pass
+    if process.rank == 0 and parsed.replay is None:
+        show_status("loading the model, data and rewards")
     heartbeat = Heartbeat(process.rank)
     # From here on a hang, a crash and an error of this process are noticed, imports included.
     heartbeat.connect(place_in_run(process))
     try:
         code = _run(parsed, process, heartbeat)
     except Exception as error:
+        end_status()
         code = heartbeat.fail(error)
         # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
         # them.
         os._exit(code)
+    end_status()
     heartbeat.close(is_complete=True)
     return code
 

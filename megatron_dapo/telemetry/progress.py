@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 
-from megatron_dapo.telemetry.terminal import logging_console
+from megatron_dapo.telemetry.terminal import end_status, logging_console
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +196,7 @@ ProgressView = LiveProgress | LogProgress
 
 def progress_view(total: int, alarm: float, finished: int = 0, console: Console | None = None) -> ProgressView:
     """Return a live line on a terminal, log lines otherwise. `alarm`: the mismatch above which the figure is marked."""
+    end_status()
     console = console or logging_console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(total, alarm, finished, console)

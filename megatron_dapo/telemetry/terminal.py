@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.untrusted import PrintableFormatter
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 _ERASE_LINE = "\r\x1b[2K"
 _LIBRARIES = ("megatron", "transformers", "torch", "httpx")
@@ -31,20 +36,21 @@ def quiet_libraries() -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Writes log records to stderr.
+    """Writes log records to stderr. `rank`: of a run; None: the command itself writes.
 
     On a terminal, rank 0 writes them through the console that draws its progress, which erases the bar first. Other
     processes erase the line that the bar is on; the bar's next refresh draws it again below theirs.
     """
 
-    def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, rank: int | None = None, stream: TextIO | None = None) -> None:
         super().__init__()
         self.console = terminal(stream)
-        self._draws, self._rank = rank == 0, rank
+        self._draws = not rank
+        self._status: Status | None = None
         if not self.console.is_terminal:
-            prefix = f"[rank {rank}] %(levelname)s %(name)s: "
+            prefix = f"{'' if rank is None else f'[rank {rank}] '}%(levelname)s %(name)s: "
         else:
-            prefix = "" if rank == 0 else f"rank {rank}: "
+            prefix = f"rank {rank}: " if rank else ""
         # Messages quote data files and answers of servers.
         self.setFormatter(PrintableFormatter(prefix + "%(message)s"))
 
@@ -64,6 +70,51 @@ class TerminalHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
+    def show(self, text: str) -> None:
+        """Show what this process is doing in the last line of a terminal until `hide`; nothing elsewhere."""
+        if self._draws and self._status is None and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._status = self.console.status(Text(text))
+            self._status.start()
+
+    def hide(self) -> None:
+        """Remove the line of `show`."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show what a command is doing in the last line of a terminal while the body runs; nothing elsewhere.
+
+    The body must not write to the terminal but by log lines. Inside another `status` it changes nothing.
+    """
+    handler = _handler()
+    shows = handler is not None and handler._status is None
+    if handler is not None:
+        handler.show(text)
+    try:
+        yield
+    finally:
+        if handler is not None and shows:
+            handler.hide()
+
+
+def show_status(text: str) -> None:
+    """Show what this process is doing until `end_status`, on a terminal."""
+    if (handler := _handler()) is not None:
+        handler.show(text)
+
+
+def end_status() -> None:
+    """Remove the line of `show_status`: before another one is drawn, and before this process ends."""
+    if (handler := _handler()) is not None:
+        handler.hide()
+
+
+def _handler() -> TerminalHandler | None:
+    return next((each for each in logging.getLogger().handlers if isinstance(each, TerminalHandler)), None)
+
 
 def terminal(stream: TextIO | None = None) -> Console:
     """Return a console for stderr, which is a terminal only if the stream is one."""
@@ -73,15 +124,14 @@ def terminal(stream: TextIO | None = None) -> Console:
 
 def logging_console() -> Console:
     """Return the console that log lines of this process go through."""
-    handlers = [each for each in logging.getLogger().handlers if isinstance(each, TerminalHandler)]
-    return handlers[0].console if handlers else terminal()
+    handler = _handler()
+    return handler.console if handler else terminal()
 
 
-def configure_logging(rank: int = 0, is_verbose: bool = False) -> None:
-    """Send this process's log to stderr: of rank 0 from INFO on, of others warnings. `is_verbose`: DEBUG lines of rank 0
-    too."""
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, handlers=[TerminalHandler(rank)])
-    if is_verbose and rank == 0:
+def configure_logging(rank: int | None = None, is_verbose: bool = False) -> None:
+    """Send this process's log to stderr: of a command and of rank 0 from INFO on, of other ranks warnings. `is_verbose`:
+    DEBUG lines of rank 0 too."""
+    logging.basicConfig(level=logging.WARNING if rank else logging.INFO, handlers=[TerminalHandler(rank)])
+    if is_verbose and not rank:
         logging.getLogger("megatron_dapo").setLevel(logging.DEBUG)
     quiet_libraries()

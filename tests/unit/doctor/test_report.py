@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ def test_json_is_one_object_with_everything(machine: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.parametrize("arguments", [("nowhere.toml",), (str(RECIPE), "--set", "rollout.groop_size=3")])
 def test_a_recipe_that_cannot_be_read_is_a_conflict(machine: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    for probe in ("torch_facts", "transformer_engine_facts", "implementation_rows", "precision_answer"):
+        machine.setattr(gather, probe, lambda *_: pytest.fail("the recipe is checked first"))
     result = doctor(*arguments)
     assert result.exit_code == 1 and result.output.rstrip().splitlines()[-1].startswith("first conflict: recipe")
 
@@ -85,9 +88,18 @@ def test_a_layout_that_cannot_be_read_is_refused(machine: pytest.MonkeyPatch) ->
     assert doctor(str(RECIPE), "--layout", "zz3").exit_code == 2
 
 
-def test_without_torch_no_further_facts_are_gathered(machine: pytest.MonkeyPatch) -> None:
+def test_probes_run_at_the_same_time(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of them ends before all have begun."""
+    together = threading.Barrier(4, timeout=60)
+    for name in ("torch_facts", "transformer_engine_facts", "implementation_rows", "precision_answer"):
+        answer = getattr(gather, name)
+        machine.setattr(gather, name, lambda *arguments, answer=answer: (together.wait(), answer(*arguments))[1])
+    assert doctor(*in_directory(tmp_path)).exit_code == 0
+
+
+def test_without_torch_no_further_facts_are_reported(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(gather, "torch_facts", lambda: TorchFacts(error="ImportError: libc10.so"))
-    machine.setattr(gather, "implementation_rows", lambda config: pytest.fail("asked"))
+    machine.setattr(gather, "implementation_rows", lambda config: pytest.fail("used"))
     result = doctor(str(RECIPE))
     assert result.exit_code == 1 and "libc10.so" in result.output.rstrip().splitlines()[-1]
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_dapo.telemetry.progress import LiveProgress, LogProgress, StepReport, progress_view
-from megatron_dapo.telemetry.terminal import TerminalHandler, quiet_libraries, terminal
+from megatron_dapo.telemetry.terminal import (
+    TerminalHandler,
+    end_status,
+    quiet_libraries,
+    show_status,
+    status,
+    terminal,
+)
 
 REPORT = StepReport(finished=2, accuracy=0.42, reward=0.1, tokens_per_s=3969.0, filtered_share=0.1, mismatch=1e-7)
 
@@ -82,6 +89,52 @@ def test_log_lines_and_the_bar_never_share_a_line(log: logging.Logger, monkeypat
     screen.write(stream.getvalue())
     lines = [line.strip() for line in screen.lines if line.strip()]
     assert lines == ["evaluation 0", "evaluation 1", "evaluation 2", "rank 1: a slow disk", "checkpoint of train step 2"]
+
+
+def test_a_status_is_one_line_below_the_log_and_leaves_nothing(root: list[logging.Handler]) -> None:
+    stream = Terminal()
+    root.append(TerminalHandler(None, stream))
+    log = logging.getLogger("megatron_dapo.test_terminal")
+    with status("checking the data"):
+        log.warning("two rows are equal")
+        with status("reading the model"):  # of a command inside another one
+            log.warning("no chat template")
+    shown = stream.getvalue()
+    assert "checking the data" in shown and "reading the model" not in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1, "the cursor is back"
+    screen = Screen()
+    screen.write(shown)
+    assert [line.strip() for line in screen.lines if line.strip()] == ["two rows are equal", "no chat template"]
+
+
+def test_a_status_ends_when_progress_is_drawn(root: list[logging.Handler]) -> None:
+    stream = Terminal()
+    handler = TerminalHandler(0, stream)
+    root.append(handler)
+    show_status("loading the model")
+    view = progress_view(6, 0.02)
+    assert isinstance(view, LiveProgress)
+    view.close()
+    end_status()
+    screen = Screen()
+    screen.write(stream.getvalue())
+    assert not "".join(screen.lines).strip() and "loading the model" in stream.getvalue()
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_pipe_has_no_status_and_other_ranks_have_none(root: list[logging.Handler], rank: int | None) -> None:
+    stream = Terminal() if rank else io.StringIO()
+    root.append(TerminalHandler(rank, stream))
+    with status("checking the data"):
+        show_status("checking the data")
+    assert stream.getvalue() == ""
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> list[logging.Handler]:
+    """The handlers of the root logger, none at the begin."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    return logging.getLogger().handlers
 
 
 @pytest.mark.parametrize("force", [False, True])
