@@ -188,6 +188,18 @@ def test_the_end_of_a_launch_is_worth_another_attempt_if_it_can_be_counted(tmp_p
     assert list(run.iterdir()) == []
 
 
+def test_an_attempt_that_cannot_be_noted_ends_the_job_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start of a job without a budget would meet the same file system."""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "attempts.jsonl"))
+
+    first = begin_launch(tmp_path, "17")
+    monkeypatch.setattr(lifetime, "record_unstarted", read_only)
+    end = end_of_launch(tmp_path, "17", first, 3)
+    assert end.exit_code == 1 and "nothing can be noted: [Errno 30] Read-only file system: " in end.reason
+
+
 # Each case in a child, for the directory's mask is the process's.
 PRIVACY = """
 import json, os, subprocess, sys
