@@ -7,6 +7,7 @@ never markup.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from megatron_dapo.evaluation.comparison import Comparison, compare_with
 from megatron_dapo.evaluation.reference import Record, read_record
 from megatron_dapo.report.anomalies import Anomaly, find_anomalies, train_steps_of, verdict_on
 from megatron_dapo.report.curves import charts, curves, drawn_metrics, phase_shares, reference_curves
-from megatron_dapo.report.run_files import RunFiles, read_run, shown
+from megatron_dapo.report.run_files import Row, RunFiles, read_attempts, read_run, shown
 from megatron_dapo.report.samples import samples_for_page, size_of
 from megatron_dapo.telemetry.completions import before_and_after, distinct_tasks, excerpt, outcome_of, task_of
 from megatron_dapo.telemetry.metrics import PHASES
@@ -57,13 +58,16 @@ _PAGE = """<!DOCTYPE html>
 def write_report(runs: Sequence[Path], references: Sequence[Path], output: Path, is_live: bool = False) -> int:
     """Write the report of runs to `output` in one step, and return its size in bytes.
 
-    `references`: curves to compare with, in addition to each run's telemetry.references. Raises a one-line ValueError
-    for anything unreadable.
+    `references`: curves to compare with, in addition to each run's telemetry.references. `is_live`: of a run under way; if
+    it has ended meanwhile, its last report is left as it is. Raises a one-line ValueError for anything unreadable.
     """
     page = build_page(runs, references, is_live).encode()
-    partial = output.with_name(f".{output.name}.tmp")
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")  # another process may be writing, too
     partial.write_bytes(page)
-    partial.replace(output)
+    if is_live and _end_of(read_attempts(runs[0])):
+        partial.unlink()
+    else:
+        partial.replace(output)
     return len(page)
 
 
@@ -180,19 +184,19 @@ def _comparison(run: RunFiles, comparison: Comparison) -> dict[str, Any]:
     return {"reference": comparison.reference, "verdict": comparison.verdict(), "metrics": rows}
 
 
+def _end_of(attempts: Sequence[Row]) -> Row:
+    """Return the record of the end of a run's last attempt; empty if it has none."""
+    last = [record for record in attempts if "began" in record][-1:]
+    ended = [record for record in attempts if "ended" in record and last and record.get("attempt") == last[0].get("attempt")]
+    return ended[-1] if ended else {}
+
+
 def _facts(run: RunFiles, is_live: bool) -> list[list[str]]:
     last, summary = (run.steps[-1] if run.steps else {}), run.summary
     total = run.config.get("run.total_steps")
     seconds = sum(value for name, value in phase_shares(run))
-    begun = [record for record in run.attempts if "began" in record]
-    ended = [
-        record
-        for record in run.attempts
-        if "ended" in record and record.get("attempt") == (begun or [{}])[-1].get("attempt")
-    ]
-    state = (
-        "under way" if is_live else ended[-1]["reason"] if ended else "failed" if run.failure else "no end on record"
-    )
+    end = _end_of(run.attempts)
+    state = "under way" if is_live else end["reason"] if end else "failed" if run.failure else "no end on record"
     facts = {
         "state": state,
         "train steps": f"{last.get('train_step', 0):,} of {total:,}" if isinstance(total, int) else "",
@@ -200,7 +204,7 @@ def _facts(run: RunFiles, is_live: bool) -> list[list[str]]:
         "time on record": _duration(seconds),
         "generated": f"{sum(row.get('throughput/generated_tokens') or 0 for row in run.steps):,.0f} tokens",
         "speed": f"{summary['generated_tokens_per_s']:,.0f} tokens/s" if summary.get("generated_tokens_per_s") else "",
-        "attempts": str(len(begun)) if begun else "",
+        "attempts": str(sum("began" in record for record in run.attempts) or ""),
         "machine": str(run.provenance.get("machine", "")).partition(";")[0],
         "plan": str(run.plan.get("line", "")),
     }

@@ -67,12 +67,17 @@ def read_run(path: Path) -> RunFiles:
         _by_step(_lines(path / "evaluations.jsonl")),
         list(_some_lines(path / "samples.jsonl")),
         list(_some_lines(path / "filtered.jsonl")),
-        list(_lines(path / ATTEMPTS)),
+        read_attempts(path),
         _document(path / "failure.json"),
         _document(path / "summary.json"),
         provenance,
         _document(path / PLAN),
     )
+
+
+def read_attempts(path: Path) -> list[Row]:
+    """Return the records of a run's starts and ends; none if it has not begun."""
+    return list(_lines(path / ATTEMPTS))
 
 
 def _by_step(rows: Iterator[Row]) -> list[Row]:

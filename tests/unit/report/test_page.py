@@ -161,6 +161,26 @@ def test_directories_that_hold_no_run_are_refused_and_torn_files_are_not(tmp_pat
     assert data_of(build_page([path]))["runs"][0]["curves"]["x"][-1] == 30
 
 
+def test_a_live_report_that_comes_late_does_not_replace_the_last_one(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    report, attempts = path / REPORT, path / "attempts.jsonl"
+    attempts.write_text('{"attempt": 1, "began": 1.0}\n')
+    write_report([path], [], report, is_live=True)
+    assert facts_of(report)["state"] == "under way"
+    attempts.write_text(attempts.read_text() + '{"attempt": 1, "ended": 2.0, "reason": "finished", "exit_code": 0}\n')
+    write_report([path], [], report)
+    write_report([path], [], report, is_live=True)  # started before the end
+    assert facts_of(report)["state"] == "finished" and data_of(report.read_text())["reload_s"] == 0
+    attempts.write_text(attempts.read_text() + '{"attempt": 2, "began": 3.0}\n')
+    write_report([path], [], report, is_live=True)
+    assert facts_of(report)["state"] == "under way"
+    assert not list(path.glob(".*.tmp"))
+
+
+def facts_of(report: Path) -> dict[str, str]:
+    return dict(data_of(report.read_text())["runs"][0]["facts"])
+
+
 def test_a_run_writes_it_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     assert write_last(path, 100.0) == ""
