@@ -186,7 +186,7 @@ def test_a_late_episode_ends_its_worker_and_all_that_it_started(nothing_left, mo
     """Each hangs or ends in another way."""
     monkeypatch.setattr(pool_module, "_LATE_S", 0.1)
     faults = ["hang", "daemon", "stop", "fill", "close", "kill", "memory", "exit", "garbage"]
-    limits = {"num_processes": len(faults), "episodes_per_process": 1, "step_seconds": 1.0}
+    limits = {"num_processes": len(faults), "episodes_per_process": 1, "step_seconds": 4.0}
     with WorkerPool(settings("Misbehaving", **limits)) as pool:
         for fault in faults:
             pool.start(fault, Task({"fault": fault, "at": 1}, 1))
@@ -198,7 +198,7 @@ def test_a_late_episode_ends_its_worker_and_all_that_it_started(nothing_left, mo
         lost = {}
         while len(lost) < len(faults):
             lost |= {reply.episode_id: reply.lost for reply in pool.poll(BUSY_S)}
-    late = "step took longer than environment.step_seconds = 1"
+    late = "step took longer than environment.step_seconds = 4"
     assert {fault: lost[fault] for fault in ("hang", "daemon", "stop", "fill")} == dict.fromkeys(
         ("hang", "daemon", "stop", "fill"), late
     )
