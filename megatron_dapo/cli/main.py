@@ -21,6 +21,7 @@ from megatron_dapo.cli.compare import compare
 from megatron_dapo.cli.convert import convert_app
 from megatron_dapo.cli.data import data_app
 from megatron_dapo.cli.demo import demo
+from megatron_dapo.cli.environment import environment_app
 from megatron_dapo.cli.export import export
 from megatron_dapo.cli.init import init
 from megatron_dapo.cli.nodes import nodes
@@ -45,7 +46,7 @@ from megatron_dapo.telemetry.terminal import configure_logging, status
 # The panels of --help with their commands, in order.
 PANELS = {
     "Train": (
-        *("init", "try", "train", "eval", "quickstart", "recipes", "data"),
+        *("init", "try", "train", "eval", "quickstart", "recipes", "data", "environment"),
         *("sft", "pretrain-value", "rejection-sample", "rounds", "replay", "ablate"),
     ),
     "Look": ("report", "compare", "demo", "nodes", "checkpoint"),
@@ -91,6 +92,7 @@ app.add_typer(plan_app, name="plan")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="List, verify and compare the checkpoints of runs.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.add_typer(environment_app, name="environment")
 app.add_typer(convert_app, name="convert")
 app.add_typer(recipes_app, name="recipes")
 

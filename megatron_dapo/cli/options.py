@@ -12,7 +12,7 @@ import typer
 REFUSED = 2
 
 
-def _shipped_if_absent(recipe: Path | None) -> Path | None:
+def shipped_if_absent(recipe: Path | None) -> Path | None:
     """Return the recipe of the package with that name if there is no such file."""
     if recipe is None or recipe.exists():
         return recipe
@@ -22,8 +22,8 @@ def _shipped_if_absent(recipe: Path | None) -> Path | None:
 
 
 _RECIPE_HELP = "TOML recipe, or the name of one that `megatron-dapo recipes` lists"
-RecipeArgument = Annotated[Path, typer.Argument(help=_RECIPE_HELP, callback=_shipped_if_absent)]
-OptionalRecipe = Annotated[Path | None, typer.Argument(help=_RECIPE_HELP, callback=_shipped_if_absent)]
+RecipeArgument = Annotated[Path, typer.Argument(help=_RECIPE_HELP, callback=shipped_if_absent)]
+OptionalRecipe = Annotated[Path | None, typer.Argument(help=_RECIPE_HELP, callback=shipped_if_absent)]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
 ]
@@ -37,7 +37,8 @@ HostMemoryOption = Annotated[
     typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's, 1000 for others"),
 ]
 NetworkOption = Annotated[
-    float, typer.Option("--network-gbit", min=0.1, help="Gbit/s of a node for weights that cross between nodes over TCP")
+    float,
+    typer.Option("--network-gbit", min=0.1, help="Gbit/s of a node for weights that cross between nodes over TCP"),
 ]
 RestartsOption = Annotated[
     int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")

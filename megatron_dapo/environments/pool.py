@@ -58,7 +58,7 @@ _SCRATCH = "megatron-dapo-episodes-"
 class WorkerSettings:
     """What runs in the workers and its limits, from the section [environment]."""
 
-    kind: str  # "environment", "function" or "command"
+    kind: str  # "environment", "function", "either" or "command"
     place: str = ""  # environment.path or environment.function
     command: tuple[str, ...] = ()  # of an external program
     python: str = ""  # interpreter; "": this one
@@ -119,6 +119,10 @@ class WorkerPool:
     def counts(self) -> Mapping[str, int]:
         """Processes since the pool was opened: started, killed (a deadline), crashed (an unexpected exit), replaced."""
         return self._owner.counts
+
+    def processes(self) -> list[int]:
+        """Return the ids of the running workers' supervisors."""
+        return [worker.process.pid for worker in self._owner.workers()]
 
     def start(self, episode_id: str, task: Task) -> None:
         """Begin an episode; `episode_id` must not be open."""
@@ -189,7 +193,8 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
         self._settings, self._put = settings, put
         python = settings.python if settings.kind != "command" and settings.python else sys.executable
         self._command = [python, str(Path(remote.__file__).with_name("start.py"))]
-        self._environment = worker_environment(os.environ, settings.variables)
+        # glibc reserves 64 MiB of address space a thread, which the memory limit counts.
+        self._environment = {"MALLOC_ARENA_MAX": "2", **worker_environment(os.environ, settings.variables)}
         if python != sys.executable:
             del self._environment["PYTHONPATH"]  # packages of another interpreter
         self._inbox: list[tuple[str, int, Any]] = []  # shared with the engine's thread
@@ -199,6 +204,10 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
         self._num_failed_starts = 0
         self._scratch, self._scratch_lock = _make_scratch()
         self._thread.start()
+
+    def workers(self) -> list[EnvironmentProcess]:
+        """Return the workers, from another thread."""
+        return list(self._workers)
 
     def submit(self, operation: str, number: int, content: Any) -> None:
         """Queue an operation of the engine's thread on an episode."""

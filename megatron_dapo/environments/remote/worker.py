@@ -1,6 +1,6 @@
 """A worker process: several episodes, each in a thread, with JSON lines over pipes. Standard library only.
 
-    owner -> worker   {"kind": "environment" | "function" | "command", "place": ..., limits}    once
+    owner -> worker   {"kind": "environment" | "function" | "either" | "command", "place": ..., limits}    once
     worker -> owner   {"ready": name, "tools": [names]} or {"failed": message}                  once
     owner -> worker   {"op": "start", "episode": n, "task": {...}, "seed": n, "directory": path}
                       {"op": "act", "episode": n, "text": ..., "calls": [...], "finish_reason": ...}
@@ -130,28 +130,32 @@ class Play:
 
 def load(settings: Mapping[str, Any]) -> Play:
     """Import the user's class or function. ValueError in one line if there is none."""
-    kind, place = settings["kind"], settings["place"]
-    field = "environment.function" if kind == "function" else "environment.path"
+    field = {"function": "environment.function", "environment": "environment.path"}.get(settings["kind"], "environment")
+    place = settings["place"]
     subject = load_hook(place, field)
-    if kind == "function":
-        if not callable(subject) or inspect.isclass(subject):
-            raise ValueError(f"{field} = {place!r} is no function (task, client)")
-        try:
-            inspect.signature(subject).bind(None, None)
-        except TypeError:
-            raise ValueError(
-                f"{field} = {place!r}: it takes {inspect.signature(subject)}; write it as (task, client)"
-            ) from None
+    is_function = settings["kind"] == "function" or (settings["kind"] == "either" and not inspect.isclass(subject))
+    what = f"{field} = {place!r}"
+    if is_function:
+        _check_function(subject, what)
         return Play(subject, True)
     if not inspect.isclass(subject) or not issubclass(subject, Environment):
-        raise ValueError(f"{field} = {place!r} is no class derived from megatron_dapo.environments.Environment")
+        raise ValueError(f"{what} is no class derived from megatron_dapo.environments.Environment")
     try:
         subject().tool_schemas()
     except TypeError as error:
-        raise ValueError(f"{field} = {place!r}: it is created without arguments ({error})") from error
+        raise ValueError(f"{what}: it is created without arguments ({error})") from error
     if issubclass(subject, ToolEnvironment):
         subject.on_timeout, subject.timeout_s = settings["on_step_timeout"], settings["step_seconds"]
     return Play(subject, False)
+
+
+def _check_function(subject: Any, what: str) -> None:
+    if not callable(subject) or inspect.isclass(subject):
+        raise ValueError(f"{what} is no function (task, client)")
+    try:
+        inspect.signature(subject).bind(None, None)
+    except TypeError:
+        raise ValueError(f"{what}: it takes {inspect.signature(subject)}; write it as (task, client)") from None
 
 
 def _reply_of(step: Step) -> dict[str, Any]:
@@ -262,4 +266,5 @@ def describe_failure(error: BaseException) -> str:
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     users = [frame for frame in frames if not frame.filename.startswith((own, sys.base_prefix))]
     place = f" ({os.path.basename(users[-1].filename)}, line {users[-1].lineno})" if users else ""
-    return one_line(f"{type(error).__name__}: {error}{place}", _MAX_REASON)
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError is a repr
+    return one_line(f"{type(error).__name__}: {text}{place}", _MAX_REASON)

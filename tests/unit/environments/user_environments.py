@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -67,6 +68,19 @@ async def chat_twice(task, client):
 def rewrite_history(task, client):
     turn = client.chat([user("one")])
     client.chat([user("another"), turn.message, user("two")])
+
+
+class Unrepeatable(Environment):
+    def reset(self, task, seed):
+        return f"begin {random.random()}"
+
+    def step(self, turn):
+        return Step("more")
+
+
+class RaisesInReset(Environment):
+    def reset(self, task, seed):
+        raise OSError("no data base")
 
 
 class Misbehaving(Environment):
