@@ -33,7 +33,7 @@ class CheckRow:
 
 
 @dataclass
-class Play:
+class PlayedEpisode:
     """An episode as it was played: replies without their seconds, which may differ."""
 
     replies: list[Reply] = field(default_factory=list)
@@ -77,9 +77,9 @@ def check_environment(settings: WorkerSettings, tasks: Sequence[Mapping[str, Any
 
 def play_all(
     pool: WorkerPool, tasks: Sequence[Mapping[str, Any]], max_turns: int, settings: WorkerSettings
-) -> tuple[list[Play], int]:
+) -> tuple[list[PlayedEpisode], int]:
     """Play every task with a scripted policy. Return the episodes and the most memory of a worker, in bytes."""
-    plays = [Play() for _ in tasks]
+    plays = [PlayedEpisode() for _ in tasks]
     policies = [random.Random(index) for index in range(len(tasks))]
     waiting, peak = list(range(len(tasks)))[::-1], 0
     open_episodes: set[int] = set()
@@ -132,13 +132,13 @@ def _argument(rng: random.Random, schema: Mapping[str, Any]) -> Any:
 # ---- rows of the table
 
 
-def _loaded(settings: WorkerSettings, plays: Sequence[Play]) -> CheckRow:
+def _loaded(settings: WorkerSettings, plays: Sequence[PlayedEpisode]) -> CheckRow:
     tools = next((play.replies[0].tools for play in plays if play.replies[0].tools), ())
     text = f"tools: {', '.join(str(tool['name']) for tool in tools)}" if tools else "no tools"
     return CheckRow("environment", True, f"{settings.name}; {text}")
 
 
-def _lost(plays: Sequence[Play]) -> CheckRow:
+def _lost(plays: Sequence[PlayedEpisode]) -> CheckRow:
     reasons = Counter(play.lost for play in plays if play.lost)
     if not reasons:
         return CheckRow("lost", True, f"none of {len(plays)} episodes")
@@ -146,7 +146,7 @@ def _lost(plays: Sequence[Play]) -> CheckRow:
     return CheckRow("lost", False, f"{sum(reasons.values())} of {len(plays)} episodes; {count} times: {reason}")
 
 
-def _repeatable(first: Sequence[Play], second: Sequence[Play]) -> CheckRow:
+def _repeatable(first: Sequence[PlayedEpisode], second: Sequence[PlayedEpisode]) -> CheckRow:
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.lost or other.lost:
             continue
@@ -186,7 +186,7 @@ def _memory(peak: int, settings: WorkerSettings) -> CheckRow:
     return CheckRow("memory", peak < 0.8 * limit * 2**20, text)
 
 
-def _turns(plays: Sequence[Play], max_turns: int) -> CheckRow:
+def _turns(plays: Sequence[PlayedEpisode], max_turns: int) -> CheckRow:
     turns = [len(play.replies) - 1 for play in plays if not play.lost]
     done = sum(play.replies[-1].done for play in plays)
     length = [
@@ -200,7 +200,7 @@ def _turns(plays: Sequence[Play], max_turns: int) -> CheckRow:
     return CheckRow("turns", True, text)
 
 
-def _rewards(plays: Sequence[Play]) -> CheckRow:
+def _rewards(plays: Sequence[PlayedEpisode]) -> CheckRow:
     rewards = [sum(reply.reward or 0.0 for reply in play.replies) for play in plays if play.replies[-1].done]
     given = any(reply.reward is not None for play in plays for reply in play.replies)
     if not given:
@@ -210,7 +210,7 @@ def _rewards(plays: Sequence[Play]) -> CheckRow:
     )
 
 
-def _calls(plays: Sequence[Play]) -> CheckRow:
+def _calls(plays: Sequence[PlayedEpisode]) -> CheckRow:
     statuses = Counter(call.status for play in plays for reply in play.replies for call in reply.calls)
     text = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
     return CheckRow("calls", True, text or "none")

@@ -160,6 +160,7 @@ class ToolEnvironment(Environment):
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()  # functions with @tool, besides the methods
     result_role: ClassVar[str] = "tool"  # role of the messages with results; "user" for a template without tools
+    result_format: ClassVar[str] = "{result}"  # of the messages' text
     on_timeout: ClassVar[str] = "observe"  # set by the worker: environment.on_step_timeout
     timeout_s: ClassVar[float] = 30.0  # of the calls of one turn together; set by the worker: environment.step_seconds
     is_stuck = False  # a tool that was too late still runs: the process should end soon
@@ -188,7 +189,7 @@ class ToolEnvironment(Environment):
         end, messages, results = time.monotonic() + self.timeout_s, [], []
         for call in turn.calls:
             text, result = await self._called(call, end)
-            messages.append({"role": self.result_role, "content": text})
+            messages.append({"role": self.result_role, "content": self.result_format.format(result=text)})
             results.append(result)
             if result.status == "timeout" and self.on_timeout == "lost":
                 raise Lost(text)
