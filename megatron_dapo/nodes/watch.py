@@ -1,8 +1,8 @@
 """The watch over all nodes of a run: which node is an outlier, and which rank is slowest in which phase.
 
     RUN/nodes/node_K.jsonl   every node's sampler writes them (nodes.sampler)
-    main                     a separate process on the node of rank 0, at the lowest priority: every period it reads what is
-                             new, runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
+    main                     a separate process on the node of rank 0, at the lowest priority: it reads what is new, and every
+                             period runs the detector (nodes.detection) and writes alerts.jsonl, stragglers.json, attempts.jsonl
     NodeWatch                rank 0 starts it and reads its messages: a log line, metrics of the next step, and with
                              action "exclude" a stop as by SIGTERM: a checkpoint, then exit code 75
 
@@ -11,6 +11,7 @@ Ranks never wait for it. The kernel ends the process with rank 0.
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import os
@@ -119,8 +120,10 @@ class NodeFile:
                     self.seconds = {int(rank): phases for rank, phases in entry["seconds_of_ranks"].items()}
         if self._header:
             new, oldest = parse_lines([self._header, *lines]), max(keep_since, self._since)
-            samples = [sample for sample in (*self.series.samples, *new.samples) if sample.time >= oldest]
-            self.series = replace(new, samples=samples)
+            known = self.series.samples
+            first = bisect.bisect_left(known, oldest, key=lambda sample: sample.time)
+            added = [sample for sample in new.samples if sample.time >= oldest]
+            self.series = replace(new, samples=[*known[first:], *added])
 
     def _new_lines(self) -> list[str]:
         try:
@@ -151,10 +154,14 @@ class RunWatch:
         self._told: dict[tuple[str, str], float] = {}  # node and metric -> when an alert was last seen
         self._is_stopping = False
 
-    def look(self, now: float) -> dict[str, Any]:
-        """Read what is new and return what to report: "alerts", "stragglers", and "exclude" for a node to drop."""
+    def read(self, now: float) -> None:
+        """Read what is new."""
         for file in self._files.values():
             file.read(now - self._settings.window_s)
+
+    def look(self, now: float) -> dict[str, Any]:
+        """Read what is new and return what to report: "alerts", "stragglers", and "exclude" for a node to drop."""
+        self.read(now)
         stragglers = self._stragglers()
         alerts = [alert for alert in self._detect(now) if self._is_news(alert, now)]
         excluded = ""
@@ -239,14 +246,18 @@ def main() -> None:
     watch = RunWatch(settings, time.time())
     due = time.monotonic() + settings.period_s
     while os.getppid() == starter:
-        time.sleep(max(0.0, due - time.monotonic()))
-        due = max(due + settings.period_s, time.monotonic())
+        time.sleep(max(0.0, min(due - time.monotonic(), flush_seconds(settings.period_s))))
         start = time.monotonic()
         try:
+            if start < due:
+                # Parsing is most of the work: it is done as nodes write, so that a decision waits for little of it.
+                watch.read(time.time())
+                continue
             told = watch.look(time.time())
         except Exception as error:  # a failing watch must say so once, without harm to the run
             print_line({"problem": f"the watch over the nodes has ended: {error!r}"})
             return
+        due = max(due + settings.period_s, start)
         print_line({**told, "seconds": time.monotonic() - start})
 
 

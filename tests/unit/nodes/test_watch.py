@@ -63,6 +63,7 @@ def test_a_throttled_node_is_named_once(tmp_path: Path) -> None:
     for node in range(4):
         write_node(tmp_path, node, start, [0.8 if node == 2 and second > 20 else 0.0 for second in range(70)])
     watch = RunWatch(settings(tmp_path), start)
+    watch.read(start + 60)
     told = watch.look(start + 70)
     assert [(alert["node"], alert["metric"]) for alert in told["alerts"]] == [("node2", "cpu_throttled")]
     assert told["exclude"] == "" and watch.look(start + 71)["alerts"] == [], "an alert that lasts is no news"
