@@ -105,12 +105,12 @@ class DataConfig(Section):
 
     eval_paths: tuple[InputPath, ...] = ()
     """Held-out data with the same columns and in the same formats. With several files, each has separate metrics under
-    its file name, in addition to those over all problems. Empty: a part of train_paths is held out."""
+    its file name, in addition to those over all problems. Empty: a part of the training files is held out."""
 
     held_out_share: Fraction = 0.1
-    """Share of the prompts of train_paths that is held out if eval_paths is empty: evaluated and never trained, at least 4 and at
-    most 64 prompts, those whose text has the smallest hashes. The same file gives the same ones. With fewer than 20
-    prompts none is held out. 0: none."""
+    """Share of the prompts of train_paths, or of each source with files, that is held out if eval_paths is empty: evaluated and
+    never trained, at least 4 and at most 64 prompts, those whose text has the smallest hashes. The same file gives the same
+    ones. With fewer than 20 prompts none is held out, and of problems that are made neither. 0: none."""
 
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the columns. The defaults are those of DAPO-Math-17k."""
@@ -150,8 +150,9 @@ class DataConfig(Section):
 
     @property
     def holds_out(self) -> bool:
-        """True if a part of train_paths is evaluated instead of eval_paths."""
-        return bool(self.train_paths) and not self.eval_paths and self.held_out_share > 0
+        """True if a part of the training files is evaluated instead of eval_paths."""
+        has_files = bool(self.train_paths) or any(not source.path.startswith(TASK_PREFIX) for source in self.sources)
+        return has_files and not self.eval_paths and self.held_out_share > 0
 
     @property
     def has_held_out(self) -> bool:

@@ -33,10 +33,12 @@ class Source:
     is_fresh: bool = False  # other problems are made for each epoch
     part: Part = "all"
     held_out_share: float = 0.0  # share of the prompts of its files, for the two parts
+    others: tuple[Source, ...] = ()  # whose held-out prompts are held out of this one, too
 
     def rows(self) -> Iterator[Row]:
         """Yield every row of its part, in order. ValueError with the place and what was expected."""
-        held_out = held_out_prompts(self)[0] if self.part != "all" else frozenset()
+        divided = () if self.part == "all" else (self, *self.others)
+        held_out = frozenset[str]().union(*(held_out_prompts(source)[0] for source in divided))
         for row in self._all_rows():
             if self.part == "all" or (question_id(row) in held_out) == (self.part == "held_out"):
                 yield row
@@ -85,10 +87,12 @@ class PromptCounts:
 
 def count_prompts(data: DataConfig) -> PromptCounts:
     """Return the prompts that a run trains and evaluates. ValueError for a file that cannot be read."""
-    if data.holds_out and _is_countable(_of_train_paths(data, "all")):
+    if data.holds_out and not data.sources and _is_countable(_of_train_paths(data, "all")):
         held_out, total = held_out_prompts(_of_train_paths(data, "all"))
         return PromptCounts(total - len(held_out), len(held_out))
-    return PromptCounts(_count(train_sources(data)), MAX_HELD_OUT if data.holds_out else _count(eval_sources(data)))
+    evaluated = eval_sources(data)
+    are_many = data.holds_out and not all(map(_is_countable, evaluated))
+    return PromptCounts(_count(train_sources(data)), MAX_HELD_OUT if are_many else _count(evaluated))
 
 
 def _count(sources: Sequence[Source]) -> int:
@@ -108,12 +112,21 @@ def row_format(data: DataConfig) -> RowFormat:
 
 def train_sources(data: DataConfig) -> tuple[Source, ...]:
     """Return the tables of data.sources, or data.train_paths as one source."""
-    if not data.sources:
-        return (_of_train_paths(data, "train"),)
+    return _of_tables(data, "train") if data.sources else (_of_train_paths(data, "train"),)
+
+
+def _of_tables(data: DataConfig, part: Part) -> tuple[Source, ...]:
+    """Return a part of the tables of data.sources that have files; a prompt of several is in the same part of all of them.
+    Problems that are made are only trained."""
     names = _unique_names(
         [source.name or Path(source.path.removeprefix(TASK_PREFIX)).stem for source in data.sources], data.sources
     )
-    return tuple(_source(source, name, data) for source, name in zip(data.sources, names))
+    sources = [_source(source, name, data) for source, name in zip(data.sources, names)]
+    if not data.holds_out:
+        return tuple(sources)
+    files = [replace(one, part=part, held_out_share=data.held_out_share) for one in sources if one.made is None]
+    divided = {one.name: replace(one, others=tuple(other for other in files if other is not one)) for one in files}
+    return tuple(divided.get(one.name, one) for one in sources if one.name in divided or part == "train")
 
 
 def train_files(data: DataConfig) -> tuple[Path, ...]:
@@ -122,10 +135,13 @@ def train_files(data: DataConfig) -> tuple[Path, ...]:
 
 
 def eval_sources(data: DataConfig) -> tuple[Source, ...]:
-    """Return a source for each of data.eval_paths, or what is held out of data.train_paths; a single source has no name."""
+    """Return a source for each of data.eval_paths, or what is held out of the training files; a single source has no name."""
     paths = data.eval_paths
-    if data.holds_out:
+    if data.holds_out and not data.sources:
         return (_of_train_paths(data, "held_out"),)
+    if data.holds_out:
+        divided = _of_tables(data, "held_out")
+        return divided if len(divided) > 1 else (replace(divided[0], name=""),)
     if len(paths) < 2:
         return tuple(Source((path,), row_format(data)) for path in paths)
     stems = [path.stem for path in paths]

@@ -171,7 +171,7 @@ def _rows_to_show(run: Path, config: Config) -> list[Row]:
     rows = [
         row
         for source in eval_sources(config.data)
-        for row in (source.rows() if all(path.is_file() for path in source.paths) else ())
+        for row in (source.rows() if all(path.exists() for one in (source, *source.others) for path in one.paths) else ())
         if [turn["role"] for turn in row.messages] in (["user"], ["system", "user"])
     ]
     unique = {prompt_id_of(row.messages, row.answer): row for row in reversed(rows)}

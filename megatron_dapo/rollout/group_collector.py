@@ -109,6 +109,7 @@ class GroupCollector(Collector):
         self._builder = StatisticsBuilder()
         self._max_lost_in_row = inputs.max_lost_in_row
         self._num_lost_in_row = 0
+        self._reported: set[Exhaustion] = set()  # shortages that this process has warned of
         self._shown: list[Group] = []  # the first groups that this collection left out
 
     # Collecting
@@ -410,7 +411,10 @@ class GroupCollector(Collector):
     def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
         """Return the incomplete batch that rollout.on_exhausted asks for."""
         shortage = self._describe_shortage(num_groups, exhausted)
-        logger.warning("%s", shortage)
+        # Expected of a run that trains partial batches: later ones of the kind are in its metrics.
+        is_known = exhausted in self._reported
+        logger.log(logging.DEBUG if is_known and self._rollout.on_exhausted == "train_partial" else logging.WARNING, "%s", shortage)
+        self._reported.add(exhausted)
         if self._rollout.on_exhausted == "error":
             raise CollectionExhausted(shortage)
         if self._rollout.on_exhausted == "stop":  # kept groups stay in the buffer for a later run
@@ -430,9 +434,11 @@ class GroupCollector(Collector):
                 f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no "
                 "group; choose easier or harder data"
             )
+        is_partial_trained = self._rollout.on_exhausted == "train_partial"
+        remedy += "" if is_partial_trained else ", or let rollout.on_exhausted train partial batches"
         return (
-            f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
-            f"{self._builder.num_started} groups ({counts}); {remedy}, or let rollout.on_exhausted train partial batches"
+            f"only {self._num_available()} of {num_groups} groups{' are trained' if is_partial_trained else ''}: {exhausted} are "
+            f"exhausted after {self._builder.num_started} groups ({counts}); {remedy}"
         )
 
     def _progress(self, num_groups: int) -> CollectProgress:

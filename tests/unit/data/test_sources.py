@@ -20,7 +20,7 @@ from megatron_dapo.data.files import RowFormat, count_rows, file_sha256, read_ro
 from megatron_dapo.data.fresh_prompts import FreshPrompts, PromptBook
 from megatron_dapo.data.made_problems import MadeProblems
 from megatron_dapo.data.prompt_stream import PromptStream, SourceShare
-from megatron_dapo.data.sources import count_prompts, eval_sources, train_sources
+from megatron_dapo.data.sources import count_prompts, eval_sources, held_out_prompts, question_id, train_sources
 from megatron_dapo.data.template import PromptTemplate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -302,6 +302,29 @@ def test_the_held_out_part_depends_on_the_texts_of_the_prompts_only(tmp_path: Pa
     first, second = held_out_texts(config), held_out_texts(other)
     assert set(first[1]) == set(second[1]) and len(second[1]) == 2 * len(first[1])
     assert not set(second[0]) & set(second[1])
+
+
+def test_a_part_of_each_source_with_files_is_held_out(tmp_path: Path) -> None:
+    """A question of two sources is in the same part of both, and made problems are only trained."""
+    sums, products = rows("sum", 60), rows("product", 40)
+    write_rows(tmp_path / "sums.jsonl", sums)
+    write_rows(tmp_path / "both.jsonl", [*products, *sums[:30]])
+    made = {"path": "reasoning_gym:basic_arithmetic", "name": "made", "size": 5}
+    sources = [{"path": "sums.jsonl", "weight": 2.0}, {"path": "both.jsonl"}, made]
+    config = config_of(tmp_path, sources=sources, columns=COLUMNS)
+    assert config.data.holds_out and config.data.has_held_out
+    train, evaluated = train_sources(config.data), eval_sources(config.data)
+    assert [(one.name, one.weight) for one in train] == [("sums", 2.0), ("both", 1.0), ("made", 1.0)]
+    assert [one.name for one in evaluated] == ["sums", "both"]
+    asked = [{question_id(row) for source in part for row in source.rows()} for part in (train[:2], evaluated)]
+    assert not asked[0] & asked[1] and len(asked[0] | asked[1]) == 100
+    own = [held_out_prompts(source)[0] for source in evaluated]
+    assert (len(own[0]), len(own[1])) == (6, 7) and asked[1] == own[0] | own[1]
+    assert {row.source for source in evaluated for row in source.rows()} == {"sums", "both"}
+    counts = count_prompts(config_of(tmp_path, sources=sources[:2], columns=COLUMNS).data)
+    assert (counts.train, counts.held_out) == (len(asked[0]), len(asked[1]))
+    counts = count_prompts(config.data)
+    assert (counts.train, counts.held_out) == (0, len(asked[1])), "problems that are made are not counted"
 
 
 def test_given_evaluation_data_leaves_all_rows_to_training(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
-from megatron_dapo.config.loader import write_resolved
+from megatron_dapo.config.loader import read_resolved, write_resolved
 from megatron_dapo.data.dataset import prompt_id_of
+from megatron_dapo.data.sources import eval_sources
 from megatron_dapo.demo.modules import imported_files
 from megatron_dapo.demo.space import GRADIO_VERSION, write_demo, write_space
 from megatron_dapo.evaluation.estimators import ProblemRecord
@@ -80,6 +81,24 @@ def test_the_page_begins_with_a_problem_that_only_the_trained_model_solves(run: 
     assert [(one["prompt"], one["answer"]) for one in examples] == [heldout(number) for number in (9, 0, 1, 2, 3)]
     labels = [one["label"] for one in examples]
     assert len(set(labels)) == 5 and all("step by step" not in label for label in labels), "not the common instruction"
+
+
+def test_the_page_begins_with_problems_that_the_run_held_out(tmp_path: Path) -> None:
+    """Those of the training file that were never trained, the one first whose accuracy has risen."""
+    run = make_run(tmp_path / "run", "data.eval_paths=[]")
+    (source,) = eval_sources(read_resolved(run / "config.json").config.data)
+    held_out = {row.messages[-1]["content"]: row for row in source.rows()}
+    risen = list(held_out.values())[3]
+    (run / "evaluations").mkdir()
+    for step, accuracy in ((0, 0.0), (24, 1.0)):
+        columns = ((None,) * 8, ("wrong",) * 8, (False,) * 8, (9,) * 8)
+        record = ProblemRecord(prompt_id_of(risen.messages, risen.answer), risen.answer, 1, (accuracy,) * 8, *columns)
+        result = replace(an_evaluation(0.5), problems=(record,))
+        (run / "evaluations" / f"step_{step:06d}.json").write_text(result.to_json())
+    write_demo(run, tmp_path / "demo")
+    examples = settings_of(tmp_path / "demo")["examples"]
+    assert len(examples) == 5 and {one["prompt"] for one in examples} <= held_out.keys()
+    assert (examples[0]["prompt"], examples[0]["answer"]) == (risen.messages[-1]["content"], risen.answer)
 
 
 OWN = """

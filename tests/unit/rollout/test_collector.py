@@ -333,6 +333,15 @@ def test_rounds_count_the_groups_started_and_schedules_have_their_own_counter(ma
     assert {group.generation_step for group in later.groups} <= {3, 4}
 
 
+def test_partial_batches_are_warned_about_once(make_world: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world([0.0, 0.0, 0.5] * 100, group_size=16, max_num_gen_batches=1)
+    for _ in range(3):
+        assert world.collector.collect(10).exhausted == "rounds"
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "of 10 groups are trained: rounds are exhausted after 10 groups" in warning
+    assert "raise rollout.max_num_gen_batches (now 1)" in warning and "on_exhausted" not in warning
+
+
 def test_a_length_penalty_changes_rewards_but_never_the_filter(make_world: Callable) -> None:
     plain = make_world(MIXED * 10)
     shaped = make_world(MIXED * 10, addends={"overlong": lambda completion, text, score: -completion.num_tokens / 10})
