@@ -192,6 +192,7 @@ class Episode:
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     attempt: int = 0  # times it began anew, because its environment did not repeat its answers
+    num_retries: int = field(default=0, compare=False)  # times a lost environment was started again
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # generating, acting
     lost: str = ""  # the reason, if its end is "lost"
 

@@ -259,7 +259,7 @@ class RewardConfig(Section):
     verifier: FunctionPath = "dapo"
     """Preset dapo (bit-compatible with the published scorer), dapo_boxed (as verl has it since August 2026), lenient
     (math-verify), code (unit tests), judge (a language model), remote (a service), reward_model (a classifier) or format;
-    mix for the tables [[reward.mix]]; or a user's function as
+    mix for the tables [[reward.mix]]; environment for the rewards of [environment]; or a user's function as
     "package.module:function" or "path/to/file.py:function"."""
 
     mix: tuple[MixComponentConfig, ...] = ()
@@ -347,11 +347,12 @@ class RewardConfig(Section):
                 path="reward.overlong_filter",
             )
         presets = {"verifier_presets": VERIFIER_PRESETS}
-        if self.verifier != "mix" and not _is_verifier(self.verifier):
+        if self.verifier not in ("mix", "environment") and not _is_verifier(self.verifier):
             yield Rule(
-                'reward.verifier == "mix" or reward.verifier in verifier_presets or is_function_path(reward.verifier)',
+                'reward.verifier in ("mix", "environment") or reward.verifier in verifier_presets or '
+                "is_function_path(reward.verifier)",
                 _named_function(self.verifier) or 'set reward.verifier = "dapo"',
-                reason="it is no preset, mix, package.module:function or path/to/file.py:function",
+                reason="it is no preset, mix, environment, package.module:function or path/to/file.py:function",
                 values=presets,
             )
         if self.shadow_verifier and not _is_verifier(self.shadow_verifier):
@@ -361,6 +362,12 @@ class RewardConfig(Section):
                 when='reward.shadow_verifier != ""',
                 reason="it is no preset, package.module:function or path/to/file.py:function",
                 values=presets,
+            )
+        if self.shadow_verifier and self.verifier == "environment":
+            yield Rule(
+                'reward.verifier != "environment" or reward.shadow_verifier == ""',
+                'set reward.shadow_verifier = ""',
+                reason="an environment's rewards are compared with no verifier's",
             )
         if self.shadow_verifier == self.verifier:
             yield Rule(

@@ -29,6 +29,7 @@ from megatron_dapo.config.algorithm_schema import (
     WindowConfig,
 )
 from megatron_dapo.config.data_schema import DataConfig
+from megatron_dapo.config.environment_schema import EnvironmentConfig, TurnsConfig
 from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.rollout_schema import RejectionSamplingConfig, RolloutConfig
@@ -374,6 +375,12 @@ class Config(Section):
     sglang: SglangConfig = SglangConfig()
     """SGLang servers and how weights reach them."""
 
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Environments of episodes with several turns."""
+
+    turns: TurnsConfig = TurnsConfig()
+    """How the turns of an episode are joined."""
+
     reward: RewardConfig = RewardConfig()
     """Verifier and reward shaping."""
 
@@ -488,8 +495,14 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt plus the longest response in training or evaluation."""
-        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_response_tokens)
+        """Tokens of the longest prompt plus the longest response, or of the longest episode, in training or evaluation."""
+        return max(self.longest_trained, self.data.max_prompt_tokens + self.evaluation_response_tokens)
+
+    @property
+    def longest_trained(self) -> int:
+        """Tokens of the longest trained sequence."""
+        responses = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return max(responses, self.environment.max_context_tokens if self.environment.is_on else 0)
 
     @property
     def mismatch_gate(self) -> float:

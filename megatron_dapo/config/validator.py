@@ -15,6 +15,7 @@ from megatron_dapo.config.algorithm_schema import CriticParallelConfig
 from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE
 from megatron_dapo.config.derive import derive
 from megatron_dapo.config.engine_rules import ENGINE_RULES
+from megatron_dapo.config.environment_rules import ENVIRONMENT_ARCHITECTURE_RULE, ENVIRONMENT_RULES
 from megatron_dapo.config.layout_rules import (
     CRITIC,
     LAYOUT_RULES,
@@ -62,14 +63,17 @@ def validate(
     found += broken_in_sections(config, outside.keys())
     facts = facts_of(config, processes - own)
     found += broken(
-        (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES), config, facts, outside.keys()
+        (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES, *ENVIRONMENT_RULES),
+        config,
+        facts,
+        outside.keys(),
     )
     # If no process is left for the policy, the rule for the critic's separate processes says how many to start.
     if facts["processes"] >= 1:
         found += broken(world_rules(POLICY), config, facts, outside.keys())
     if architecture is not None:
         sizes = {**facts, **architecture_facts(architecture)}
-        found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES), config, sizes, outside.keys())
+        found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE), config, sizes, outside.keys())
         found += unfit_shapes(config, architecture, POLICY)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.

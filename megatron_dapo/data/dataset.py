@@ -128,16 +128,20 @@ def load_sources(
     max_prompt_tokens: int,
     deduplicate: bool = True,
     validate_answers: ValidateAnswers | None = None,
+    begin_episodes: bool = False,
 ) -> PromptDataset:
-    """Load the prompts of several sources; a problem in two of them goes to the first. Errors: see `load_prompts`."""
-    collected = _collect_sources(sources, deduplicate)
+    """Load the prompts of several sources; a problem in two of them goes to the first. Errors: see `load_prompts`.
+
+    Prompts that begin episodes are different problems if any of their columns is.
+    """
+    collected = _collect_sources(sources, deduplicate, begin_episodes)
     if not collected.rows:
         raise ValueError("data.train_paths has too few prompts to hold some out: set data.held_out_share = 0 or data.eval_paths")
     _check_answers(collected.rows, validate_answers)
     prompts = [
         Prompt(
             *(prompt_id, row.messages, _rendered(row, prompt_template), row.answer),
-            *(row.data_source or row.source, row.extra, row.source or row.data_source),
+            *(row.data_source or row.source, row.extra, row.source or row.data_source, begin_episodes),
         )
         for prompt_id, row in collected.rows
     ]
@@ -158,6 +162,7 @@ def load_eval_sources(
     prompt_template: PromptTemplate,
     max_prompt_tokens: int,
     validate_answers: ValidateAnswers | None = None,
+    begin_episodes: bool = False,
 ) -> PromptDataset:
     """Load evaluation problems, each under its source's name: rows are grouped by problem, and none is left out.
 
@@ -165,7 +170,7 @@ def load_eval_sources(
     ValueError for a prompt that is too long.
     """
     # A benchmark that lacks some of its problems is a different benchmark.
-    dataset = load_sources(sources, prompt_template, max_prompt_tokens, True, validate_answers)
+    dataset = load_sources(sources, prompt_template, max_prompt_tokens, True, validate_answers, begin_episodes)
     if dataset.report.num_too_long:
         raise ValueError(
             f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
@@ -247,23 +252,26 @@ class CollectedRows:
     files: tuple[tuple[str, str], ...] = ()  # (path, sha256)
 
 
-def collect_rows(rows: Iterable[Row], deduplicate: bool = True) -> CollectedRows:
-    """Keep one of several rows with the same prompt and answer (all if `deduplicate` is off), and count them."""
+def collect_rows(rows: Iterable[Row], deduplicate: bool = True, by_all_columns: bool = False) -> CollectedRows:
+    """Keep one of several rows with the same prompt and answer (all if `deduplicate` is off), and count them.
+
+    With `by_all_columns`, their other columns are the same, too.
+    """
     kept: list[tuple[str, Row]] = []
     multiplicity: dict[str, int] = {}
     for row in rows:
-        prompt_id = prompt_id_of(row.messages, row.answer)
+        prompt_id = prompt_id_of(row.messages, row.answer, row.extra if by_all_columns else {})
         if not deduplicate or prompt_id not in multiplicity:
             kept.append((prompt_id, row))
         multiplicity[prompt_id] = multiplicity.get(prompt_id, 0) + 1
     return CollectedRows(sum(multiplicity.values()), tuple(kept), multiplicity)
 
 
-def _collect_sources(sources: Sequence[Source], deduplicate: bool) -> CollectedRows:
+def _collect_sources(sources: Sequence[Source], deduplicate: bool, by_all_columns: bool) -> CollectedRows:
     files = [path for source in sources for path in source.paths]
     if not files and not any(source.made for source in sources):
         raise ValueError("no data files given")
-    collected = collect_rows((row for source in sources for row in source.rows()), deduplicate)
+    collected = collect_rows((row for source in sources for row in source.rows()), deduplicate, by_all_columns)
     return replace(collected, files=tuple((str(file), file_sha256(file)) for file in files))
 
 

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_dapo.data import saved_dataset
@@ -120,10 +121,13 @@ def sampled_rows(path: Path, row_format: RowFormat = DAPO_FORMAT, places: int = 
             yield _checked_row(values, location, row_format)
 
 
-def prompt_id_of(messages: Sequence[Mapping[str, str]], answer: str) -> str:
-    """Return 16 hex digits of a SHA-256; equal (messages, answer) have equal ids on every machine."""
+def prompt_id_of(
+    messages: Sequence[Mapping[str, str]], answer: str, extra: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Return 16 hex digits of a SHA-256; equal (messages, answer, extra) have equal ids on every machine."""
     # A message's keys may be in any order in the file, so take role and content by name.
-    canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
+    parts = [[[m["role"], m["content"]] for m in messages], answer, *([dict(extra)] if extra else [])]
+    canonical = json.dumps(parts, ensure_ascii=True, sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 

@@ -25,12 +25,16 @@ class FreshPrompts:
         source: of made problems.
         template: renders them.
         max_prompt_tokens: longer ones are left out.
+        begin_episodes: they are played with an environment.
     """
 
-    def __init__(self, source: Source, template: PromptTemplate, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, source: Source, template: PromptTemplate, max_prompt_tokens: int, begin_episodes: bool = False
+    ) -> None:
         self._source = source
         self._template = template
         self._max_prompt_tokens = max_prompt_tokens
+        self._begin_episodes = begin_episodes
         self._of_epoch = lru_cache(_KEPT_EPOCHS)(self._make)
 
     def ids(self, epoch: int) -> Sequence[str]:
@@ -56,7 +60,9 @@ class FreshPrompts:
     def _make(self, epoch: int) -> dict[str, Prompt]:
         assert self._source.made is not None, f"source {self._source.name!r} has files"
         source = replace(self._source, made=replace(self._source.made, epoch=epoch))
-        prompts = load_sources([source], self._template, self._max_prompt_tokens).prompts
+        prompts = load_sources(
+            [source], self._template, self._max_prompt_tokens, begin_episodes=self._begin_episodes
+        ).prompts
         named = (replace(one, prompt_id=f"{self._source.name}@{epoch}/{one.prompt_id}") for one in prompts)
         return {one.prompt_id: one for one in named}
 

@@ -19,6 +19,7 @@ def load_eval_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptD
     long, as in training."""
     template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     load = partial(load_sources, deduplicate=True) if config.data.holds_out else load_eval_sources
+    load = partial(load, begin_episodes=config.environment.is_on)
     sources, limit = eval_sources(config.data), config.data.max_prompt_tokens
     return load(sources, template, limit, validate_answers=pool.validate_answers)
 

@@ -95,7 +95,7 @@ def memory_bytes(config: Config, memory: RunMemory, processes: int) -> int:
     servers = 0
     if memory.engine_memory is not None:
         sglang = config.sglang
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = config.longest_trained
         tokens = sglang.max_total_tokens or sglang.max_running_requests * longest
         of_rank = SERVER_BYTES + memory.engine_memory.weights + tokens * memory.engine_memory.bytes_per_token
         servers = memory.num_engines * sglang.tp_size * of_rank

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.rewards.pool.environment import EnvironmentRewards
 from megatron_dapo.rewards.pool.mixture import MixtureComponent, MixturePool
 from megatron_dapo.rewards.pool.pool import VerifierPool, score_request
 from megatron_dapo.rewards.verifiers.self_test import check_contract
@@ -22,9 +23,13 @@ NUM_TRIALS = 2  # a function of batches that returns one reward for all of them 
 TRIAL_RESPONSE = "Answer: 42"  # a reward function of samples is tried with it
 
 
-def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool | MixturePool:
+def open_verifier_pool(
+    reward: RewardConfig, verifier: str | None = None
+) -> VerifierPool | MixturePool | EnvironmentRewards:
     """Start the processes that score this run's responses by `verifier` (default: reward.verifier, which may be a mixture)."""
     name = verifier or reward.verifier
+    if name == "environment":
+        return EnvironmentRewards(reward)
     if name != "mix":
         return VerifierPool(name, reward)
     with ExitStack() as stack:  # closes the pools that started if one fails to
@@ -48,6 +53,8 @@ def self_test(reward: RewardConfig, tokenizer: Any, pool: Any, prompts: Sequence
         for component in pool.components:
             self_test(reward, tokenizer, component.pool, prompts)
         return
+    if isinstance(pool, EnvironmentRewards):
+        return  # it reads no answers
     if pool.takes_sample:
         completion = Completion("trial", np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", ())
         scores = pool.score_many(

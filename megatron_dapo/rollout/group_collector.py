@@ -303,6 +303,7 @@ class GroupCollector(Collector):
             self._counters.num_lost += 1
             self._num_lost_in_row += 1
             self._builder.add_aborted(group.completions.values())
+            self._builder.num_lost += 1
             assert lost[0].episode is not None, "a lost episode is an episode"
             if self._num_lost_in_row >= self._max_lost_in_row:
                 raise EpisodesLost(

@@ -82,6 +82,7 @@ class CollectStatistics:
     prompts: Mapping[str, float] = field(default_factory=dict)  # counts of the choice of prompts, see `PromptSource`
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    num_lost: int = 0  # of num_aborted, groups with an episode whose environment was lost
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
@@ -98,6 +99,7 @@ class StatisticsBuilder:
 
     num_started: int = 0
     num_aborted: int = 0
+    num_lost: int = 0
     num_stale: int = 0
     num_continued: int = 0
     num_tokens: int = 0  # generated

@@ -28,6 +28,18 @@ PHASES: Mapping[str, str] = MappingProxyType(
 )
 
 
+# Ends of episodes that count as truncated, and their limits.
+EPISODE_LIMITS: Mapping[str, str] = MappingProxyType(
+    {
+        "max_turns": "environment.max_turns",
+        "max_tokens": "rollout.max_response_tokens",
+        "max_context": "environment.max_context_tokens",
+        "length": "environment.max_turn_tokens",
+        "seconds": "environment.episode_seconds",
+    }
+)
+
+
 @dataclass(frozen=True)
 class Metric:
     name: str
@@ -133,6 +145,31 @@ _STEP = [
         ("per_finished", "windows", "windows that the finished ones took, mean"),
         ("waiting", "responses", "in the pool afterwards: unfinished, or not yet started of groups that were begun"),
         ("prefix_tokens", "tokens", "response tokens of earlier windows that were sent to the engine again as context"),
+    ),
+    *_section(
+        "episodes",
+        ("turns_mean", "turns", "turns of the policy in a trained episode (0 without [environment], like all of this section)"),
+        ("sampled_tokens_mean", "tokens", "tokens that the policy sampled in one"),
+        ("observed_tokens_mean", "tokens", "tokens of the environment's answers in one, which are not trained"),
+        ("segments_mean", "sequences", "sequences besides the main one (turns.history = rewrite)"),
+        ("end_done_share", "fraction", "share of the trained episodes that their environment ended"),
+        *(
+            (f"end_{name}_share", "fraction", f"share of those that ended truncated, at {limit}")
+            for name, limit in EPISODE_LIMITS.items()
+        ),
+        ("calls_mean", "calls", "tool calls in an episode"),
+        ("calls_ok_share", "fraction", "share of them that were run and answered"),
+        ("calls_unparsable_share", "fraction", "share of them that could not be read"),
+        ("calls_unknown_tool_share", "fraction", "share of them that named no tool"),
+        ("calls_bad_arguments_share", "fraction", "share of them with arguments that do not fit the tool"),
+        ("calls_error_share", "fraction", "share of them whose tool failed"),
+        ("calls_timeout_share", "fraction", "share of them whose tool took too long"),
+        ("calls_refused_share", "fraction", "share of them that the environment refused"),
+        ("generating_seconds_mean", "s", "seconds that an episode's turns were with the engine"),
+        ("acting_seconds_mean", "s", "seconds that its environment took"),
+        ("retries", "times", "lost environments of the trained episodes that were started again"),
+        ("begun_anew", "times", "trained episodes begun anew because their environment did not repeat its answers"),
+        ("groups_lost", "groups", "groups dropped for a lost episode; their prompts were queued again"),
     ),
     *_section(
         "reward",

@@ -47,10 +47,16 @@ def installed_versions() -> dict[str, str]:
 
 
 def write_provenance(
-    run_directory: Path, data: Mapping[str, Sequence[str]], model: Path, versions: Mapping[str, str], machine: str, operations: str = ""
+    run_directory: Path,
+    data: Mapping[str, Sequence[str]],
+    model: Path,
+    versions: Mapping[str, str],
+    machine: str,
+    operations: str = "",
+    turns: Mapping[str, Any] | None = None,
 ) -> None:
     """Write provenance.json. `data`: paths by configuration key; `machine`: description of layout and devices;
-    `operations`: table of the kernels in use.
+    `operations`: table of the kernels in use; `turns`: the proof that the chat template continues episodes.
 
     A path that is not a file, such as a name on the Hub, is recorded unchanged.
     """
@@ -59,6 +65,7 @@ def write_provenance(
         "commit": _commit(),
         "machine": f"{machine}; {socket.gethostname()}, {platform.platform()}, {os.cpu_count()} CPUs",
         **({"operations": operations.splitlines()} if operations else {}),
+        **({"turns": dict(turns)} if turns else {}),
         "data": [{"key": key, **_identity(Path(path))} for key, paths in data.items() for path in paths],
         "model": [_identity(model / name) for name in _MODEL_FILES if (model / name).is_file()],
         "model_bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),

@@ -20,6 +20,7 @@ from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.model_inputs import ModelInputs, read_model_inputs
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.data.sources import train_sources
+from megatron_dapo.data.template_proof import TemplateProof
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.files.durable import Files
@@ -32,6 +33,7 @@ from megatron_dapo.rollout.collector import Collector, CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import FailureStreak, RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
+from megatron_dapo.trainer.build_episodes import episode_engine, template_proof
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import RunPaths
 from megatron_dapo.trainer.sft import ExampleStream
@@ -53,10 +55,12 @@ class RolloutData:
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
     collector: Collector | None
+    engine: CollectiveEngine  # the run's, or one that plays episodes on it
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
     examples: ExampleStream | None = None
+    proof: TemplateProof | None = None  # that the chat template continues episodes; None without them
 
     def disagreement_share(self) -> float:
         """Return the share of responses so far that the shadow verifier scored differently; 0 without one."""
@@ -77,8 +81,10 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     scorer = context.stack.enter_context(_scorer(config, files))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     evaluation = _evaluation_task(config, inputs, pool, files)
+    proof = template_proof(config, inputs)
+    engine = context.stack.enter_context(episode_engine(config, proof, engine))
     if config.algorithm.name == "sft":
-        return _example_data(config, inputs, scorer, evaluation)
+        return _example_data(config, inputs, scorer, engine, evaluation)
     prompts = load_train_dataset(config, inputs, pool).prompts
     evaluation = _compared(evaluation, prompts)
     # The order of prompts has its own seed, so that runs with different run.seed can share it.
@@ -100,17 +106,18 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
-    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress)
+    max_lost_in_row = config.rollout.prompts_per_step if config.environment.on_lost == "requeue" else 1
+    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, max_lost_in_row)
     collector: Collector
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
-    return RolloutData(inputs, scorer, collector, stream, prompts, evaluation)
+    return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, proof=proof)
 
 
 def _example_data(
-    config: Config, inputs: ModelInputs, scorer: Any, evaluation: EvaluationTask | None
+    config: Config, inputs: ModelInputs, scorer: Any, engine: CollectiveEngine, evaluation: EvaluationTask | None
 ) -> RolloutData:
     """Return the parts of fine-tuning; `scorer` is for its evaluations."""
     data = config.data
@@ -125,7 +132,7 @@ def _example_data(
     order = FunctionOrder(data.order, prompts) if data.order else None
     stream = PromptStream(tuple(examples), data.shuffle_seed, data.max_epochs or None, order=order)
     return RolloutData(
-        inputs, scorer, None, stream, prompts, _compared(evaluation, prompts), ExampleStream(examples, stream)
+        inputs, scorer, None, engine, stream, prompts, _compared(evaluation, prompts), ExampleStream(examples, stream)
     )
 
 
@@ -133,7 +140,9 @@ def _fresh_prompts(config: Config, inputs: ModelInputs) -> dict[str, FreshPrompt
     """Return the prompts that are generated anew for each epoch, by the names of their sources."""
     template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     limit = config.data.max_prompt_tokens
-    return {one.name: FreshPrompts(one, template, limit) for one in train_sources(config.data) if one.is_fresh}
+    begin_episodes = config.environment.is_on
+    sources = [one for one in train_sources(config.data) if one.is_fresh]
+    return {one.name: FreshPrompts(one, template, limit, begin_episodes) for one in sources}
 
 
 def prompt_injection(
@@ -242,7 +251,8 @@ def build_evaluator(
     # An engine holds up to slots_per_rank sequences per rank; four times as many requests keep it full.
     max_in_flight = 4 * config.rollout.slots_per_rank * context.topology.policy_layout.world_size
     task = data.evaluation if data else None
-    return Evaluator(engines.engine, task, max_in_flight, context.phases, collector, stop.check, engines.servers)
+    engine = data.engine if data else engines.engine
+    return Evaluator(engine, task, max_in_flight, context.phases, collector, stop.check, engines.servers)
 
 
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
@@ -250,7 +260,12 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> Prompt
     data = config.data
     template = prompt_template(data, inputs.tokenizer, inputs.vocab_size)
     dataset = load_sources(
-        train_sources(data), template, data.max_prompt_tokens, data.deduplicate, pool.validate_answers
+        train_sources(data),
+        template,
+        data.max_prompt_tokens,
+        data.deduplicate,
+        pool.validate_answers,
+        config.environment.is_on,
     )
     self_test(config.reward, inputs.tokenizer, pool, dataset.prompts)
     first = template.describe(dataset.prompts[0].messages)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import psutil
@@ -18,8 +19,8 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.group_collector import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
-from megatron_dapo.telemetry.metrics import PHASES, REWARD_PART, SOURCE, STEP_METRICS
-from megatron_dapo.types import Group, Outcome, ScoredSample, TrainSample, num_distinct
+from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.types import CallStatus, Group, Outcome, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
@@ -54,6 +55,7 @@ def step_metrics(
         **prefix_metrics(rollout.prefix_reuse),
         **prompt_metrics(rollout),
         **window_metrics(rollout),
+        **episode_metrics(rollout),
         **source_metrics(rollout),
         **quality_metrics(rollout.groups),
         **reward_metrics(rollout.groups, disagreement_share),
@@ -263,6 +265,34 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
         "window/per_finished": windows.windows_per_finished,
         "window/waiting": windows.num_waiting,
         "window/prefix_tokens": windows.num_prefix_tokens,
+    }
+
+
+def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the "episodes/" section; all 0 without an environment."""
+    completions = [sample.completion for group in batch.groups for sample in group.samples]
+    played = [(one, one.episode) for one in completions if one.episode is not None]
+    turns = [turn for _, episode in played for stream in (episode, *episode.segments) for turn in stream.turns]
+    statuses = Counter(call.status for turn in turns for call in turn.calls)
+    ends = Counter(episode.end for _, episode in played)
+    num_sampled = sum(turn.end - turn.start for turn in turns)
+    num_observed = sum(turn.observed_end - turn.end for turn in turns)
+    num_played, num_calls = max(1, len(played)), max(1, statuses.total())
+    return {
+        "episodes/turns_mean": len(turns) / num_played,
+        "episodes/sampled_tokens_mean": num_sampled / num_played,
+        "episodes/observed_tokens_mean": num_observed / num_played,
+        "episodes/segments_mean": sum(len(episode.segments) for _, episode in played) / num_played,
+        **{f"episodes/end_{name}_share": ends[name] / num_played for name in ("done", *EPISODE_LIMITS)},
+        "episodes/calls_mean": statuses.total() / num_played,
+        **{f"episodes/calls_{name}_share": statuses[name] / num_calls for name in get_args(CallStatus)},
+        **{
+            f"episodes/{name}_seconds_mean": sum(episode.seconds.get(name, 0.0) for _, episode in played) / num_played
+            for name in ("generating", "acting")
+        },
+        "episodes/retries": sum(episode.num_retries for _, episode in played),
+        "episodes/begun_anew": sum(episode.attempt for _, episode in played),
+        "episodes/groups_lost": batch.statistics.num_lost,
     }
 
 

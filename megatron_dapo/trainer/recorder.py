@@ -142,12 +142,14 @@ class Recorder:
         machine: str = "",
         planned: PlannedRun | None = None,
         operations: str = "",
+        turns: Mapping[str, Any] | None = None,
     ) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest step evaluated, -1 if none.
 
         `tokenizer`: a transformers tokenizer, for samples token by token; None for only texts. `machine`: describes
         layout and devices. `planned`: the run as `plan` predicts it, compared with an early step; None if the plan does
-        not know the devices. `operations`: their implementations as a table, for provenance.json.
+        not know the devices. `operations`: their implementations as a table, and `turns`: the template's proof, both for
+        provenance.json.
         """
         telemetry = config.telemetry
         # Rows after the checkpoint that the run resumes from are cut off, because they will be written again.
@@ -156,7 +158,7 @@ class Recorder:
         self._telemetry, self._files = telemetry, files
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self._planned, self._compared_step = planned, train_step + COMPARED_STEP
-        self._note_provenance(config, machine, operations)
+        self._note_provenance(config, machine, operations, turns)
         settings = _settings(config)
         others: list[MetricWriter] = [
             *open_trackers(telemetry.trackers, config.run.output_dir, config.run.name, settings, files)
@@ -175,12 +177,14 @@ class Recorder:
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, mismatch_alarm(config), train_step)
 
-    def _note_provenance(self, config: Config, machine: str, operations: str) -> None:
+    def _note_provenance(
+        self, config: Config, machine: str, operations: str, turns: Mapping[str, Any] | None
+    ) -> None:
         """Write provenance.json. If the data cannot be read a second time, the run continues."""
         keys = ("train_paths", "eval_paths")
         data = {f"data.{key}": [str(path) for path in getattr(config.data, key)] for key in keys}
         try:
-            facts = data, config.model.path, installed_versions(), machine, operations
+            facts = data, config.model.path, installed_versions(), machine, operations, turns
             self._files.run(write_provenance, self.paths.metrics.parent, *facts)
         except OSError as error:
             logger.warning("%s was not written: %r", PROVENANCE, error)

@@ -245,8 +245,9 @@ def _build(
         evaluated = max(map(int, progress.evaluations), default=-1)
         machine, tokenizer = _machine(config, topology), data.inputs.tokenizer
         operations = actor.operations if actor is not None else ""
+        turns = data.proof.describe() if data.proof else None
         recorder = Recorder(
-            config, progress.train_step, evaluated, context.files, tokenizer, machine, planned, operations
+            config, progress.train_step, evaluated, context.files, tokenizer, machine, planned, operations, turns
         )
         context.stack.callback(recorder.close)
         phases.display = recorder.progress

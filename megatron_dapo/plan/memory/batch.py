@@ -30,7 +30,7 @@ def share_tokens(config: Config, responses: int, processes: int) -> int:
     """Return the tokens in a replica's share of these responses."""
     p = config.parallel
     replicas = max(1, processes // (p.tp_size * p.pp_size * p.cp_size))
-    return -(-responses // replicas) * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    return -(-responses // replicas) * config.longest_trained
 
 
 def batch_bytes(config: Config, architecture: ModelArchitecture, processes: int) -> int:
@@ -51,7 +51,7 @@ def host_batch_bytes(
     """
     chosen, responses = choice_bytes(config, architecture), step_responses(config)
     packed = (TOKEN_BYTES + chosen) * share_tokens(config, responses, processes)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_trained
     generated = chosen * longest * math.ceil(config.rollout.oversample * responses)
     of_servers = SERVED_CHOICE * architecture.num_layers * architecture.num_experts_per_token * served_tokens
     return ranks_of_node * packed + generated + (of_servers if chosen else 0)

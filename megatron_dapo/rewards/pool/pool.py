@@ -62,6 +62,8 @@ class Scorer(Protocol):
 def score_request(key: str, prompt: Prompt, completion: Completion, text: str, scorer: Scorer) -> ScoreRequest:
     """Return a response in the form that the scorer takes; `key` ends in "/" and the response's index in its group."""
     request = ScoreRequest(key, text, prompt.answer, completion.is_truncated)
+    if getattr(scorer, "takes_episode", False):
+        return request._replace(sample={"episode": completion.episode})
     if not getattr(scorer, "takes_sample", False):
         return request
     wants_tokens = getattr(scorer, "takes_token_ids", False)

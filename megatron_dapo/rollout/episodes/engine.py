@@ -27,15 +27,15 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from megatron_dapo.data.template import Messages
 from megatron_dapo.data.tool_calls import ParsedTurn, Tool, TurnParser
 from megatron_dapo.data.turns import TurnTemplate
-from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse, check_request_ids
+from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse, RolloutEngine, check_request_ids
 from megatron_dapo.environments.protocol import Action, EnvironmentPool, Reply, Task
 from megatron_dapo.rollout.episodes.stream import EpisodeStreams, recorded_turns
 from megatron_dapo.rollout.open_group import MAX_FRUITLESS
@@ -56,6 +56,7 @@ class EpisodeSettings:
     max_turns: int = 8
     max_turn_tokens: int = 0  # 0: what is left of the others
     max_seconds: float = 600.0  # that its environment may take in all
+    success: float = 0.5  # sum of rewards from which on it is correct, if its environment does not say it
     retries: int = 2  # losses after which it is given up, less one
     order: Literal["rounds", "arrival"] = "rounds"
     parser: str = "auto"
@@ -113,6 +114,7 @@ class _Episode:
     num_lost: int = 0
     attempt: int = 0
     num_fruitless: int = 0
+    is_rewarded: bool = False
     begun_s: float = 0.0  # when the current turn was submitted
     seconds: Counter[str] = field(default_factory=Counter)
 
@@ -133,15 +135,23 @@ class _Episode:
         if self.record is not None:
             return self.record
         return (self.streams or EpisodeStreams(self.request.prompt_ids)).completion(
-            self.request, "abort", self.partial, attempt=self.attempt, seconds=dict(self.seconds)
+            self.request, "abort", self.partial, **self.facts
         )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of `Episode` whatever its end."""
+        return {"attempt": self.attempt, "num_retries": self.num_lost, "seconds": dict(self.seconds)}
 
 
 class EpisodeEngine:
-    """`CollectiveEngine` whose requests with a task are episodes; the others go to `engine` untouched."""
+    """`RolloutEngine` whose requests with a task are episodes; the others go to `engine` untouched.
+
+    It is a `CollectiveEngine` if `engine` is one.
+    """
 
     def __init__(
-        self, engine: CollectiveEngine, pool: EnvironmentPool, turns: TurnTemplate, settings: EpisodeSettings
+        self, engine: RolloutEngine, pool: EnvironmentPool, turns: TurnTemplate, settings: EpisodeSettings
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -173,7 +183,7 @@ class EpisodeEngine:
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """See `CollectiveEngine`."""
-        return self._engine.run_on_rank0(body)
+        return cast(CollectiveEngine, self._engine).run_on_rank0(body)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `RolloutEngine`. A prefix with an episode continues it."""
@@ -234,11 +244,6 @@ class EpisodeEngine:
             discarded_tokens=self._counts["discarded_tokens"],
         )
 
-    def statistics(self) -> dict[str, float]:
-        """Return the counts since the engine began, by their names in the metrics."""
-        accounting = asdict(self.accounting())
-        return {name: float(accounting[name]) for name in ("retried", "diverged", "discarded_tokens")}
-
     # Beginning and continuing
 
     def _continue(self, request: GenerationRequest) -> bool:
@@ -262,7 +267,7 @@ class EpisodeEngine:
 
     def _start(self, episode: _Episode, record: Completion | None) -> None:
         """Start the environment, to play the turns of `record` again if there is one."""
-        episode.stage, episode.streams, episode.partial = EpisodeStage.STARTING, None, None
+        episode.stage, episode.streams, episode.partial, episode.is_rewarded = EpisodeStage.STARTING, None, None, False
         episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
         if record is not None and record.episode is not None:
             episode.attempt = max(episode.attempt, record.episode.attempt)
@@ -330,8 +335,12 @@ class EpisodeEngine:
     def _answer(self, episode: _Episode, reply: Reply) -> None:
         streams, turn_format = _playing(episode)
         streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
+        episode.is_rewarded |= reply.reward is not None
         if reply.done:
-            self._finish(episode, "done", is_correct=reply.is_correct, parts=dict(reply.parts))
+            is_correct = reply.is_correct
+            if is_correct is None and episode.is_rewarded:
+                is_correct = streams.reward >= self._settings.success
+            self._finish(episode, "done", is_correct=is_correct, parts=dict(reply.parts))
         elif streams.num_turns >= self._settings.max_turns:
             self._finish(episode, "max_turns")
         elif episode.seconds["acting"] > self._settings.max_seconds:
@@ -477,8 +486,8 @@ class EpisodeEngine:
             completion = replace(completion, episode=replace(completion.episode, end="lost", **facts))
         else:
             streams, _ = _playing(episode)
-            facts |= {"reward": streams.reward, "attempt": episode.attempt, "seconds": dict(episode.seconds)}
-            completion = streams.completion(episode.request, end, **facts)
+            reward = streams.reward if episode.is_rewarded else None
+            completion = streams.completion(episode.request, end, reward=reward, **facts, **episode.facts)
         del self._open[episode.name]
         self._pool.end(episode.name)
         self._ended[end] += 1

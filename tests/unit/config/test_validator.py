@@ -33,7 +33,7 @@ from tests.examples import examples
 from tests.unit.config import architectures
 from tests.unit.config.small import make
 
-FREE = {"reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
+FREE = {"environment.success", "reward.correct", "reward.incorrect", "reward.judge.threshold", "reward.reward_model.threshold"}
 MAY_BE_NEGATIVE = {"critic.explained_variance_alarm", *FREE}
 
 QWEN_32B = parse_architecture(architectures.QWEN_32B)

@@ -206,6 +206,7 @@ class Played:
     sampled: list[tuple[int, int]] = field(default_factory=list)  # (seed, position) in order
     kinds: list[list[bool]] = field(default_factory=list)  # of each stream: is a token sampled
     rewards: list[float] = field(default_factory=list)
+    is_rewarded: bool = False
     is_correct: bool | None = None
     num_acts: int = 0
 
@@ -244,6 +245,7 @@ def play(one: GenerationRequest, turns: TurnTemplate, limits: EpisodeSettings) -
         played.num_acts += 1
         answer = answer_of(task, actions)
         played.rewards.append(answer["reward"] or 0.0)
+        played.is_rewarded |= answer["reward"] is not None
         if answer.get("done"):
             played.end, played.is_correct = "done", answer["is_correct"]
             return played

@@ -30,7 +30,8 @@ def assert_is(completion: Completion, played: world.Played, engine: world.FakeTu
     for kind, version, before in zip(sampled, versions, [None, *versions]):
         assert version == (engine.version_of[next(places)] if kind else before)
     assert [turn.reward for turn in episode.turns][: len(played.rewards)] == played.rewards
-    assert episode.reward == pytest.approx(sum(played.rewards)) and episode.is_correct == played.is_correct
+    expected = pytest.approx(sum(played.rewards)) if played.is_rewarded else None
+    assert episode.reward == expected and episode.is_correct == played.is_correct
 
 
 @pytest.mark.parametrize("order", ["rounds", "arrival"])

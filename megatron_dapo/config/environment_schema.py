@@ -1,0 +1,126 @@
+"""Sections of episodes: environments and their processes, and how turns are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from megatron_dapo.config.section import (
+    FunctionPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Section,
+    is_function_path,
+)
+
+Order = Literal["auto", "rounds", "arrival"]
+
+
+class EnvironmentConfig(Section):
+    """Environments: with one, each prompt begins an episode, a conversation of several turns in which the environment
+    answers the policy. Its code runs in worker processes, never in the trainer's. `rollout.max_response_tokens` bounds the
+    tokens that the policy samples in an episode."""
+
+    path: FunctionPath = ""
+    """The user's Environment or ToolEnvironment, as "path/to/file.py:Class" or "package.module:Class". "": none."""
+
+    function: FunctionPath = ""
+    """A function `async def rollout(task, client)` that plays an episode, in the same form. "": none."""
+
+    python: str = ""
+    """Interpreter of the worker processes, for environments whose packages contradict the trainer's. "": the trainer's."""
+
+    processes: NonNegativeInt = 0
+    """Worker processes. 0: half of the machine's cores."""
+
+    episodes_per_process: PositiveInt = 16
+    """Episodes that a worker process plays at a time; further ones wait. 1 for libraries with global state."""
+
+    max_episodes_per_process: PositiveInt = 1000
+    """Episodes after which a worker process is replaced by a new one."""
+
+    max_turns: PositiveInt = 8
+    """Turns of the policy in an episode; one that needs more ends truncated after its last answer."""
+
+    max_turn_tokens: NonNegativeInt = 0
+    """Longest turn in tokens; a longer one is cut, see turns.on_cut. 0: what is left of the other limits."""
+
+    max_context_tokens: NonNegativeInt = 0
+    """Longest context of a turn: the environment's first messages and everything since. 0: data.max_prompt_tokens +
+    rollout.max_response_tokens. Raise it if answers are long."""
+
+    reset_seconds: PositiveFloat = 30.0
+    """Seconds that an environment may take for its first messages; then its process is killed, and the episode is lost."""
+
+    step_seconds: PositiveFloat = 30.0
+    """Seconds that it may take for an answer."""
+
+    episode_seconds: PositiveFloat = 600.0
+    """Seconds that it may take for all answers of an episode: then the episode ends truncated; if an answer is still
+    missing, it is lost."""
+
+    on_step_timeout: Literal["observe", "end", "lost"] = "observe"
+    """A tool that takes longer than step_seconds. observe: the model is told so and continues. end: the
+    episode ends without a reward. lost: it is lost."""
+
+    memory_limit_mb: PositiveInt = 2048
+    """Memory limit of one worker process, in MiB."""
+
+    max_processes: PositiveInt = 64
+    """Most processes that a worker process and everything it has started may have at a time."""
+
+    variables: tuple[str, ...] = ()
+    """Names of environment variables that worker processes get in addition to PATH, LD_LIBRARY_PATH and the language."""
+
+    success: float = 0.5
+    """Sum of an episode's rewards from which on it counts as correct if its environment does not say it."""
+
+    retries: NonNegativeInt = 2
+    """Times that a lost environment (its process died, or missed a deadline) is started again with the same seed, and the turns
+    so far are played again. After them, on_lost applies."""
+
+    on_lost: Literal["requeue", "fail"] = "requeue"
+    """requeue: the group of a lost episode is dropped and its prompt queued again; after as many such groups in a row as a
+    train step has, the run ends with the reason. fail: it ends at the first one. A lost episode is never scored."""
+
+    order: Order = "auto"
+    """rounds: an answer enters in the round of generation after the turn's, which waits for it, so that a run repeats bit for
+    bit. arrival: answers enter when they come. auto: rounds with the embedded engine, arrival with servers."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.path or self.function)
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if self.path and self.function:
+            yield Rule(
+                'environment.path == "" or environment.function == ""',
+                "leave environment.path or environment.function out",
+                reason="an episode has one environment",
+            )
+        for name in ("path", "function"):
+            if (value := getattr(self, name)) and not is_function_path(value):
+                yield Rule(
+                    f"is_function_path(environment.{name})",
+                    f'set environment.{name} = "path/to/file.py:NAME" or "package.module:NAME"',
+                    reason="it does not name code",
+                )
+
+
+class TurnsConfig(Section):
+    """How the turns of an episode are joined, and tool calls read, by the model's chat template."""
+
+    history: Literal["refuse", "keep", "rewrite"] = "refuse"
+    """A template that renders earlier turns differently once messages follow, e.g. without their thinking. refuse: an
+    error at the start of the run that names what it does. keep: episodes keep what was sampled, and the model sees it.
+    rewrite: the template's text begins a new sequence; exact, and more tokens."""
+
+    parser: Literal["auto", "hermes", "line", "none"] = "auto"
+    """Form of tool calls. hermes: JSON in <tool_call> tags. line: "name: argument" in a line, for small models. none: turns
+    call no tools. auto: the form that the chat template writes."""
+
+    on_cut: Literal["end", "observe"] = "end"
+    """A turn cut at environment.max_turn_tokens, of which no call is run. end: the episode ends truncated. observe: the
+    environment is told and answers."""

@@ -1,0 +1,83 @@
+"""Builds the episode engine of a configuration with an environment: template, processes, limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.dataset import prompt_template
+from megatron_dapo.data.model_inputs import ModelInputs
+from megatron_dapo.data.template_proof import TemplateProof, prove_template
+from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.engines.base import RolloutEngine
+from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+
+
+Engine = TypeVar("Engine", bound=RolloutEngine)
+
+
+@contextmanager
+def episode_engine(config: Config, proof: TemplateProof | None, engine: Engine) -> Iterator[Engine]:
+    """Return an engine that plays episodes on `engine`; without an environment, and so without a proof, `engine` itself.
+
+    ValueError in one line if the environment cannot be loaded.
+    """
+    if proof is None:
+        yield engine
+        return
+    with WorkerPool(worker_settings(config)) as pool:
+        yield cast(Engine, EpisodeEngine(engine, pool, proof.turns, episode_settings(config)))
+
+
+def template_proof(config: Config, inputs: ModelInputs) -> TemplateProof | None:
+    """Return the proof that the chat template continues episodes exactly; None without an environment.
+
+    ValueError in one line if it does not, or if it rewrites history and turns.history is "refuse".
+    """
+    if not config.environment.is_on:
+        return None
+    template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
+    return prove_template(TurnTemplate(template, inputs.stop_tokens.token_ids, config.turns.history))
+
+
+def episode_settings(config: Config) -> EpisodeSettings:
+    """Return the limits of an episode."""
+    environment, order = config.environment, config.environment.order
+    if order == "auto":
+        order = "rounds" if config.rollout.engine == "embedded" else "arrival"
+    return EpisodeSettings(
+        max_context_tokens=environment.max_context_tokens or config.longest_trained,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_turns=environment.max_turns,
+        max_turn_tokens=environment.max_turn_tokens,
+        max_seconds=environment.episode_seconds,
+        success=environment.success,
+        retries=environment.retries,
+        order=order,
+        parser=config.turns.parser,
+        on_cut=config.turns.on_cut,
+    )
+
+
+def worker_settings(config: Config) -> WorkerSettings:
+    """Return what runs in the environments' worker processes, and its limits."""
+    environment = config.environment
+    return WorkerSettings(
+        kind="environment" if environment.path else "function",
+        place=environment.path or environment.function,
+        python=environment.python,
+        num_processes=environment.processes or max(1, (os.cpu_count() or 1) // 2),
+        episodes_per_process=environment.episodes_per_process,
+        max_episodes_per_process=environment.max_episodes_per_process,
+        reset_seconds=environment.reset_seconds,
+        step_seconds=environment.step_seconds,
+        episode_seconds=environment.episode_seconds,
+        memory_limit_mb=environment.memory_limit_mb,
+        max_processes=environment.max_processes,
+        on_step_timeout=environment.on_step_timeout,
+        variables=environment.variables,
+    )

@@ -1,0 +1,116 @@
+"""A run whose prompts begin episodes: trained, evaluated, saved and resumed like any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from whole_runs import ROOT, run_command
+
+QUICKSTART = ROOT / "examples" / "quickstart"
+GAME = '''
+from megatron_dapo.environments import Environment, Step
+
+
+class Letters(Environment):
+    """Three turns; an even number of letters in all is right."""
+
+    def reset(self, task, seed):
+        self.num_letters, self.num_turns = 0, 0
+        return task["messages"]
+
+    def step(self, turn):
+        self.num_letters += len(turn.text)
+        self.num_turns += 1
+        if self.num_turns == 3:
+            return Step(done=True, reward=float(self.num_letters % 2 == 0), parts={"letters": self.num_letters})
+        return Step(f"You wrote {len(turn.text)} letters, {self.task.random.randint(1, 9)} points.")
+'''
+RECIPE = """
+[run]
+total_steps = 2
+
+[model]
+path = "{model}"
+
+[data]
+train_paths = ["train.jsonl"]
+eval_paths = ["heldout.jsonl"]
+template = "plain"
+max_prompt_tokens = 200
+
+[environment]
+path = "game.py:Letters"
+processes = 1
+max_turn_tokens = 12
+max_context_tokens = 400
+
+[turns]
+on_cut = "observe"
+
+[reward]
+verifier = "environment"
+
+[rollout]
+prompts_per_step = 4
+group_size = 4
+max_response_tokens = 60
+oversample = 2.0
+max_staleness = 1
+partial_rollout = true
+
+[algorithm.off_policy]
+correction = "tis"
+
+[training]
+mini_batch_prompts = 4
+micro_batch_tokens = 1024
+
+[optimizer]
+learning_rate = 1e-3
+warmup_steps = 0
+
+[checkpoint]
+interval = 1
+export_huggingface = false
+
+[evaluation]
+interval = 2
+num_samples = 1
+top_p = 1.0
+at_start = false
+
+[telemetry]
+samples_per_step = 1000
+progress = false
+report = false
+"""
+
+
+def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    """Episodes that a checkpoint holds unfinished are played again by the process that resumes, without a new token."""
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(model=QUICKSTART / "base_model"))
+    for name, count in (("train.jsonl", 16), ("heldout.jsonl", 4)):
+        lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(lines[:count]), encoding="utf-8")
+    run = tmp_path / "run"
+
+    def trained() -> tuple[list[str], list[dict[str, float]]]:
+        ended = run_command("train", str(tmp_path / "recipe.toml"), "--set", f"run.output_dir={run}")
+        assert ended.code == 0, ended.text
+        return [(run / name).read_text().splitlines() for name in ("samples.jsonl", "metrics.jsonl")]
+
+    samples, metrics = trained()
+    rows = [json.loads(line) for line in metrics]
+    for row in rows:
+        assert row["episodes/turns_mean"] == 3 and row["episodes/end_done_share"] == 1
+        assert row["mismatch/abs_logprob_diff_mean"] < 1e-5, "trainer and engine read the same streams"
+    assert rows[0]["rollout/groups_unfinished"] > 0, "the checkpoint holds episodes"
+    proof = json.loads((run / "provenance.json").read_text())["turns"]
+    assert (proof["history"], proof["roles"]) == ("refuse", ["user", "tool"])
+    assert "You wrote" in json.loads(samples[0])["response"]
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    again, _ = trained()
+    assert again == samples

@@ -1,0 +1,72 @@
+"""The episode engine's settings come from the recipe, and prompts that begin episodes from its rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_dapo.config.environment_schema import EnvironmentConfig
+from megatron_dapo.data.dataset import load_sources
+from megatron_dapo.data.files import DAPO_FORMAT
+from megatron_dapo.data.model_inputs import ModelInputs
+from megatron_dapo.data.sources import Source
+from megatron_dapo.data.template import StopTokens
+from megatron_dapo.environments.pool import WorkerSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeSettings
+from megatron_dapo.trainer.build_episodes import episode_settings, template_proof, worker_settings
+from tests.unit.config.small import make
+from tests.unit.data.published_templates import turn_template
+
+ON = "environment.path=games.py:Game"
+
+
+def inputs(name: str, tmp_path) -> ModelInputs:
+    turns = turn_template(name)
+    return ModelInputs(tmp_path, turns.template.tokenizer, StopTokens(turns.stop_token_ids, {}, True))
+
+
+def test_a_template_that_rewrites_history_needs_the_user_s_word(tmp_path):
+    with pytest.raises(ValueError, match='drops earlier thinking when a user message follows.*set turns.history = "keep"') as error:
+        template_proof(make(ON), inputs("qwen3", tmp_path))
+    assert "\n" not in str(error.value)
+    for history in ("keep", "rewrite"):
+        proof = template_proof(make(f"{ON} turns.history={history}"), inputs("qwen3", tmp_path))
+        assert proof.turns.history == history and json.dumps(proof.describe())
+    assert template_proof(make(ON), inputs("llama3", tmp_path)).turns.history == "refuse"
+    assert template_proof(make(), inputs("qwen3", tmp_path)) is None
+
+
+def test_every_key_of_the_section_is_used():
+    changes = {
+        "python": "bin/python", "processes": 3, "episodes_per_process": 5, "max_episodes_per_process": 7, "max_turns": 4,
+        "max_turn_tokens": 9, "max_context_tokens": 99, "reset_seconds": 1.5, "step_seconds": 2.5, "episode_seconds": 3.5,
+        "on_step_timeout": "lost", "memory_limit_mb": 77, "max_processes": 11, "variables": ["KEY"], "success": 0.25,
+        "retries": 6, "order": "arrival",
+    }  # fmt: skip
+    overrides = [f"environment.{name}={json.dumps(value)}" for name, value in changes.items()]
+    config = make(" ".join([ON, *overrides, "turns.parser=line", "turns.on_cut=observe"]))
+    engine, workers = episode_settings(config), worker_settings(config)
+    assert engine == EpisodeSettings(99, config.data.max_prompt_tokens, 4, 9, 3.5, 0.25, 6, "arrival", "line", "observe")
+    assert workers == WorkerSettings(
+        "environment", config.environment.path, python="bin/python", num_processes=3, episodes_per_process=5,
+        max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
+        memory_limit_mb=77, max_processes=11, variables=("KEY",),
+    )  # fmt: skip
+    assert set(changes) | {"path", "function", "on_lost"} == set(EnvironmentConfig.model_fields)
+    assert worker_settings(make("environment.function=games.py:play")).kind == "function"
+    assert episode_settings(make(ON)).order == "rounds" and episode_settings(make(f"{ON} rollout.engine=sglang")).order == "arrival"
+    assert episode_settings(make(ON)).max_context_tokens == make(ON).longest_trained
+
+
+def test_rows_that_differ_in_any_column_are_different_tasks(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "Play.", "reward_model": {"ground_truth": "7"}, "level": level} for level in (1, 2, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template, sources = turn_template("qwen3").template, [Source((path,), DAPO_FORMAT)]
+    tasks = load_sources(sources, template, 100, begin_episodes=True).prompts
+    assert [one.task for one in tasks] == [
+        {"level": level, "messages": [{"role": "user", "content": "Play."}], "answer": "7"} for level in (1, 2)
+    ]
+    (plain,) = load_sources(sources, template, 100).prompts
+    assert plain.task is None and plain.prompt_id not in {one.prompt_id for one in tasks}
