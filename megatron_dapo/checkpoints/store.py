@@ -195,7 +195,9 @@ class CheckpointStore:
 
     def begin(self, step: int) -> None:
         self.clean()
-        self.partial_path(step).mkdir(parents=True)
+        # Not its parents: without the run's directory, its file system is gone, and the mount point has to stay empty.
+        self.directory.mkdir(exist_ok=True)
+        self.partial_path(step).mkdir()
 
     def write(self, step: int, noted: CheckpointWriter) -> None:
         """Write this rank's files, then its part of the manifest, which declares them complete."""

@@ -277,10 +277,18 @@ class _Server:
                 self._files.require_held()
             reply = {"result": do(request)}
         except Exception as error:  # any error is sent to the rank
-            reply = {"error": _described(error)}
+            reply = {"error": _described(self._cause_of(error))}
         with self._sending:
             reply |= {"number": request["number"], "log": self._log.taken()}
             self._connection.sendall(json.dumps(reply, default=str).encode() + b"\n")
+
+    def _cause_of(self, error: Exception) -> Exception:
+        """Return the loss of a held directory if there is one, which an error while files are written follows from."""
+        try:
+            self._files.require_held()
+        except Exception as cause:
+            return cause
+        return error
 
     def _do_job(self, request: Mapping[str, Any]) -> Any:
         number, num_bytes = request["number"], request["copy_bytes"]

@@ -63,6 +63,14 @@ def test_save_and_load(store: CheckpointStore) -> None:
     assert sorted(os.listdir(directory)) == ["manifest.json", "model.safetensors", "trainer.json"]
 
 
+def test_a_run_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    """What is left of an unmounted file system is its mount point, on another disk."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=2)
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        save_checkpoint(store, 7, content(7))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_best_and_every_fifth_stay_over_a_resume(store: CheckpointStore) -> None:
     keep = KeepPolicy(1, every=5, best="eval/avg_at_k")
     values: dict[str, dict[str, float]] = {}

@@ -239,6 +239,16 @@ def test_a_replaced_directory_is_written_to_by_no_request(files: FileProcess, tm
     assert (run / "metrics.jsonl").read_text() == "1\n1\n3\n"
 
 
+def test_an_error_while_a_directory_is_replaced_names_that(files: FileProcess, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    files.hold(run)
+    with pytest.raises(subprocess.CalledProcessError):
+        files.run(subprocess.check_call, ["false"])
+    with pytest.raises(DirectoryReplaced, match="is gone"):
+        files.run(subprocess.check_call, ["sh", "-c", f"mv {run} {tmp_path / 'moved'}; false"])
+
+
 def test_a_replaced_directory_is_the_cause_of_a_failure_worth_another_attempt() -> None:
     try:
         try:
