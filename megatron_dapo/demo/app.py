@@ -89,8 +89,7 @@ def prompt_of(text: str, answer: str, settings: Mapping[str, Any]) -> Prompt:
     """Return a visitor's problem as a prompt of the run; one of the examples keeps the other columns of its row."""
     of_row = (row for row in settings["examples"] if (row["prompt"], row["answer"]) == (text, answer))
     example: Mapping[str, Any] = next(of_row, {})
-    system = [{"role": "system", "content": settings["system"]}] if settings["system"] else []
-    messages = (*system, {"role": "user", "content": text})
+    messages = (*example.get("turns", settings["turns"]), {"role": "user", "content": text})
     return Prompt("demo", messages, (), answer, example.get("data_source", ""), example.get("extra", {}))
 
 

@@ -57,7 +57,7 @@ def write_demo(run: Path, directory: Path, base: str = "", trained: str = "") ->
         "dtype": config.model.dtype,
         "template": config.data.template,
         "template_options": dict(config.data.chat_template_options),
-        "system": next((row.messages[0]["content"] for row in rows if len(row.messages) == 2), ""),
+        "turns": _turns_before(rows, config.data.system_prompt),
         "reward": _reward(config, directory),
         "sampling": {
             "temperature": config.evaluation.temperature,
@@ -166,13 +166,13 @@ def _copy(files: Iterable[Path], root: Path, target: Path) -> None:
 
 
 def _rows_to_show(run: Path, config: Config) -> list[Row]:
-    """Return held-out problems of one turn, those first whose accuracy has risen most; none if their file is gone."""
+    """Return held-out problems, those first whose accuracy has risen most; none if their file is gone."""
     rises = _rises(run)
     rows = [
         row
         for source in eval_sources(config.data)
         for row in (source.rows() if all(path.exists() for one in (source, *source.others) for path in one.paths) else ())
-        if [turn["role"] for turn in row.messages] in (["user"], ["system", "user"])
+        if row.messages[-1]["role"] == "user"
     ]
     unique = {prompt_id_of(row.messages, row.answer): row for row in reversed(rows)}
     order = sorted(reversed(unique), key=lambda name: -rises.get(name, 0.0))
@@ -194,6 +194,13 @@ def _rises(run: Path) -> dict[str, float]:
     return {name: last[name] - first[name] for name in last.keys() & first.keys()}
 
 
+def _turns_before(rows: Sequence[Row], system_prompt: str) -> list[dict[str, str]]:
+    """Return the turns before a visitor's problem: those before the first example, such as solved ones that show the form."""
+    if rows:
+        return [dict(turn) for turn in rows[0].messages[:-1]]
+    return [{"role": "system", "content": system_prompt}] if system_prompt else []
+
+
 def _examples(rows: Sequence[Row]) -> list[dict[str, Any]]:
     prompts = [row.messages[-1]["content"] for row in rows]
     tasks = [" ".join(task.split()) for task in distinct_tasks(prompts)]
@@ -203,6 +210,7 @@ def _examples(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             "prompt": prompt,
             "answer": row.answer,
+            "turns": [dict(turn) for turn in row.messages[:-1]],
             "label": task,
             "data_source": row.data_source,
             "extra": json.loads(json.dumps(dict(row.extra), default=str)),

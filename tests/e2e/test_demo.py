@@ -102,7 +102,7 @@ def test_the_page_s_models_answer_and_are_judged(
     config = read_resolved(run / "config.json").config
     sampling = {"temperature": 0.0, "max_new_tokens": config.evaluation_response_tokens}
     verdicts = []
-    asked = prompt_of(prompt, answer, {"examples": [], "system": ""})
+    asked = prompt_of(prompt, answer, {"examples": [], "turns": []})
     with open_verifier_pool(config.reward) as pool:
         for model in (run / "huggingface", config.model.path):
             text, completion = ChatModel(str(model), "chat", "float32").answer(asked.messages, sampling, 0)

@@ -101,6 +101,20 @@ def test_the_page_begins_with_problems_that_the_run_held_out(tmp_path: Path) -> 
     assert (examples[0]["prompt"], examples[0]["answer"]) == (risen.messages[-1]["content"], risen.answer)
 
 
+def test_examples_keep_the_turns_before_their_problem(tmp_path: Path) -> None:
+    """Rows of one's own may show the form of an answer by a solved problem; a visitor's problem follows it, too."""
+    shown = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "Answer: 4"}]
+    rows = [{"question": [*shown, {"role": "user", "content": f"What is {number} + 1?"}], "answer": str(number + 1)} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("data.columns.prompt=question", "data.columns.answer=answer", "data.system_prompt=One line.")
+    overrides = ("data.eval_paths=[]", f'data.train_paths=["{tmp_path}/rows.jsonl"]', *columns)
+    write_demo(make_run(tmp_path / "run", *overrides), tmp_path / "demo")
+    settings = settings_of(tmp_path / "demo")
+    turns = [{"role": "system", "content": "One line."}, *shown]
+    assert settings["turns"] == turns and [one["turns"] for one in settings["examples"]] == [turns] * 4
+    assert all(one["prompt"].endswith(" + 1?") for one in settings["examples"])
+
+
 OWN = """
 from helper import LIMIT
 def reward(sample):
