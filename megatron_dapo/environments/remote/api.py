@@ -41,13 +41,23 @@ def user(text: str) -> dict[str, str]:
 
 
 class EpisodeTask(Mapping[str, Any]):
-    """The data row's fields, and what an episode may use: its seed, its random numbers, its directory."""
+    """The data row's columns except for the prompt's, its `answer`, and what an episode may use."""
 
     def __init__(self, fields: Mapping[str, Any], seed: int, directory: str) -> None:
         self.seed = seed  # of the episode
         self.random = random.Random(seed)
         self.directory = Path(directory)  # the episode's own; removed at its end
         self._fields = dict(fields)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The data row's prompt."""
+        return [dict(message) for message in self["messages"]]
+
+    @property
+    def prompt(self) -> str:
+        """Text of the prompt's last message."""
+        return str(self["messages"][-1]["content"])
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._fields:
@@ -125,7 +135,7 @@ class Environment:
 
     def reset(self, task: EpisodeTask, seed: int) -> Messages | Awaitable[Messages]:
         """Return the begin of the conversation. The default is the data row's prompt."""
-        return list(task["messages"])
+        return task.messages
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
         """Answer the model's turn."""

@@ -57,7 +57,7 @@ class Calculator(ToolEnvironment):
 
 
 async def chat_twice(task, client):
-    messages = [user(task["question"])]
+    messages = task.messages
     turn = await client.chat(messages)
     client.reward(0.25)
     messages += [turn.message, user(f"You said {turn.text}.")]
