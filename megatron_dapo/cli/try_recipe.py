@@ -48,10 +48,27 @@ def try_recipe(
     tasks = distinct_tasks([task_of(group[0]) for group in records])
     for number, (group, task) in enumerate(zip(records, tasks), start=1):
         console.print(completions_table(group, title=f"prompt {number}", task=task))
+    _show_episode(console, config, groups)
     for line in findings(config, groups):
         typer.echo(line)
     if all(one.score.failure for group in groups for one in group.samples):
         raise typer.Exit(1)
+
+
+def _show_episode(console: Console, config: Config, groups: Sequence[Group]) -> None:
+    """Print the episode with the most turns; nothing if responses have one turn."""
+    samples = [one for group in groups for one in group.samples if one.completion.episode is not None]
+    if not samples:
+        return
+    from megatron_dapo.data.model_inputs import read_model_inputs
+    from megatron_dapo.telemetry.completions import conversation_table
+
+    inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
+    shown = max(samples, key=lambda one: len(one.completion.runs))
+    title = (
+        f"episode {shown.sample_id}, reward {shown.reward:.2f}: what the policy sampled is trained, what it read is not"
+    )
+    console.print(conversation_table(shown.completion, inputs.decode, title))
 
 
 def findings(config: Config, groups: Sequence[Group]) -> Iterator[str]:
@@ -77,7 +94,11 @@ def findings(config: Config, groups: Sequence[Group]) -> Iterator[str]:
             )
     cut = sum(one.completion.finish_reason == "length" for one in samples)
     if cut:
-        raised = f": raise rollout.max_response_tokens ({rollout.max_response_tokens})" if cut >= _MANY_CUT * len(samples) else ""
+        raised = (
+            f": raise rollout.max_response_tokens ({rollout.max_response_tokens})"
+            if cut >= _MANY_CUT * len(samples)
+            else ""
+        )
         yield f"{cut} of {len(samples)} responses were cut at {rollout.max_response_tokens} tokens{raised}"
     if failed := [one.score for one in samples if one.score.failure]:
         yield f"{len(failed)} of {len(samples)} rewards failed, the first with: {failed[0].failure}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from megatron_dapo.types import Completion
 from megatron_dapo.untrusted import one_line
 
 Record = Mapping[str, Any]  # a response, see `samples.sample_record`
@@ -18,6 +19,7 @@ Record = Mapping[str, Any]  # a response, see `samples.sample_record`
 NUM_SHOWN = 64  # held-out problems whose first response an evaluation keeps: the same ones at each
 _MAX_TASK = 300  # characters of a prompt
 _MAX_RESPONSE = 240
+_MAX_BEGIN = 600  # characters of an episode's first messages
 _STYLES = {"correct": "green", "wrong": "red", "unparsable": "red"}
 
 
@@ -44,6 +46,25 @@ def completions_table(
         label = labels[place : place + 1]
         style = _STYLES.get(outcome, "yellow")
         table.add_row(*label, reward_of(record), Text(outcome, style), Text(excerpt(record["response"])))
+    return table
+
+
+def conversation_table(completion: Completion, decode: Callable[[Any], str], title: str = "") -> Table:
+    """Return an episode's tokens as text, turn by turn: what the policy sampled and what it read in between."""
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("")
+    table.add_column("tokens", justify="right")
+    table.add_column("text", overflow="fold")
+    if completion.prompt_ids is not None:
+        table.add_row(
+            "read", str(len(completion.prompt_ids)), Text(excerpt(decode(completion.prompt_ids), _MAX_BEGIN), "dim")
+        )
+    for run in completion.runs:
+        text = excerpt(decode(completion.token_ids[run.start : run.end]), _MAX_RESPONSE)
+        who, style = ("sampled", "") if run.is_sampled else ("read", "dim")
+        table.add_row(who, str(run.end - run.start), Text(text, style))
     return table
 
 
@@ -98,7 +119,9 @@ def distinct_tasks(prompts: Sequence[str]) -> list[str]:
     start = next((place for place in range(shortest) if len({row[place] for row in rows}) > 1), shortest)
     if start == shortest:  # one of them would be empty
         return list(prompts)
-    end = next(place for place in range(1, shortest + 1) if place == shortest - start or len({row[-place] for row in rows}) > 1)
+    end = next(
+        place for place in range(1, shortest + 1) if place == shortest - start or len({row[-place] for row in rows}) > 1
+    )
     return ["\n".join(row[start : len(row) - end + 1]).strip() for row in rows]
 
 

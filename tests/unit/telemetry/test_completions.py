@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -12,11 +13,13 @@ from megatron_dapo.telemetry.completions import (
     before_and_after_table,
     best_and_worst,
     completions_table,
+    conversation_table,
     distinct_tasks,
     excerpt,
     responses_file,
 )
 from megatron_dapo.telemetry.samples import json_lines
+from megatron_dapo.types import Completion, Episode, Turn, VersionRange
 from tests.made_runs import a_sample
 
 BEFORE, AFTER = "Solve the problem.\n\n", "\n\nAnswer in the last line."
@@ -35,7 +38,15 @@ def test_a_group_shows_its_best_and_its_worst_response() -> None:
         a_sample(1, 2, "truncated", "and so on", reward=-0.5),
     ]
     text = rendered(best_and_worst(group), ("best", "worst"), title="step 1")
-    for words in ("step 1: Problem 1 [expected: 7]", "0.75", "overlong -0.25", "Answer: 7", "-1.00", "wrong", "Answer: 8"):
+    for words in (
+        "step 1: Problem 1 [expected: 7]",
+        "0.75",
+        "overlong -0.25",
+        "Answer: 7",
+        "-1.00",
+        "wrong",
+        "Answer: 8",
+    ):
         assert words in text, words
     assert "and so on" not in text and len(text.splitlines()) <= 12
 
@@ -77,7 +88,14 @@ def test_the_same_problem_before_and_after_is_the_one_that_rose_most(tmp_path: P
     assert before_and_after_table(tmp_path) is None
     for step, rewards in ((0, (-1.0, -1.0, 1.0)), (6, (1.0, 1.0, 1.0)), (12, (-1.0, 1.0, 1.0))):
         records = [
-            a_sample(step, number, text=f"step {step}", reward=reward, prompt_id=f"p{number}", prompt=[{"role": "user", "content": f"Problem {number}"}])
+            a_sample(
+                step,
+                number,
+                text=f"step {step}",
+                reward=reward,
+                prompt_id=f"p{number}",
+                prompt=[{"role": "user", "content": f"Problem {number}"}],
+            )
             for number, reward in enumerate(rewards)
         ]
         responses_file(tmp_path, step).write_text(json_lines(records))
@@ -86,4 +104,21 @@ def test_the_same_problem_before_and_after_is_the_one_that_rose_most(tmp_path: P
     stream = io.StringIO()
     Console(file=stream, width=100).print(table)
     rows = [line.split() for line in stream.getvalue().splitlines() if line.strip().startswith("step")]
-    assert "Problem 1" in stream.getvalue() and [row[:3] for row in rows] == [["step", "0", "-1.00"], ["step", "12", "1.00"]]
+    assert "Problem 1" in stream.getvalue() and [row[:3] for row in rows] == [
+        ["step", "0", "-1.00"],
+        ["step", "12", "1.00"],
+    ]
+
+
+def test_an_episode_is_shown_turn_by_turn():
+    turns = (Turn(0, 2, 5), Turn(5, 6, 6))
+    completion = Completion(
+        "r", np.arange(10, 16), np.zeros(6), "stop", (VersionRange(0, 6, 0),), None, (1, 2, 3), Episode("done", turns)
+    )
+    table = conversation_table(completion, lambda ids: " ".join(str(token) for token in ids), "episode")
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert cells == [
+        ["read", "sampled", "read", "sampled"],
+        ["3", "2", "3", "1"],
+        ["1 2 3", "10 11", "12 13 14", "15"],
+    ]
