@@ -1,6 +1,7 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
 # make quickstart-smollm2 [LAYOUT=...] [ARGS=...]              a pretrained model, SmolLM2-135M-Instruct, on one-digit sums
+# make quickstart-calculator [LAYOUT=...] [ARGS=...]           the same model learns to call a calculator, over turns
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
@@ -51,7 +52,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -101,6 +102,9 @@ runs/models/smollm2: .venv .venv-smollm2
 
 quickstart-smollm2: .venv runs/models/smollm2
 	$(RUN) .venv/bin/megatron-dapo train examples/smollm2/smollm2.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+quickstart-calculator: .venv runs/models/smollm2
+	$(RUN) .venv/bin/megatron-dapo train examples/agents/calculator/calculator.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 quickstart-ppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_ppo.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)

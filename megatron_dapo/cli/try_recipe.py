@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,7 +94,11 @@ def findings(config: Config, groups: Sequence[Group]) -> Iterator[str]:
                 f"right{_hint(wrong, len(groups))}"
             )
     cut = sum(one.completion.finish_reason == "length" for one in samples)
-    if cut:
+    if cut and config.environment.is_on:
+        ends = Counter(one.completion.episode.end for one in samples if one.completion.episode is not None)
+        shown = ", ".join(f"{count} by {end}" for end, count in ends.most_common() if end != "done")
+        yield f"{cut} of {len(samples)} episodes were cut: {shown}"
+    elif cut:
         raised = (
             f": raise rollout.max_response_tokens ({rollout.max_response_tokens})"
             if cut >= _MANY_CUT * len(samples)
