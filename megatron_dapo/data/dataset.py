@@ -325,7 +325,8 @@ def find_conflicts(rows: Sequence[tuple[str, Row]]) -> tuple[Conflict, ...]:
 
 def _log(dataset: PromptDataset) -> None:
     report = dataset.report
-    logger.info("%s", report.summary())
+    # If every row is a prompt, the first lines of a run have said it.
+    logger.log(logging.DEBUG if report.num_prompts == report.num_rows else logging.INFO, "%s", report.summary())
     if report.conflicts:
         listed = "; ".join(
             f"{conflict.prompt[:80]!r}: {list(conflict.answers)} at {list(conflict.locations)}"

@@ -54,6 +54,8 @@ def test_ten_lines_train_on_own_data_with_an_own_reward(tmp_path: Path) -> None:
     arguments = ["train", str(recipe), "--output-dir", str(tmp_path / "run")]
     outcome = run_command(*arguments)
     assert outcome.code == 0, outcome.text
+    before = outcome.text.partition("before and after:")[0].splitlines()
+    assert len(before) <= 12 and not any("Warning" in line for line in before), outcome.text
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 2 * 16
     for sample in samples:
