@@ -49,6 +49,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
     environment, order = config.environment, config.environment.order
     if order == "auto":
         order = "rounds" if config.rollout.engine == "embedded" else "arrival"
+    workers = worker_settings(config)
     return EpisodeSettings(
         max_context_tokens=environment.max_context_tokens or config.longest_trained,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -56,6 +57,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
         max_turn_tokens=environment.max_turn_tokens,
         max_seconds=environment.episode_seconds,
         success=environment.success,
+        max_environments=workers.num_processes * workers.episodes_per_process,
         retries=environment.retries,
         order=order,
         parser=config.turns.parser,

@@ -59,6 +59,7 @@ _DETAIL_CHARS = 12_000
 WAITS = (
     ("megatron_dapo.engines.sglang", BOUNDED, "an answer of an SGLang server"),
     ("megatron_dapo.rewards", BOUNDED, "verifiers"),
+    ("megatron_dapo.environments", BOUNDED, "environments"),
     ("megatron_dapo.bridge", BOUNDED, "the weight sync of an engine"),
     ("megatron_dapo.rollout.async_collector", BOUNDED, "the collecting thread"),
     ("megatron_dapo.watch.heartbeat", BOUNDED, "the watcher"),

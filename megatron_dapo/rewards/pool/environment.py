@@ -10,7 +10,7 @@ import numpy as np
 from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.rewards.pool.pool import ScoreRequest
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
-from megatron_dapo.types import Episode, Repetition, Score
+from megatron_dapo.types import Episode, Outcome, Repetition, Score
 
 
 class EnvironmentRewards:
@@ -40,7 +40,7 @@ class EnvironmentRewards:
         given = episode.reward
         is_correct = bool(episode.is_correct) and not item.is_truncated
         reward = given if given is not None else self._reward.correct if is_correct else self._reward.incorrect
-        outcome = "truncated" if item.is_truncated else "correct" if is_correct else "wrong"
+        outcome: Outcome = "truncated" if item.is_truncated else "correct" if is_correct else "wrong"
         return Score(float(is_correct), reward, outcome, detail={"end": episode.end, "parts": dict(episode.parts)})
 
     def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> dict[str, Repetition]:

@@ -3,11 +3,11 @@
     collector, evaluation --- submit, poll, abort ---> EpisodeEngine --- one request a turn ---> the rollout engine
                                                             +---------- start, act, end ------> environments
 
-    submit -> STARTING -> READY -> GENERATING -> ACTING -> READY ... -> returned by `poll`, with its end
-                 ^          ^          |            |
-                 |          +-- held --+------------+  abort: its tokens come back, the environment stays and keeps acting;
-                 |                |                    the next request with these tokens continues it
-                 +----------------+
+    submit -> WAITING -> STARTING -> READY -> GENERATING -> ACTING -> READY ... -> returned by `poll`, with its end
+                 ^                     ^          |            |
+                 |                     +-- held --+------------+  abort: its tokens come back, the environment stays and keeps
+                 |                             |                  acting; the next request with these tokens continues it
+                 +-----------------------------+
                    its environment was lost, or the process is another one: the recorded turns are played again
 
 An environment that is lost to a failure of the machine is started again with the same seed, and the turns so far are
@@ -57,6 +57,7 @@ class EpisodeSettings:
     max_turn_tokens: int = 0  # 0: what is left of the others
     max_seconds: float = 600.0  # that its environment may take in all
     success: float = 0.5  # sum of rewards from which on it is correct, if its environment does not say it
+    max_environments: int = 256  # that their processes hold at a time; further episodes wait
     retries: int = 2  # losses after which it is given up, less one
     order: Literal["rounds", "arrival"] = "rounds"
     parser: str = "auto"
@@ -66,6 +67,7 @@ class EpisodeSettings:
 class EpisodeStage(enum.Enum):
     """What an open episode waits for; see the module."""
 
+    WAITING = "a place for its environment"
     STARTING = "the environment's begin of the conversation"
     READY = "its turn to be submitted"
     GENERATING = "the policy's turn"
@@ -78,7 +80,7 @@ class EpisodeAccounting:
 
     begun: int
     ended: Mapping[str, int]  # by `EpisodeEnd`
-    dropped: int  # held, and not continued
+    dropped: int  # held or aborted, and not continued
     held: int
     open: Mapping[str, int]  # by the name of its stage
     retried: int = 0  # times an environment was lost and started again
@@ -102,7 +104,7 @@ class _TurnFormat:
 @dataclass(eq=False)
 class _Episode:
     request: GenerationRequest
-    stage: EpisodeStage = EpisodeStage.STARTING
+    stage: EpisodeStage = EpisodeStage.WAITING
     due: int = 0  # round in which it continues
     streams: EpisodeStreams | None = None  # None before the environment's first answer
     turn_format: _TurnFormat | None = None
@@ -116,7 +118,7 @@ class _Episode:
     num_fruitless: int = 0
     is_rewarded: bool = False
     begun_s: float = 0.0  # when the current turn was submitted
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0})
 
     @property
     def name(self) -> str:
@@ -159,6 +161,7 @@ class EpisodeEngine:
         self._settings = settings
         self._open: dict[str, _Episode] = {}
         self._held: dict[str, _Episode] = {}
+        self._waiting: deque[_Episode] = deque()
         self._generating: dict[str, _Episode] = {}  # by the name of the turn
         self._passing: set[str] = set()  # requests without a task
         self._finished: list[Completion] = []
@@ -198,14 +201,20 @@ class EpisodeEngine:
         new = [one for one in requests if one.task is not None and not self._continue(one)]
         # What was held is continued by one call; the others' places in the environments' processes go to new episodes.
         for name in list(self._held) if new else ():
-            self._drop(name)
-        for request in new:
-            self._begin(request)
+            self._drop(self._held.pop(name))
+        # Those with a record first: they had environments in the process that wrote it.
+        for request in sorted(new, key=lambda one: one.prefix is None):
+            episode = _Episode(replace(request, prefix=None), record=request.prefix)
+            self._open[episode.name] = episode
+            self._waiting.append(episode)
+            self._counts["begun"] += 1
+        self._start_waiting()
 
     def poll(self) -> list[Completion]:
         """See `RolloutEngine`. Episodes that ended come in order of their names, after requests without a task."""
         passed: list[Completion] = []
         if self._take_replies():
+            self._start_waiting()
             self._submit_turns()
             for completion in self._engine.poll() if self._engine.num_unfinished else ():
                 if (episode := self._generating.pop(completion.request_id, None)) is not None:
@@ -217,9 +226,9 @@ class EpisodeEngine:
         return passed + self._take_finished()
 
     def abort(self) -> list[Completion]:
-        """See `RolloutEngine`. Environments stay, until their episodes are continued or others begin or are aborted."""
+        """See `RolloutEngine`. Environments of episodes with tokens stay, until others begin or are aborted."""
         for name in list(self._held):
-            self._drop(name)
+            self._drop(self._held.pop(name))
         passed = []
         for completion in self._engine.abort():
             if (episode := self._generating.pop(completion.request_id, None)) is not None:
@@ -227,8 +236,16 @@ class EpisodeEngine:
             else:
                 self._passing.remove(completion.request_id)
                 passed.append(completion)
-        self._held, self._open = self._open, {}
-        return passed + self._take_finished() + [self._held[name].so_far() for name in sorted(self._held)]
+        stopped, self._open = self._open, {}
+        self._waiting.clear()
+        completions = [stopped[name].so_far() for name in sorted(stopped)]
+        for completion in completions:
+            episode = stopped[completion.request_id]
+            if completion.num_tokens and episode.stage is not EpisodeStage.WAITING:
+                self._held[episode.name] = episode
+            else:  # it begins anew, as it would in another process
+                self._drop(episode)
+        return passed + self._take_finished() + completions
 
     def accounting(self) -> EpisodeAccounting:
         """Count every episode begun by its place."""
@@ -252,18 +269,17 @@ class EpisodeEngine:
         if held is None or not _same_tokens(request.prefix, held.so_far()):
             return False
         self._open[held.name] = self._held.pop(held.name)
-        held.request, held.due = replace(request, prefix=None), self._due(request)
+        held.request, held.due = replace(request, prefix=None), self._round
         return True
 
-    def _begin(self, request: GenerationRequest) -> None:
-        episode = _Episode(replace(request, prefix=None), due=self._due(request))
-        self._open[episode.name] = episode
-        self._counts["begun"] += 1
-        self._start(episode, request.prefix)
-
-    def _due(self, request: GenerationRequest) -> int:
-        """Return the round in which an episode enters: the same whether it is held or a new process plays it again."""
-        return self._round if request.prefix is not None else self._round + 1
+    def _start_waiting(self) -> None:
+        """Start episodes that wait, in order, while environments have places."""
+        num_started = len(self._held) + len(self._open) - len(self._waiting)
+        for _ in range(min(len(self._waiting), self._settings.max_environments - num_started)):
+            episode = self._waiting.popleft()
+            # One with a record enters in the round in which a process that holds it would continue it.
+            episode.due = self._round + (episode.record is None)
+            self._start(episode, episode.record)
 
     def _start(self, episode: _Episode, record: Completion | None) -> None:
         """Start the environment, to play the turns of `record` again if there is one."""
@@ -274,9 +290,8 @@ class EpisodeEngine:
         assert episode.request.task is not None, f"{episode.name} has no task"
         self._pool.start(episode.name, Task(episode.request.task, episode.request.seed))
 
-    def _drop(self, name: str) -> None:
-        del self._held[name]
-        self._pool.end(name)
+    def _drop(self, episode: _Episode) -> None:
+        self._pool.end(episode.name)
         self._counts["dropped"] += 1
 
     # The environment's answers
@@ -505,7 +520,7 @@ def _playing(episode: _Episode) -> tuple[EpisodeStreams, _TurnFormat]:
 
 def _same_tokens(prefix: Completion | None, held: Completion) -> bool:
     if prefix is None:
-        return not held.num_tokens
+        return False
     segments = [stream.token_ids for one in (prefix, held) for stream in map(one.stream, range(1 + one.num_segments))]
     half = len(segments) // 2
     return prefix.num_segments == held.num_segments and all(map(np.array_equal, segments[:half], segments[half:]))

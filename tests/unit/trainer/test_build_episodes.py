@@ -47,7 +47,7 @@ def test_every_key_of_the_section_is_used():
     overrides = [f"environment.{name}={json.dumps(value)}" for name, value in changes.items()]
     config = make(" ".join([ON, *overrides, "turns.parser=line", "turns.on_cut=observe"]))
     engine, workers = episode_settings(config), worker_settings(config)
-    assert engine == EpisodeSettings(99, config.data.max_prompt_tokens, 4, 9, 3.5, 0.25, 6, "arrival", "line", "observe")
+    assert engine == EpisodeSettings(99, config.data.max_prompt_tokens, 4, 9, 3.5, 0.25, 15, 6, "arrival", "line", "observe")
     assert workers == WorkerSettings(
         "environment", config.environment.path, python="bin/python", num_processes=3, episodes_per_process=5,
         max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
