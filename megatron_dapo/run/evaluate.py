@@ -17,7 +17,7 @@ import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
-from megatron_dapo.data.model_inputs import read_model_inputs
+from megatron_dapo.data.model_inputs import ModelInputs, read_model_inputs
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.engines.sglang.standalone import serving_engine, started
@@ -57,7 +57,7 @@ def _evaluate(config: Config, model_dir: Path, name: str) -> EvaluationResult:
         # Read before servers start, so that an unreadable file fails at once.
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, name, dataset, inputs.stop_tokens, pool.version)
-        with opened_engine(config, model_dir, inputs) as (engine, max_in_flight, version):
+        with playing_engine(config, model_dir, inputs) as (engine, max_in_flight, version):
             protocol = replace(protocol, engine_version=version or protocol.engine_version)
             progress = ProgressLog(len(dataset.prompts) * protocol.num_samples)
             return evaluate(
@@ -83,7 +83,7 @@ def try_prompts(config: Config, num_prompts: int, num_samples: int) -> list[Grou
             chosen = dataset.prompts[:: max(1, len(dataset) // num_prompts)][:num_prompts]
             sampled = with_rollout_sampling(config, num_samples)
             protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-            with opened_engine(config, config.model.path, inputs) as (engine, max_in_flight, _):
+            with playing_engine(config, config.model.path, inputs) as (engine, max_in_flight, _):
                 problems, rows = sample_and_score(
                     chosen, engine, pool, inputs.decode, protocol, max_in_flight=max_in_flight
                 )
@@ -116,21 +116,22 @@ class ProgressLog:
 
 
 @contextmanager
-def opened_engine(
+def playing_engine(
     config: Config, model_dir: Path, inputs: ModelInputs
 ) -> Iterator[tuple[RolloutEngine, int, str]]:
-    """Return the engine, the number of requests that keep it full, and its version if that is known only now.
+    """Return what `opened_engine` does; with an environment the engine plays episodes.
 
-    With an environment it plays episodes; ValueError if the chat template or the environment cannot be used.
+    ValueError if the chat template or the environment cannot be used.
     """
     proof = template_proof(config, inputs)
-    with _opened_engine(config, model_dir) as (engine, max_in_flight, version):
+    with opened_engine(config, model_dir) as (engine, max_in_flight, version):
         with episode_engine(config, proof, engine) as playing:
             yield playing, max_in_flight, version
 
 
 @contextmanager
-def _opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
+def opened_engine(config: Config, model_dir: Path) -> Iterator[tuple[RolloutEngine, int, str]]:
+    """Return the engine, the number of requests that keep it full, and its version if that is known only now."""
     if config.rollout.engine == "embedded":
         yield loaded_engine(config, model_dir), 4 * config.rollout.slots_per_rank, ""
         return

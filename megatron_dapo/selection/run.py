@@ -96,7 +96,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
         # The evaluation's protocol with the rollout's sampling.
         sampled = with_rollout_sampling(config, section.num_samples)
         protocol = evaluation_protocol(sampled, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-        with opened_engine(config, config.model.path, inputs) as (engine, max_in_flight, _):
+        with opened_engine(config, config.model.path) as (engine, max_in_flight, _):
             problems, rows = sample_and_score(
                 prompts, engine, pool, inputs.decode, protocol, max_in_flight=max_in_flight
             )

@@ -26,6 +26,8 @@ from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_datase
 from megatron_dapo.files.durable import Files
 from megatron_dapo.rewards.build import open_verifier_pool, self_test
 from megatron_dapo.rewards.pool.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rewards.pool.environment import EnvironmentRewards
+from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.verifiers.format import has_form
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
@@ -168,7 +170,7 @@ def prompt_injection(
 def _scorer(config: Config, files: Files) -> Any:
     """Return the verifier pool, paired with a shadow pool if reward.shadow_verifier names one."""
     primary = open_verifier_pool(config.reward)
-    if not config.reward.shadow_verifier:
+    if not config.reward.shadow_verifier or isinstance(primary, EnvironmentRewards):
         return primary
     path = RunPaths(config.run.output_dir).disagreements
     files.make_directory(path.parent)
@@ -176,7 +178,7 @@ def _scorer(config: Config, files: Files) -> Any:
     def write(disagreement: Disagreement) -> None:
         files.append(path, printable(json.dumps(disagreement.record(), ensure_ascii=False)) + "\n")
 
-    return ShadowedPool(primary, open_verifier_pool(config.reward, config.reward.shadow_verifier), write)
+    return ShadowedPool(primary, VerifierPool(config.reward.shadow_verifier, config.reward), write)
 
 
 def reward_addends(reward: RewardConfig) -> dict[str, RewardAddend]:

@@ -272,9 +272,10 @@ def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the "episodes/" section; all 0 without an environment."""
     completions = [sample.completion for group in batch.groups for sample in group.samples]
     played = [(one, one.episode) for one in completions if one.episode is not None]
-    turns = [turn for _, episode in played for stream in (episode, *episode.segments) for turn in stream.turns]
+    turns = [turn for _, episode in played for turn in episode.turns]
+    turns += [turn for _, episode in played for segment in episode.segments for turn in segment.turns]
     statuses = Counter(call.status for turn in turns for call in turn.calls)
-    ends = Counter(episode.end for _, episode in played)
+    ends: Counter[str] = Counter(episode.end for _, episode in played)
     num_sampled = sum(turn.end - turn.start for turn in turns)
     num_observed = sum(turn.observed_end - turn.end for turn in turns)
     num_played, num_calls = max(1, len(played)), max(1, statuses.total())

@@ -106,7 +106,7 @@ def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> N
     rows = [json.loads(line) for line in metrics]
     for row in rows:
         assert row["episodes/turns_mean"] == 3 and row["episodes/end_done_share"] == 1
-        assert row["mismatch/abs_logprob_diff_mean"] < 1e-5, "trainer and engine read the same streams"
+        assert row["mismatch/lag0_abs_logprob_diff_mean"] < 1e-5, "trainer and engine read the same streams"
     assert rows[0]["rollout/groups_unfinished"] > 0, "the checkpoint holds episodes"
     proof = json.loads((run / "provenance.json").read_text())["turns"]
     assert (proof["history"], proof["roles"]) == ("refuse", ["user", "tool"])
