@@ -27,8 +27,9 @@ Check = Callable[[dict[str, Any]], bool]
 
 def is_shipped(example: str) -> Callable[[str, Path], bool]:
     """Return the check that the data files of an example are what the tool makes with its seed."""
-    files = sorted((ROOT / "examples" / example).glob("*.jsonl"))
-    return lambda _, new: all(file.read_bytes() == (new / file.name).read_bytes() for file in files)
+    root = ROOT / "examples" / example
+    files = sorted(root.rglob("*.jsonl"))
+    return lambda _, new: all(file.read_bytes() == (new / file.relative_to(root)).read_bytes() for file in files)
 
 
 # Benchmark and arguments -> what holds for the JSON that its tiny run prints.
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Check] = {
     ),
     "collector_waste.py": lambda r: 0.5 < r["waste_ratio"] < 2.0,  # near 1; so few groups are off by chance
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
+    "episodes.py": lambda r: r["num_turns"] == 192 and r["concurrency_vs_bound"] > 0.9 and r["driver_ms_per_turn"] > 0,
     "length_bias.py": lambda r: r["length_bias"] <= 0.02 and r["discarded_share"] <= 0.05 and r["throughput"] > 1.5,
     "prompt_filter.py": lambda r: r["saved"] > 0 and r["precision"] > 0.7 and r["calibration_error"] < 0.2,
     "faulty_nodes.py": lambda r: (
@@ -98,6 +100,7 @@ TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {
     "-m tools.megatron_fields": ("", "", lambda output, new: output.endswith("is as in the table\n")),
     "-m tools.make_quickstart": ("--output $NEW --num-steps 1 --num-corpus 50", "", is_shipped("quickstart")),
     "-m tools.make_text_tasks": ("--output $NEW", ".venv-tasks", is_shipped("smollm2")),
+    "-m tools.make_agent_tasks": ("--output $NEW", "", is_shipped("agents")),
     "-m tools.make_node_models": ("$NEW --tiny", "", lambda output, new: "cpu_usage" in new.read_text()),
     "-m tools.make_smoke_model": ("$NEW --size tiny", "", lambda output, new: "Qwen2" in (new / "config.json").read_text()),
     "-m tools.make_smollm2": ("$NEW --source package", ".venv-smollm2", lambda output, new: "not the original weights" in output),

@@ -1,0 +1,182 @@
+"""Cost of episodes: worker processes, the episode engine, and a simulated rollout engine.
+
+    python benchmarks/episodes.py [--json] [--tiny]
+
+Environments wait for a log-normal time in each step, as tools do; they run in real worker processes. The simulated engine has
+slots, and a turn takes one for a fixed time.
+
+`concurrency_vs_bound`: seconds until all episodes have ended / max(engine's work, longest episode). `driver_ms_per_turn`:
+processor time of this process (the engine's and the pool's threads) a turn, the tokens of a turn included.
+`round_trip_ms`: median time from sending a turn to its answer, with an environment that does not wait and nothing else to do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import options
+import waiting_environment
+
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.dataset import prompt_template
+from megatron_dapo.data.model_inputs import read_model_inputs
+from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
+from megatron_dapo.environments.protocol import Action, Task
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+
+RECIPE = Path(__file__).parent.parent / "examples/quickstart/quickstart.toml"
+TURN_TOKENS = 64
+_IDLE_S = 0.002  # longest wait of a poll, in which an answer of an environment is not seen
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is played."""
+
+    episodes: int
+    turns: int
+    median_s: float  # of a step
+    sigma: float  # of its logarithm
+    slots: int
+    turn_s: float  # that a turn takes a slot
+    processes: int
+
+
+# A tool with a median of 1 s and a 99th percentile of 30 s has sigma = ln(30) / 2.326.
+FULL = Size(1024, 8, 1.0, math.log(30.0) / 2.326, 64, 0.4, 4)
+TINY = Size(48, 4, 0.02, 0.5, 8, 0.02, 2)
+
+
+@dataclass
+class SlottedEngine:
+    """A `RolloutEngine` that takes a fixed time for each turn and runs `slots` of them at a time."""
+
+    slots: int
+    turn_s: float
+    stop_token: int
+    policy_version: int = 0
+    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)
+    _waiting: list[GenerationRequest] = field(default_factory=list)
+    _running: list[tuple[float, int, GenerationRequest]] = field(default_factory=list)  # a heap of ends
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._waiting += requests
+        self._fill(time.monotonic())
+
+    def poll(self) -> list[Completion]:
+        if self._running:
+            time.sleep(max(0.0, min(_IDLE_S, self._running[0][0] - time.monotonic())))
+        finished = []
+        while self._running and self._running[0][0] <= time.monotonic():
+            end, _, request = heapq.heappop(self._running)
+            finished.append(self._completion(request))
+            self._fill(end)  # the slot was free from then on
+        return finished
+
+    def abort(self) -> list[Completion]:
+        raise NotImplementedError("nothing is interrupted here")
+
+    def _fill(self, start: float) -> None:
+        while self._waiting and len(self._running) < self.slots:
+            heapq.heappush(self._running, (start + self.turn_s, next(self._numbers), self._waiting.pop(0)))
+
+    def _completion(self, request: GenerationRequest) -> Completion:
+        ids = np.full(TURN_TOKENS, self.stop_token, np.int32)
+        ids[:-1] = np.random.default_rng(request.seed).integers(0, 200, TURN_TOKENS - 1)
+        versions = (VersionRange(0, TURN_TOKENS, self.policy_version),)
+        return Completion(request.request_id, ids, np.zeros(TURN_TOKENS, np.float32), "stop", versions)
+
+
+def quickstart_turns() -> TurnTemplate:
+    """Return the turns of the model that comes with the package."""
+    config = load_config(RECIPE).config
+    inputs = read_model_inputs(config.model.path, trust_remote_code=False)
+    return TurnTemplate(prompt_template(config.data, inputs.tokenizer, inputs.vocab_size), inputs.stop_tokens.token_ids)
+
+
+def worker_settings(size: Size) -> WorkerSettings:
+    place = f"{waiting_environment.__file__}:Waiting"
+    episodes = -(-size.episodes // size.processes)
+    limits = {"step_seconds": 3600.0, "episode_seconds": 36000.0}
+    return WorkerSettings("environment", place, num_processes=size.processes, episodes_per_process=episodes, **limits)
+
+
+def play(size: Size, turns: TurnTemplate) -> dict[str, float]:
+    """Play all episodes and return the figures."""
+    fields = {"median_s": size.median_s, "sigma": size.sigma, "turns": size.turns}
+    limits = EpisodeSettings(
+        100_000, 1000, max_turns=size.turns + 1, max_seconds=36000.0, order="arrival", parser="none"
+    )
+    sampling = SamplingParams(max_new_tokens=(size.turns + 1) * TURN_TOKENS, stop_token_ids=turns.stop_token_ids)
+    requests = [
+        GenerationRequest(f"episode/{index}", (), sampling, seed=index, task=fields) for index in range(size.episodes)
+    ]
+    inner = SlottedEngine(size.slots, size.turn_s, turns.stop_token_ids[0])
+    with WorkerPool(worker_settings(size)) as pool:
+        engine = EpisodeEngine(inner, pool, turns, limits)
+        started, cpu_started, finished = time.perf_counter(), time.process_time(), []
+        engine.submit(requests)
+        while engine.num_unfinished:
+            finished += engine.poll()
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    assert len(finished) == size.episodes and engine.accounting().is_balanced
+    assert all(one.episode is not None and one.episode.end == "done" for one in finished)
+    paths = [
+        sum(itertools.islice(waiting_environment.waits(fields, index), size.turns)) + size.turns * size.turn_s
+        for index in range(size.episodes)
+    ]
+    num_turns = size.episodes * size.turns
+    bound_s = max(num_turns * size.turn_s / size.slots, max(paths))
+    return {
+        "concurrency_vs_bound": round(seconds / bound_s, 4),
+        "seconds": round(seconds, 3),
+        "bound_s": round(bound_s, 3),
+        "driver_ms_per_turn": round(1000 * cpu_s / num_turns, 4),
+        "num_turns": num_turns,
+    }
+
+
+def round_trip(size: Size, count: int) -> float:
+    """Return the median milliseconds between a turn and its answer."""
+    seconds = []
+    with WorkerPool(worker_settings(size)) as pool:
+        pool.start("one", Task({"median_s": 0.0, "sigma": 0.0, "turns": count + 1}, 0))
+        pool.poll(60.0)
+        for _ in range(count):
+            started = time.perf_counter()
+            pool.act("one", Action("text", (), "stop"))
+            pool.poll(60.0)
+            seconds.append(time.perf_counter() - started)
+        pool.end("one")
+    return round(1000 * statistics.median(seconds), 4)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = options.parser(__doc__, "48 episodes whose tools wait 20 ms")
+    arguments = parser.parse_args()
+    size = TINY if arguments.tiny else FULL
+    result: dict[str, Any] = {"size": vars(size), **play(size, quickstart_turns())}
+    result["round_trip_ms"] = round_trip(size, 50 if arguments.tiny else 1000)
+    options.show(result, arguments)
+
+
+if __name__ == "__main__":
+    main()
