@@ -124,6 +124,23 @@ def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported; supported are default, linear, llama3"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_a_process_starts(
+    change: dict[str, object], words: str, recipe: Path, started: list
+) -> None:
+    file = recipe.parent / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    result = runner.invoke(app, ["train", str(recipe)])
+    assert result.exit_code == 2 and words in result.output and started == [], result.output
+
+
 def test_a_refusal_says_the_reason_and_with_verbose_the_rule(recipe: Path, started: list) -> None:
     arguments = ["train", str(recipe), "--set", "rollout.group_size=1", "--set", "training.micro_batch_tokens=8"]
     for verbose in ((), ("--verbose",)):
