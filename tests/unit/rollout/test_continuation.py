@@ -21,7 +21,16 @@ from megatron_dapo.rollout.open_group import (
     open_group_to_json,
     settled,
 )
-from megatron_dapo.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams, VersionRange
+from megatron_dapo.types import (
+    Completion,
+    Episode,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    Turn,
+    VersionRange,
+)
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
 PROMPT = Prompt("p", (), (1, 2, 3), "42")
@@ -312,3 +321,15 @@ def test_open_groups_survive_json() -> None:
         json.loads(json.dumps(open_group_to_json(group), default=np.ndarray.tolist)), {"p": PROMPT}
     )
     assert vars(restored) == vars(group)
+
+
+def test_an_episode_whose_environment_acts_is_no_fault_of_the_engine():
+    """It comes back without a new token as often as weights change; one that began anew has other tokens."""
+    group = OpenGroup("g", Prompt("p", (), (1,), "7"), 0, size=1)
+    held = Completion("g/0", (4, 5), (-1.0, -1.0), "abort", (VersionRange(0, 2, 0),), episode=Episode("abort", (Turn(0, 2, 2),)))
+    for _ in range(2 * MAX_FRUITLESS):
+        group.add(0, held)
+    anew = replace(held, token_ids=(6, 7), episode=replace(held.episode, attempt=1))
+    assert group.add(0, anew) == 2
+    with pytest.raises(ValueError, match="the engine was to continue after 2 tokens and returned others"):
+        group.add(0, replace(anew, token_ids=(8, 7)))
