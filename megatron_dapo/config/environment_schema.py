@@ -29,6 +29,10 @@ class EnvironmentConfig(Section):
     function: FunctionPath = ""
     """A function `async def rollout(task, client)` that plays an episode, in the same form. "": none."""
 
+    command: tuple[str, ...] = ()
+    """An external program with its arguments that plays episodes in place of a worker: it speaks JSON lines over its standard
+    input and output (docs/environments.md). []: none."""
+
     python: str = ""
     """Interpreter of the worker processes, for environments whose packages contradict the trainer's. "": the trainer's."""
 
@@ -91,13 +95,13 @@ class EnvironmentConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        return bool(self.path or self.function)
+        return bool(self.path or self.function or self.command)
 
     def broken_rules(self) -> Iterator[Rule]:
-        if self.path and self.function:
+        if sum(map(bool, (self.path, self.function, self.command))) > 1:
             yield Rule(
-                'environment.path == "" or environment.function == ""',
-                "leave environment.path or environment.function out",
+                'len([one for one in (environment.path, environment.function, environment.command) if one]) <= 1',
+                "leave all but one of environment.path, environment.function and environment.command out",
                 reason="an episode has one environment",
             )
         for name in ("path", "function"):

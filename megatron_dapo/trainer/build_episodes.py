@@ -69,8 +69,9 @@ def worker_settings(config: Config) -> WorkerSettings:
     """Return what runs in the environments' worker processes, and its limits."""
     environment = config.environment
     return WorkerSettings(
-        kind="environment" if environment.path else "function",
+        kind="environment" if environment.path else "function" if environment.function else "command",
         place=environment.path or environment.function,
+        command=environment.command,
         python=environment.python,
         num_processes=environment.processes or max(1, (os.cpu_count() or 1) // 2),
         episodes_per_process=environment.episodes_per_process,
