@@ -22,7 +22,7 @@ from rich.table import Table
 
 from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
-from megatron_dapo.telemetry.terminal import quiet_libraries, status
+from megatron_dapo.telemetry.terminal import quiet_libraries
 
 WORKER = "megatron_dapo.proof.check_loss"
 # Largest relative difference that rounding explains: fp32 sums in another order; bf16 weights and activations.
@@ -144,8 +144,9 @@ def _start_and_check(model: str, dtype: str, num_processes: int) -> dict[str, An
         directory = Path(name)
         result_file = directory / "result.json"
         arguments = [str(result_file), dtype, *([model] if model else [])]
-        with status(f"comparing gradients in {num_processes} processes"):
-            code = launch_workers(WORKER, arguments, num_processes, directory)
+        if sys.stderr.isatty():  # rank 0 then writes a line a layout
+            print(f"comparing gradients: starting {num_processes} process{'' if num_processes == 1 else 'es'}", file=sys.stderr)
+        code = launch_workers(WORKER, arguments, num_processes, directory)
         if code or not result_file.exists():
             raise RuntimeError(f"check-loss: a process failed (exit code {code}); its output above says why")
         return json.loads(result_file.read_text())
