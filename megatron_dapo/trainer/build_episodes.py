@@ -29,7 +29,9 @@ def episode_engine(config: Config, proof: TemplateProof | None, engine: Engine) 
     if proof is None:
         yield engine
         return
-    with WorkerPool(worker_settings(config)) as pool:
+    # An environment's answer ends a server engine's wait; the embedded engine does not wait.
+    wake = getattr(engine, "wake", lambda: None)
+    with WorkerPool(worker_settings(config), wake) as pool:
         yield cast(Engine, EpisodeEngine(engine, pool, proof.turns, episode_settings(config)))
 
 

@@ -196,6 +196,11 @@ class SglangEngines:
             self._wait_for_servers()
             return []
 
+    def wake(self) -> None:
+        """End the wait of a poll. Any thread may call it."""
+        if self._engine is not None:
+            self._engine.wake()
+
     def abort(self) -> list[Completion]:
         """See `RolloutEngine`."""
         return self._rollout.abort()

@@ -49,7 +49,7 @@ class HttpDispatcher:
         """max_connections: to one server. vocab_size and routing: of the trained model."""
         self._vocab_size, self._routing = vocab_size, routing
         self._max_connections = max_connections
-        self._arrived: queue.SimpleQueue[Outcome | Probed] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Outcome | Probed | None] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by attempt, in the loop's thread
         self._background: set[asyncio.Task[None]] = set()  # keeps probes from being collected
         self._connections: dict[SglangClient, aiohttp.ClientSession] = {}
@@ -76,14 +76,18 @@ class HttpDispatcher:
         self._loop.call_soon_threadsafe(lambda: self._keep(self._close(client)))
 
     def receive(self, wait_s: float) -> list[Outcome | Probed]:
-        """Return what has arrived; wait up to `wait_s` seconds for the first."""
-        arrived: list[Outcome | Probed] = []
+        """Return what has arrived; wait up to `wait_s` seconds for the first, or until `wake`."""
+        arrived: list[Outcome | Probed | None] = []
         try:
             arrived.append(self._arrived.get(timeout=wait_s) if wait_s > 0 else self._arrived.get_nowait())
             while True:
                 arrived.append(self._arrived.get_nowait())
         except queue.Empty:
-            return arrived
+            return [one for one in arrived if one is not None]
+
+    def wake(self) -> None:
+        """End a wait of `receive`, or the next one. Any thread may call it."""
+        self._arrived.put(None)
 
     def close(self) -> None:
         """Drop everything and end the thread."""

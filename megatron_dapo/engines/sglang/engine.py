@@ -241,6 +241,10 @@ class SglangEngine:
             self._raise_if_stuck()
         return self._take_ready()
 
+    def wake(self) -> None:
+        """End the wait of a poll, for news from elsewhere. Any thread may call it."""
+        self._dispatcher.wake()
+
     def abort(self) -> list[Completion]:
         """See `RolloutEngine.abort`. Never raises: once no server has answered for abort_s, those with answers left are
         dead, and their requests come back with what was known of them when they were handed in.

@@ -137,6 +137,30 @@ def generate(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Co
     return completions
 
 
+def test_turns_of_an_episode_go_to_its_server_and_first_ones_to_their_group_s(make_server, make_engine: MakeEngine) -> None:
+    """Each turn has another prompt, so what a server's cache holds is known by the episode, then by its group."""
+    engine = make_engine([make_server(), make_server()])
+    even, request = 1e9, make_requests(1)[0]
+
+    def turn(name: str, number: int) -> GenerationRequest:
+        prompt = (*request.prompt_ids, *range(number))
+        return replace(request, request_id=f"{name}@{number}", prompt_ids=prompt, affinity=(name, name.partition("/")[0]))
+
+    first, second = engine._servers
+    engine._affinity.update({"0": first, "0/1": second})
+    chosen = [engine._choose(turn(name, number), even) for name, number in (("0/0", 0), ("0/1", 3), ("0/0", 5))]
+    assert chosen == [first, second, first]
+
+
+def test_a_wait_for_responses_can_be_ended(make_server, make_engine: MakeEngine) -> None:
+    engine = make_engine([make_server()], poll_wait_s=30.0)
+    engine._dispatcher.wake()
+    start = time.monotonic()
+    assert engine._dispatcher.receive(30.0) == [] and time.monotonic() - start < 10
+    threading.Timer(0.05, engine.wake).start()
+    assert engine._dispatcher.receive(30.0) == [] and time.monotonic() - start < 10
+
+
 def test_groups_stay_together_and_loads_even(make_server, make_engine: MakeEngine) -> None:
     servers = [make_server(), make_server()]
     for server in servers:
