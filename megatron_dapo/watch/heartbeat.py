@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 0.5
+_LOOP_SAMPLES = 4
 _CONNECT_S = 20.0  # the watcher starts in 0.2 s; the machine may be busy
 _VERDICT_S = 15.0  # a failing rank ends after this long even if its watcher does not answer
 _WRITE_S = 5.0
@@ -102,6 +103,7 @@ class Heartbeat:
         self._page: StatusPage | None = None
         self._sample: dict[str, Any] = {}
         self._beats = 0
+        self._last_bounded = (-_LOOP_SAMPLES - 1, "")  # sample in which the main thread was in a bounded wait, and where
         self._verdict = threading.Event()
         self._is_closed = threading.Event()
         self._exit_code, self._culprit = EXIT_CODE, -1
@@ -293,6 +295,10 @@ class Heartbeat:
     def _look(self) -> None:
         """Sample what the main thread does, and enforce the phase's deadline."""
         wait, doing = waiting_for(sys._current_frames().get(threading.main_thread().ident or 0))
+        if wait == BOUNDED:
+            self._last_bounded = (self._beats, doing)
+        elif not wait and self._beats - self._last_bounded[0] <= _LOOP_SAMPLES:
+            wait, doing = BOUNDED, self._last_bounded[1]  # a loop of waits is one: between two, the thread is elsewhere
         self._sample = {"wait": wait, "doing": doing, **_sequence_numbers()}
         self._beats += 1
         self._turn()

@@ -130,6 +130,19 @@ def test_the_innermost_known_frame_tells_the_wait(modules: tuple[str, ...], kind
     assert found == kind and place in doing
 
 
+def test_a_loop_of_bounded_waits_is_one_until_it_has_been_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = Unwatched()
+    samples = ["", "w", "", "w", "", "", "", "", "", ""]
+    seen = []
+    for sample in samples:
+        place = (BOUNDED, "an environment: poll") if sample else ("", "_look (watch/signals.py:124)")
+        monkeypatch.setattr(module, "waiting_for", lambda frame, place=place: place)
+        heartbeat._look()
+        seen.append("w" if heartbeat._sample["wait"] == BOUNDED else "")
+        assert heartbeat._sample["doing"].startswith("an environment" if seen[-1] else "_look")
+    assert seen == ["", "w", "w", "w", "w", "w", "w", "w", "", ""]
+
+
 @pytest.mark.parametrize("name", [name for name, _, _ in WAITS])
 def test_the_modules_of_waits_exist(name: str) -> None:
     """A module that moved without this list would turn its waits into hangs."""
