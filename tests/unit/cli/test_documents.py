@@ -129,6 +129,8 @@ BENCHMARK = re.compile(r"`(benchmarks/[\w/]+\.py)([^`\n]*)`")
 def test_programs_and_their_options_exist() -> None:
     for document, (name, rest) in (*lines_in(SCRIPT.findall), *lines_in(BENCHMARK.findall)):
         path = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
+        if path.with_suffix("").is_dir():
+            path = path.with_suffix("") / "__main__.py"
         assert path.is_file(), f"{document}: {name} is not there"
         source = "".join(one.read_text(encoding="utf-8") for one in (path, *siblings(path)))
         for option in re.findall(r"(--[a-z][a-z-]*)", rest):
