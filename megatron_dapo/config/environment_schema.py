@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megatron_dapo.config.section import (
+    CommandWord,
     FunctionPath,
     NonNegativeInt,
     PositiveFloat,
@@ -29,12 +30,21 @@ class EnvironmentConfig(Section):
     function: FunctionPath = ""
     """A function `async def rollout(task, client)` that plays an episode, in the same form. "": none."""
 
-    command: tuple[str, ...] = ()
+    command: tuple[CommandWord, ...] = ()
     """An external program with its arguments that plays episodes in place of a worker: it speaks JSON lines over its standard
-    input and output (docs/environments.md). []: none."""
+    input and output (docs/environments.md). A file is relative to the recipe's directory. []: none."""
+
+    agent: tuple[CommandWord, ...] = ()
+    """An agent's program and its arguments, started for each episode. It plays against a chat endpoint, whose address and key
+    are in OPENAI_BASE_URL and OPENAI_API_KEY. []: none."""
+
+    other_sampling: Literal["refuse", "ignore"] = "refuse"
+    """An agent that wants another temperature or top_p than the rollout's. refuse: its request is an error that says so.
+    ignore: it gets the rollout's."""
 
     python: str = ""
-    """Interpreter of the worker processes, for environments whose packages contradict the trainer's. "": the trainer's."""
+    """Interpreter of the worker processes, or of an agent that begins with "python", for packages that contradict the
+    trainer's. "": the trainer's."""
 
     processes: NonNegativeInt = 0
     """Worker processes. 0: half of the machine's cores."""
@@ -95,13 +105,13 @@ class EnvironmentConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        return bool(self.path or self.function or self.command)
+        return bool(self.path or self.function or self.command or self.agent)
 
     def broken_rules(self) -> Iterator[Rule]:
-        if sum(map(bool, (self.path, self.function, self.command))) > 1:
+        if sum(map(bool, (self.path, self.function, self.command, self.agent))) > 1:
             yield Rule(
-                'len([one for one in (environment.path, environment.function, environment.command) if one]) <= 1',
-                "leave all but one of environment.path, environment.function and environment.command out",
+                'len([one for one in (environment.path, environment.function, environment.command, environment.agent) if one]) <= 1',
+                "leave all but one of environment.path, environment.function, environment.command and environment.agent out",
                 reason="an episode has one environment",
             )
         for name in ("path", "function"):
@@ -127,4 +137,4 @@ class TurnsConfig(Section):
 
     on_cut: Literal["end", "observe"] = "end"
     """A turn cut at environment.max_turn_tokens, of which no call is run. end: the episode ends truncated. observe: the
-    environment is told and answers."""
+    environment is told and answers. An agent is always told."""

@@ -27,7 +27,7 @@ from megatron_dapo.config.foreign_names import VALUES, counterpart
 from megatron_dapo.config.megatron_options import SECTIONS, problem_with
 from megatron_dapo.config.rules import ConfigError, UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
-from megatron_dapo.config.section import FunctionOfRecipe, RelativeToRecipe, Section, is_function_path
+from megatron_dapo.config.section import FunctionOfRecipe, RelativeToRecipe, Section, WordOfCommand, is_function_path
 from megatron_dapo.hooks import FAMILY
 from megatron_dapo.models.families import add_family
 
@@ -371,6 +371,8 @@ def _absolute_inputs(path: str, value: _Value) -> Any:
         if isinstance(given, list | tuple):
             return [_absolute_function(item, directory) for item in given]
         return _absolute_function(given, directory)
+    if _has_mark(path, WordOfCommand) and isinstance(given, list | tuple):
+        return [_absolute_word(word, directory) for word in given]
     if not is_input(path):
         return given
     if isinstance(given, list | tuple):
@@ -414,6 +416,12 @@ def _absolute_function(value: Any, directory: Path) -> Any:
     file, _, name = value.rpartition(":")
     place = _absolute(file, directory) if file.endswith(".py") else ""
     return f"{place}:{name}" if place and os.path.lexists(place) else value
+
+
+def _absolute_word(word: Any, directory: Path) -> Any:
+    """Return the place of a file, such as agent.py or bin/agent; other words of a command are unchanged."""
+    place = _absolute(word, directory) if isinstance(word, str) and ("." in word or "/" in word) else ""
+    return place if place and os.path.isfile(place) else word
 
 
 def _matches(file: Any) -> list[Any]:

@@ -78,8 +78,13 @@ class FunctionOfRecipe:
     """Marks a user's function: the file of path/to/file.py:name starts where `RelativeToRecipe` says."""
 
 
+class WordOfCommand:
+    """Marks the words of a command: one that is a file starts where `RelativeToRecipe` says."""
+
+
 InputPath = Annotated[Path, RelativeToRecipe()]
 FunctionPath = Annotated[str, FunctionOfRecipe()]
+CommandWord = Annotated[str, WordOfCommand()]
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ class ParsedTurn:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     is_cut: bool = False  # not ended by a stop token: it makes no calls
+    text: str = ""  # all of it but the stop token
 
 
 class TurnParser:
@@ -169,13 +170,14 @@ class TurnParser:
         if ids and ids[-1] in self._stops:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        reasoning, text = self._without_thought(text)
+        whole = text
+        reasoning, text = self._without_thought(whole)
         content, raw_calls = self._split(text, self.tools)
         if finish_reason != "stop":
             reason = "the answer was cut before its end"
             calls = [ToolCall("").failed("unparsable", reason)] if raw_calls else []
-            return ParsedTurn(text, reasoning, tuple(calls), is_cut=True)
-        return ParsedTurn(content, reasoning, tuple(self._accepted(*call) for call in raw_calls))
+            return ParsedTurn(text, reasoning, tuple(calls), is_cut=True, text=whole)
+        return ParsedTurn(content, reasoning, tuple(self._accepted(*call) for call in raw_calls), text=whole)
 
     def _without_thought(self, text: str) -> tuple[str, str]:
         """Return the thinking at the begin of a turn, in which calls are not made, and the rest."""

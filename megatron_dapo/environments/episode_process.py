@@ -63,6 +63,10 @@ def act_line(episode: OpenEpisode, action: Action) -> dict[str, Any]:
         "text": action.text,
         "calls": [vars(call) | {"arguments": dict(call.arguments)} for call in action.calls],
         "finish_reason": action.finish_reason,
+        "reasoning": action.reasoning,
+        "raw_text": action.raw_text,
+        "num_tokens": action.num_tokens,
+        "num_prompt_tokens": action.num_prompt_tokens,
     }
 
 
@@ -91,6 +95,7 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
         is_correct=is_correct,
         parts={str(name): _number(value, f"parts.{name}") for name, value in parts.items()},
         calls=tuple(_call(call) for call in calls),
+        max_tokens=None if message.get("max_tokens") is None else max(1, int(_number(message["max_tokens"], "max_tokens"))),
         seconds=_number(message.get("seconds", 0.0), "seconds"),
     )
 

@@ -33,6 +33,10 @@ class Action:
     text: str
     calls: tuple[ToolCall, ...]  # parsed from the turn's ids; failed ones have their status and the text for the model
     finish_reason: FinishReason  # "length": cut, so that nothing in it was parsed
+    reasoning: str = ""
+    raw_text: str = ""  # with reasoning and calls, as it was sampled
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0  # of the context that it was sampled in
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Reply:
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     calls: tuple[TurnCall, ...] = ()  # calls of the turn before, as they ended
+    max_tokens: int | None = None  # of the next turn; None: what the episode's limits leave
     lost: str = ""  # the reason if the infrastructure failed, not the policy; nothing else is set then
     seconds: float = 0.0  # that the environment took
 

@@ -84,7 +84,7 @@ def _sample(config: Config, settings: Mapping[str, Any], directory: Path) -> dic
     section = config.rejection_sampling
     rollout = config.rollout
     if config.environment.is_on:
-        raise ValueError("rejection sampling selects responses of one turn: leave environment.path and environment.function out")
+        raise ValueError("rejection sampling selects responses of one turn: leave [environment] out")
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     with open_verifier_pool(config.reward) as pool:
         dataset = load_train_dataset(config, inputs, pool)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -13,6 +15,7 @@ from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.data.template_proof import TemplateProof, prove_template
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import RolloutEngine
+from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
 
@@ -63,7 +66,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
         retries=environment.retries,
         order=order,
         parser=config.turns.parser,
-        on_cut=config.turns.on_cut,
+        on_cut="observe" if environment.agent else config.turns.on_cut,
     )
 
 
@@ -73,7 +76,7 @@ def worker_settings(config: Config) -> WorkerSettings:
     return WorkerSettings(
         kind="environment" if environment.path else "function" if environment.function else "command",
         place=environment.path or environment.function,
-        command=environment.command,
+        command=_agents_command(config) if environment.agent else environment.command,
         python=environment.python,
         num_processes=environment.processes or max(1, (os.cpu_count() or 1) // 2),
         episodes_per_process=environment.episodes_per_process,
@@ -86,3 +89,17 @@ def worker_settings(config: Config) -> WorkerSettings:
         on_step_timeout=environment.on_step_timeout,
         variables=environment.variables,
     )
+
+
+def _agents_command(config: Config) -> tuple[str, ...]:
+    """Return the command of a worker whose episodes are programs of environment.agent."""
+    environment, first = config.environment, config.environment.agent[0]
+    if first == "python":
+        first = environment.python or sys.executable
+    settings = {
+        "command": [first, *environment.agent[1:]],
+        "temperature": config.rollout.temperature,
+        "top_p": config.rollout.top_p,
+        "other_sampling": environment.other_sampling,
+    }
+    return (sys.executable, "-m", AGENTS, json.dumps(settings))

@@ -27,6 +27,21 @@ class Letters(Environment):
             return Step(done=True, reward=float(self.num_letters % 2 == 0), parts={"letters": self.num_letters})
         return Step(f"You wrote {len(turn.text)} letters, {self.task.random.randint(1, 9)} points.")
 '''
+AGENT = '''
+import json, os, random, sys, urllib.request
+
+task = json.load(sys.stdin)
+points, messages, num_letters = random.Random(task["seed"]), task["messages"], 0
+for turn in range(3):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    num_letters += len(answer["content"])
+    said = f"You wrote {len(answer['content'])} letters, {points.randint(1, 9) if turn < 2 else 0} points."
+    messages = messages + [answer, {"role": "user", "content": said}]
+print(json.dumps({"reward": num_letters % 2 == 0, "parts": {"letters": num_letters}}))
+'''
 RECIPE = """
 [run]
 total_steps = 2
@@ -89,7 +104,10 @@ report = false
 
 
 def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
-    """Episodes that a checkpoint holds unfinished are played again by the process that resumes, without a new token."""
+    """Episodes that a checkpoint holds unfinished are played again by the process that resumes, without a new token.
+
+    An agent's program that plays the same game over HTTP gives the same run.
+    """
     (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(model=QUICKSTART / "base_model"))
     for name, count in (("train.jsonl", 16), ("heldout.jsonl", 4)):
@@ -97,8 +115,9 @@ def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> N
         (tmp_path / name).write_text("".join(lines[:count]), encoding="utf-8")
     run = tmp_path / "run"
 
-    def trained() -> tuple[list[str], list[dict[str, float]]]:
-        ended = run_command("train", str(tmp_path / "recipe.toml"), "--set", f"run.output_dir={run}")
+    def trained(*settings: str) -> tuple[list[str], list[str]]:
+        overrides = [word for setting in (f"run.output_dir={run}", *settings) for word in ("--set", setting)]
+        ended = run_command("train", str(tmp_path / "recipe.toml"), *overrides)
         assert ended.code == 0, ended.text
         return [(run / name).read_text().splitlines() for name in ("samples.jsonl", "metrics.jsonl")]
 
@@ -114,3 +133,7 @@ def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> N
     shutil.rmtree(run / "checkpoints" / "step_000002")
     again, _ = trained()
     assert again == samples
+    (tmp_path / "agent.py").write_text(AGENT)
+    run = tmp_path / "agents"
+    command = json.dumps(["python", str(tmp_path / "agent.py")])
+    assert trained('environment.path=""', f"environment.agent={command}")[0] == samples

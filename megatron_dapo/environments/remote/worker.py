@@ -3,10 +3,12 @@
     owner -> worker   {"kind": "environment" | "function" | "either" | "command", "place": ..., limits}    once
     worker -> owner   {"ready": name, "tools": [names]} or {"failed": message}                  once
     owner -> worker   {"op": "start", "episode": n, "task": {...}, "seed": n, "directory": path}
-                      {"op": "act", "episode": n, "text": ..., "calls": [...], "finish_reason": ...}
+                      {"op": "act", "episode": n, "text": ..., "calls": [...], "finish_reason": ..., "reasoning": ...,
+                       "raw_text": ..., "num_tokens": n, "num_prompt_tokens": n}
                       {"op": "end", "episode": n}
     worker -> owner   {"episode": n, "messages": [...], "tools": [...], "done": bool, "reward": ..., "is_correct": ...,
-                       "parts": {...}, "calls": [...], "seconds": s}      one for each start and act
+                       "parts": {...}, "calls": [...], "seconds": s,
+                       "max_tokens": n}                                   one for each start and act
                       {"episode": n, "lost": reason}                      instead of it
                       {"episode": n, "ended": true, "stuck": bool}        one for each end, after everything is closed
 

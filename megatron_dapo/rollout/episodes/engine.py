@@ -113,6 +113,7 @@ class _Episode:
     record: Completion | None = None  # tokens that are being played again
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
+    max_tokens: int | None = None  # of the next turn, if its environment says so
     num_lost: int = 0
     attempt: int = 0
     num_fruitless: int = 0
@@ -328,6 +329,7 @@ class EpisodeEngine:
         reply, episode.reply = episode.reply, None
         assert reply is not None, f"{episode.name} has no answer"
         episode.seconds["acting"] += reply.seconds
+        episode.max_tokens = reply.max_tokens
         if reply.lost:
             self._lose(episode, reply.lost)
         elif episode.stage is EpisodeStage.STARTING:
@@ -417,8 +419,7 @@ class EpisodeEngine:
             (most - streams.num_sampled, "max_tokens"),
             (settings.max_context_tokens - len(streams.context), "max_context"),
         ]
-        if settings.max_turn_tokens:
-            budgets.append((settings.max_turn_tokens, "length"))
+        budgets += [(limit, "length") for limit in (settings.max_turn_tokens, episode.max_tokens) if limit]
         return min(budgets, key=lambda budget: budget[0])
 
     def _submit_turns(self) -> None:
@@ -475,7 +476,17 @@ class EpisodeEngine:
         episode.stage = EpisodeStage.ACTING
         episode.due = self._round + (0 if episode.record is not None else 1)
         if episode.reply is None:  # otherwise the environment was lost in the meantime
-            self._pool.act(episode.name, Action(parsed.content, () if is_cut else parsed.calls, turn.finish_reason))
+            calls = () if is_cut else parsed.calls
+            action = Action(
+                parsed.content,
+                calls,
+                turn.finish_reason,
+                parsed.reasoning,
+                parsed.text,
+                turn.num_tokens,
+                len(streams.context) - turn.num_tokens,
+            )
+            self._pool.act(episode.name, action)
 
     def _remember(self, episode: _Episode, messages: Messages) -> None:
         if self._turns.history == "rewrite":

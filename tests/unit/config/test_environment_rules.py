@@ -20,6 +20,7 @@ def messages(*overrides: str) -> list[str]:
         (["reward.verifier=environment"], "reward.verifier = 'environment': there is no environment that could reward"),
         ([ON, "environment.function=games.py:play"], "an episode has one environment"),
         ([ON, "environment.command=['./game']"], "an episode has one environment"),
+        ([ON, 'environment.agent=["python"]'], "an episode has one environment"),
         (["environment.path=games.py"], "environment.path = 'games.py': it does not name code"),
         ([ON, "algorithm.name=tppo"], "windows do not end inside of episodes yet"),
         ([ON, "environment.max_context_tokens=3"], "an episode begins with up to data.max_prompt_tokens"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+from megatron_dapo.config import load_config
 from megatron_dapo.config.environment_schema import EnvironmentConfig
 from megatron_dapo.data.dataset import load_sources
 from megatron_dapo.data.files import DAPO_FORMAT
@@ -53,10 +55,26 @@ def test_every_key_of_the_section_is_used():
         max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
         memory_limit_mb=77, max_processes=11, variables=("KEY",),
     )  # fmt: skip
-    assert set(changes) | {"path", "function", "on_lost"} == set(EnvironmentConfig.model_fields)
+    assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "on_lost"} == set(EnvironmentConfig.model_fields)
     assert worker_settings(make("environment.function=games.py:play")).kind == "function"
     assert episode_settings(make(ON)).order == "rounds" and episode_settings(make(f"{ON} rollout.engine=sglang")).order == "arrival"
     assert episode_settings(make(ON)).max_context_tokens == make(ON).longest_trained
+
+
+def test_an_agent_s_command_runs_in_a_worker_of_the_trainer_s_interpreter(tmp_path):
+    (tmp_path / "agent.py").touch()
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[environment]\nagent = ["python", "agent.py", "--level", "2"]\nother_sampling = "ignore"\n')
+    config = load_config(recipe, ["model.path=/model", 'data.train_paths=["rows.jsonl"]']).config
+    workers = worker_settings(config)
+    assert (workers.kind, workers.command[:3]) == ("command", (sys.executable, "-m", "megatron_dapo.engines.endpoint.agents"))
+    assert json.loads(workers.command[3]) == {
+        "command": [sys.executable, str(tmp_path / "agent.py"), "--level", "2"],
+        "temperature": config.rollout.temperature,
+        "top_p": config.rollout.top_p,
+        "other_sampling": "ignore",
+    }
+    assert episode_settings(config).on_cut == "observe"
 
 
 def test_rows_that_differ_in_any_column_are_different_tasks(tmp_path):

@@ -1,0 +1,266 @@
+"""A worker whose episodes are programs that play against the chat endpoint: `python -m megatron_dapo.engines.endpoint.agents`.
+
+    owner -- JSON lines --> this process -- task --> program          one for each episode, with a session's API key
+                               ^    |                   |
+                               |    +---- answers ------+
+                               +--------- requests -----+             HTTP on loopback
+
+It speaks the lines of `environments.remote.worker`. The program has the task as JSON on its standard input, the session in
+OPENAI_BASE_URL and OPENAI_API_KEY, and an empty directory. Its last line of output may be its reward: a number, a truth
+value, or {"reward": number, "correct": bool, "parts": {name: number}}. A program that fails is a lost episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from aiohttp import web
+
+from megatron_dapo.engines.endpoint.chat import ChatAnswer
+from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
+from megatron_dapo.engines.endpoint.tree import RequestError, ServedTurn
+from megatron_dapo.types import SamplingParams
+from megatron_dapo.untrusted import one_line
+from megatron_dapo.workers.pipes import claim_pipes, send
+
+_KEPT_BYTES = 2**16  # of a program's output, from its end
+_KEY = "OPENAI_API_KEY"
+
+
+def main() -> None:
+    """Serve episodes until the owner closes the pipe. The settings are JSON, the only argument."""
+    settings = json.loads(sys.argv[1])
+    requests, replies = claim_pipes()
+    asyncio.run(_AgentWorker(settings, replies).serve(requests))
+
+
+class _AgentWorker:
+    """The programs of this process and the server that they ask: a `TurnSource`."""
+
+    def __init__(self, settings: Mapping[str, Any], replies: BinaryIO) -> None:
+        self._command: list[str] = settings["command"]
+        self._endpoint = ChatEndpoint(
+            self,
+            SamplingParams(temperature=settings["temperature"], top_p=settings["top_p"]),
+            on_other_sampling=settings["other_sampling"],
+        )
+        self._replies = replies
+        self._agents: dict[str, _Agent] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._url = ""
+
+    async def serve(self, requests: io.FileIO) -> None:
+        runner = web.AppRunner(self._endpoint.application(), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        loop = asyncio.get_running_loop()
+        lines = asyncio.StreamReader(limit=2**26)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
+        self.reply({"ready": self._command[0], "tools": []})
+        async for line in lines:
+            self._take(json.loads(line))
+        for agent in self._agents.values():
+            agent.kill()
+        os._exit(0)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        name = str(message["episode"])
+        if message["op"] == "start":
+            agent = self._agents[name] = _Agent(self, message, self._endpoint.open(name))
+            self._spawn(agent.play(self._command, self._url))
+        elif message["op"] == "act":
+            self._agents[name].take(message)
+        else:
+            self._spawn(self._end(self._agents.pop(name)))
+
+    async def _end(self, agent: _Agent) -> None:
+        await self._endpoint.end(agent.key)
+        agent.kill()
+        await agent.ended.wait()
+        self.reply({"episode": agent.number, "ended": True, "stuck": False})
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def reply(self, message: Mapping[str, Any]) -> None:
+        send(self._replies, message)
+
+    async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
+        """See `TurnSource`."""
+        agent = self._agents.get(session)
+        if agent is None:
+            raise EpisodeOver("the episode has ended")
+        return await agent.sample(turn, max_tokens)
+
+
+class _Agent:
+    """A program that plays an episode."""
+
+    def __init__(self, worker: _AgentWorker, start: Mapping[str, Any], key: str) -> None:
+        self.number, self.key = start["episode"], key
+        self.ended = asyncio.Event()
+        self._worker = worker
+        self._task = {**start["task"], "seed": start["seed"]}
+        self._directory = Path(start["directory"])
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_killed = False
+        self._one_at_a_time = asyncio.Lock()
+        self._owes_reply = asyncio.Event()
+        self._owes_reply.set()
+        self._answers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self._since = time.monotonic()
+        self._num_turns = 0
+
+    async def play(self, command: list[str], url: str) -> None:
+        """Run the program and report its end."""
+        try:
+            result = await self._run(command, url)
+        except OSError as error:
+            result = {"lost": f"environment.agent: {command[0]}: {error.strerror}"}
+        self._kill_descendants()
+        self.ended.set()
+        if not self._is_killed:
+            await self._say(result)
+
+    async def _run(self, command: list[str], url: str) -> dict[str, Any]:
+        inherited = dict(os.environ)
+        if command[0] != sys.executable:
+            inherited.pop("PYTHONPATH", None)  # packages of this interpreter
+        process = self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self._directory,
+            env={**inherited, "OPENAI_BASE_URL": url, _KEY: self.key},
+            start_new_session=True,
+        )
+        if self._is_killed:  # while it was started
+            self.kill()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with suppress(ConnectionError):  # a program need not read its task
+            process.stdin.write(json.dumps(self._task).encode())
+            await process.stdin.drain()
+        process.stdin.close()
+        output, errors = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
+        status = await process.wait()
+        if status != 0:
+            reason = (errors.strip().splitlines() or ["it says nothing"])[-1]
+            return {"lost": one_line(f"{command[0]} ended with exit status {status}: {reason}", 500)}
+        if not self._num_turns:
+            return {"lost": f"{command[0]} ended without a request to OPENAI_BASE_URL"}
+        reward = reward_of(output)
+        return reward if "lost" in reward else {"done": True, **reward}
+
+    async def sample(self, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
+        async with self._one_at_a_time:
+            if turn.begins_stream and turn.number:
+                raise RequestError(
+                    "this conversation does not continue the one before, and an episode has one: append to the messages, "
+                    "with the assistant's as they were answered"
+                )
+            if turn.number:
+                others = {message["role"] for message in turn.messages} - {"user", "tool"}
+                if others:
+                    raise RequestError(f"a message of the role {others.pop()} cannot follow an answer; use user or tool")
+            self._num_turns += 1
+            await self._say(
+                {
+                    "messages": [dict(message) for message in turn.messages],
+                    **({} if turn.number else {"tools": [dict(tool) for tool in turn.tools]}),
+                    "max_tokens": max_tokens,
+                }
+            )
+            return _answer_of(await self._answers.get())
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Take the policy's turn."""
+        self._since = time.monotonic()
+        self._owes_reply.set()
+        self._answers.put_nowait(message)
+
+    async def _say(self, message: Mapping[str, Any]) -> None:
+        """Reply once the owner expects it: each start and each turn has one reply."""
+        await self._owes_reply.wait()
+        self._owes_reply.clear()
+        seconds = time.monotonic() - self._since
+        self._worker.reply({"episode": self.number, **message} | ({} if "lost" in message else {"seconds": seconds}))
+
+    def kill(self) -> None:
+        """Kill the program and what it has started."""
+        self._is_killed = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_descendants()
+
+    def _kill_descendants(self) -> None:
+        """Kill processes that left the program's group: the session's key is in the environment of each."""
+        mark = f"{_KEY}={self.key}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    """Return the end of a program's output, all of which is read."""
+    kept = b""
+    while block := await stream.read(_KEPT_BYTES):
+        kept = (kept + block)[-_KEPT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def reward_of(output: str) -> dict[str, Any]:
+    """Return the reward that the last line of a program's output states, {} if it states none, or what is wrong with it."""
+    line = (output.strip().splitlines() or [""])[-1]
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    if isinstance(said, bool):
+        said = {"reward": said, "correct": said}
+    elif isinstance(said, (int, float)):
+        said = {"reward": said}
+    if not isinstance(said, dict) or "reward" not in said:
+        return {}
+    try:
+        numbers = {name: float(value) for name, value in {"": said["reward"], **said.get("parts", {})}.items()}
+    except (TypeError, ValueError):
+        numbers = {"": math.nan}
+    correct = said.get("correct")
+    if not all(map(math.isfinite, numbers.values())) or not isinstance(correct, (bool, type(None))):
+        return {"lost": f'the reward is {{"reward": number, "correct": bool, "parts": {{name: number}}}}, not {one_line(line, 200)}'}
+    return {"reward": numbers.pop(""), "is_correct": correct, "parts": numbers}
+
+
+def _answer_of(message: Mapping[str, Any]) -> ChatAnswer:
+    """Return the policy's turn for the client, which runs its own tools: a call that is no call stays text."""
+    calls = message["calls"]
+    is_readable = all(call["status"] != "unparsable" for call in calls)
+    return ChatAnswer(
+        message["text"] if is_readable else message["raw_text"],
+        message["finish_reason"],
+        message["reasoning"],
+        tuple((call["name"], json.dumps(call["arguments"])) for call in calls) if is_readable else (),
+        message["num_prompt_tokens"],
+        message["num_tokens"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""HTTP server of a policy for chat clients: a session is an episode, and its API key says which.
+
+    client --request--> tree: which turn is it, on which stream? --> source: sample it --> answer --> client
+
+A client that goes away leaves its turn to be sampled: the same request, sent again, gets that answer. So a retry neither
+samples twice nor loses what was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from megatron_dapo.engines.endpoint import chat
+from megatron_dapo.engines.endpoint.chat import ChatAnswer, ChatRequest, Sampling
+from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, RequestError, ServedTurn, TooManyBranches
+from megatron_dapo.types import SamplingParams
+
+_MAX_BODY_BYTES = 64 << 20
+
+
+class EpisodeOver(RuntimeError):
+    """A turn that is not sampled because its episode has ended; the message says by which limit."""
+
+
+class TurnSource(Protocol):
+    """What samples the turns that clients ask for."""
+
+    async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
+        """Return the turn's answer. EpisodeOver if the episode gets no more turns, ValueError for a turn that cannot be."""
+
+
+@dataclass
+class Session:
+    """An episode that a client plays."""
+
+    name: str
+    tree: ConversationTree
+    pending: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)  # what clients requested and did not get
+
+
+class ChatEndpoint:
+    """The server's sessions and routes. Used from one event loop."""
+
+    def __init__(
+        self,
+        source: TurnSource,
+        sampling: SamplingParams,
+        *,
+        on_other_sampling: Sampling = "refuse",
+        match: Match = "loose",
+        max_branches: int = 16,
+    ) -> None:
+        self._source, self._sampling, self._on_other_sampling = source, sampling, on_other_sampling
+        self._match, self._max_branches = match, max_branches
+        self._sessions: dict[str, Session] = {}  # by API key
+
+    def open(self, name: str) -> str:
+        """Begin a session and return its API key."""
+        key = f"episode-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = Session(name, ConversationTree(match=self._match, max_streams=self._max_branches))
+        return key
+
+    async def end(self, key: str) -> Session:
+        """End a session: its key is unknown from now on, and turns that are being sampled are given up."""
+        session = self._sessions.pop(key)
+        tasks = list(session.pending.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return session
+
+    def application(self) -> web.Application:
+        """Return the application to serve."""
+        application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat),
+            ]
+        )
+        return application
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"sessions": len(self._sessions)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session_of(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_dapo"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        session = self._session_of(http)
+        try:
+            body = await http.json()
+        except ValueError as error:
+            raise RequestError(f"the body is not JSON: {error}") from None
+        request, ignored = chat.parse(body, self._sampling, self._on_other_sampling)
+        session.ignored.update(ignored)
+        turn = session.tree.ask(request.messages, request.tools)
+        is_kept = False
+        try:
+            answer = await self._answer(session, turn, request)
+            return await _respond(http, request, turn, answer)
+        except (asyncio.CancelledError, ConnectionError):
+            is_kept = turn.is_abandoned = True
+            raise
+        except (EpisodeOver, ValueError):
+            turn.is_abandoned = True  # so that the same request is the same turn, which fails again
+            raise
+        finally:
+            if not is_kept:
+                session.pending.pop(turn, None)
+
+    async def _answer(self, session: Session, turn: ServedTurn, request: ChatRequest) -> ChatAnswer:
+        """Return the answer of a turn; sampling continues if the client goes away."""
+        task = session.pending.get(turn)
+        if task is None:
+            task = asyncio.ensure_future(self._sample(session, turn, request.max_tokens))
+            session.pending[turn] = task
+        return await asyncio.shield(task)
+
+    async def _sample(self, session: Session, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
+        answer = await self._source.sample(session.name, turn, max_tokens)
+        session.tree.answered(turn, answer.message(turn.number))
+        return answer
+
+    def _session_of(self, http: web.Request) -> Session:
+        scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise web.HTTPUnauthorized(text="the API key belongs to no open episode")
+        return session
+
+
+async def _respond(
+    http: web.Request, request: ChatRequest, turn: ServedTurn, answer: ChatAnswer
+) -> web.StreamResponse:
+    """Write a response here and not by returning it, so that a connection that was lost is noticed."""
+    if request.is_streamed:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+        for event in chat.answer_events(answer, turn.number, request):
+            await response.write(event)
+    else:
+        response = web.json_response(chat.answer_body(answer, turn.number, request.model))
+        await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
+_STATUS: dict[type[Exception], tuple[int, str]] = {
+    # 400 and 403 are not tried again by clients.
+    RequestError: (400, "invalid_request_error"),
+    EpisodeOver: (403, "episode_over"),
+    TooManyBranches: (403, "episode_over"),
+    ValueError: (400, "invalid_request_error"),
+}
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer errors in OpenAI's form, in one line."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _error(error.status, error.text or error.reason, "authentication_error" if error.status == 401 else "error")
+    except tuple(_STATUS) as error:
+        status, kind = next(_STATUS[base] for base in type(error).__mro__ if base in _STATUS)
+        return _error(status, str(error), kind)
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    body: dict[str, Any] = chat.error_body(message, kind)
+    return web.json_response(body, status=status)

@@ -1,0 +1,204 @@
+"""The turn that a request of a chat client follows.
+
+A client sends the whole conversation with each request. What it sends is compared with what it was given, and never
+encoded again: a request that begins with a conversation that was served continues that conversation's token stream.
+
+    request:   system  user  assistant  tool            new: tool; follows the turn that said `assistant`
+    served:    system  user  assistant
+
+    request:   system  user  assistant* tool            * was edited: no served conversation is a beginning of it.
+    served:    system  user  assistant                  A stream of its own text begins, and the drift is counted.
+
+Served turns form a tree. A turn's first continuation extends its stream; any other is a branch, a stream that begins
+with the turn's context, in which tokens that were sampled before are context and are not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_dapo.data.template import Messages
+
+Match = Literal["strict", "loose"]
+
+
+class RequestError(ValueError):
+    """A request that no turn can answer; the message is the client's."""
+
+
+class TooManyBranches(RuntimeError):
+    """An episode whose client began more streams than it may have."""
+
+
+@dataclass(eq=False)
+class ServedTurn:
+    """A turn that a request is answered with."""
+
+    number: int  # in the order of the requests of an episode, from 0
+    stream: int  # the token stream that it is in, from 0
+    parent: ServedTurn | None  # the turn whose context it continues; None: its context is all of the request's messages
+    messages: Messages  # new ones: those after the parent's answer
+    tools: Sequence[Mapping[str, Any]]
+    answer: Mapping[str, Any] | None = None  # the assistant's message; None: not sampled yet
+    is_abandoned: bool = False  # its client went away before it had read the answer
+    children: list[ServedTurn] = field(default_factory=list)
+    begins_stream: bool = False
+
+
+@dataclass(eq=False)
+class _Place:
+    """A sequence of messages that served conversations begin with."""
+
+    next: dict[str, _Place] = field(default_factory=dict)  # by the canonical form of the message that follows
+    turns: list[ServedTurn] = field(default_factory=list)  # those whose answer is its last message, as they were served
+    asked: list[ServedTurn] = field(default_factory=list)  # those that answer it
+
+
+class ConversationTree:
+    """Turns of one episode, by the conversations that led to them."""
+
+    def __init__(self, *, match: Match = "loose", max_streams: int = 16) -> None:
+        self._canonical = _CANONICAL[match]
+        self._max_streams = max_streams
+        self._roots: dict[str, _Place] = {}  # by the canonical form of the tools: they are in the context too
+        self.turns: list[ServedTurn] = []
+        self.num_streams = 0
+        self.drifts: list[str] = []  # what a client changed in conversations that it was given
+
+    def ask(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> ServedTurn:
+        """Return the turn that answers a request: a new one, or the one that an equal request abandoned.
+
+        Equal requests at the same time are two samples, an equal one after an answer is a third. RequestError if nothing can follow the messages, TooManyBranches if a stream more than allowed would begin.
+        """
+        _check(messages)
+        root = self._roots.setdefault(_json(list(tools)), _Place())
+        place, parent, start = self._last_served(root, messages)
+        for message in messages[start:]:
+            place = place.next.setdefault(self._canonical(message), _Place())
+        for turn in place.asked:
+            if turn.is_abandoned:
+                turn.is_abandoned = False
+                return turn
+        turn = self._begin(parent, tuple(messages[start:]), tools)
+        place.asked.append(turn)
+        if parent is None:
+            self._note_drift(root, messages)
+        return turn
+
+    def answered(self, turn: ServedTurn, answer: Mapping[str, Any]) -> None:
+        """Take the sampled turn as the assistant's message that the client is given."""
+        assert turn.answer is None, f"turn {turn.number} has an answer"
+        turn.answer = answer
+        place = self._place_of(turn).next.setdefault(self._canonical(answer), _Place())
+        place.turns.append(turn)
+
+    def _last_served(self, root: _Place, messages: Messages) -> tuple[_Place, ServedTurn | None, int]:
+        """Return the longest served conversation that the messages begin with, its last turn, and its number of messages.
+
+        It is only one that is followed by no further answer: an answer that was not served is text that the client made up.
+        """
+        last_answer = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        place = root
+        for message in messages[: last_answer + 1]:
+            following = place.next.get(self._canonical(message))
+            if following is None:
+                return root, None, 0
+            place = following
+        if last_answer < 0 or not place.turns:
+            return root, None, 0
+        unfollowed = [turn for turn in place.turns if not turn.children]  # of answers that are alike
+        return place, (unfollowed or place.turns)[-1], last_answer + 1
+
+    def _begin(self, parent: ServedTurn | None, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> ServedTurn:
+        extends = parent is not None and not parent.children
+        if not extends and self.num_streams == self._max_streams:
+            raise TooManyBranches(
+                f"the client began more than {self._max_streams} conversations in one episode; "
+                "raise endpoint.max_branches if that is what it is meant to do"
+            )
+        stream = parent.stream if parent is not None and extends else self.num_streams
+        self.num_streams += not extends
+        turn = ServedTurn(len(self.turns), stream, parent, messages, tools, begins_stream=not extends)
+        self.turns.append(turn)
+        if parent is not None:
+            parent.children.append(turn)
+        return turn
+
+    def _place_of(self, turn: ServedTurn) -> _Place:
+        """Return the place of the messages that a turn answers."""
+        place = self._roots[_json(list(turn.tools))]
+        for message in self.conversation(turn):
+            place = place.next[self._canonical(message)]
+        return place
+
+    def conversation(self, turn: ServedTurn) -> list[Mapping[str, Any]]:
+        """Return the messages that a turn answers, with the answers as they were served."""
+        line = [turn]
+        while line[-1].parent is not None:
+            line.append(line[-1].parent)
+        messages: list[Mapping[str, Any]] = []
+        for one in reversed(line):
+            messages += one.messages
+            if one is not turn:
+                assert one.answer is not None, "a turn with a child has an answer"
+                messages.append(one.answer)
+        return messages
+
+    def _note_drift(self, root: _Place, messages: Messages) -> None:
+        """Say which message of a conversation with answers is not as it was served."""
+        if all(message["role"] != "assistant" for message in messages):
+            return  # a new conversation: of a sub-agent, or after a compaction
+        place = root
+        for index, message in enumerate(messages):
+            following = place.next.get(self._canonical(message))
+            if following is None or (message["role"] == "assistant" and not following.turns):
+                self.drifts.append(f"the client changed message {index + 1} of {len(messages)} ({message['role']})")
+                return
+            place = following
+
+
+def _check(messages: Messages) -> None:
+    if not messages:
+        raise RequestError("messages is empty; give at least one")
+    if messages[-1]["role"] == "assistant":
+        raise RequestError("the last message is the assistant's, and a turn of the policy is never continued by a client")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _loose(message: Mapping[str, Any]) -> str:
+    """Return a message without what clients change in passing.
+
+    Ids of tool calls, reasoning, empty fields, white space around an answer, and the spelling of arguments.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content) if all(map(_is_text, content)) else _json(content)
+    content = content or ""
+    calls = [
+        [call["function"]["name"], _arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    is_answer = message["role"] == "assistant"
+    return _json([message["role"], content.strip() if is_answer else content, message.get("name") or "", calls])
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments.strip()
+
+
+_CANONICAL: dict[Match, Callable[[Mapping[str, Any]], str]] = {"strict": lambda message: _json(dict(message)), "loose": _loose}

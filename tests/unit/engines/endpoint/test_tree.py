@@ -1,0 +1,189 @@
+"""The tree of conversations against a search over all served ones, under clients that do what clients do."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from megatron_dapo.engines.endpoint.tree import ConversationTree, RequestError, ServedTurn, TooManyBranches
+
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def serve(tree: ConversationTree, messages: list[Message], text: str, **arguments: Any) -> ServedTurn:
+    turn = tree.ask(messages, **arguments)
+    tree.answered(turn, assistant(text))
+    return turn
+
+
+def test_a_conversation_that_grows_is_one_stream_of_deltas() -> None:
+    tree = ConversationTree()
+    first = serve(tree, [user("a")], "b")
+    second = serve(tree, [user("a"), assistant("b"), user("c")], "d")
+    third = tree.ask([user("a"), assistant("b"), user("c"), assistant("d"), {"role": "tool", "content": "e"}])
+    assert [turn.stream for turn in (first, second, third)] == [0, 0, 0]
+    assert [turn.parent for turn in (first, second, third)] == [None, first, second]
+    assert second.messages == (user("c"),) and third.messages == ({"role": "tool", "content": "e"},)
+    assert tree.num_streams == 1 and not tree.drifts
+
+
+def test_a_second_continuation_is_a_branch_and_an_edited_answer_a_stream_of_its_text() -> None:
+    tree = ConversationTree()
+    first = serve(tree, [user("a")], "b")
+    serve(tree, [user("a"), assistant("b"), user("c")], "d")
+    branch = tree.ask([user("a"), assistant("b"), user("other")])
+    assert (branch.parent, branch.stream, branch.begins_stream) == (first, 1, True)
+    edited = tree.ask([user("a"), assistant("B"), user("c")])
+    assert (edited.parent, edited.stream, len(edited.messages)) == (None, 2, 3)
+    assert tree.drifts == ["the client changed message 2 of 3 (assistant)"]
+    summary = tree.ask([user("summary of all that")])
+    assert (summary.parent, summary.stream) == (None, 3) and len(tree.drifts) == 1, "a new conversation is no drift"
+
+
+def test_a_request_that_was_abandoned_is_answered_once_and_parallel_ones_each() -> None:
+    tree = ConversationTree()
+    turn = tree.ask([user("a")])
+    parallel = tree.ask([user("a")])
+    assert parallel is not turn
+    turn.is_abandoned = True
+    assert tree.ask([user("a")]) is turn and not turn.is_abandoned, "the retry of a client that lost its connection"
+    tree.answered(turn, assistant("b"))
+    tree.answered(parallel, assistant("b"))
+    followed = {tree.ask([user("a"), assistant("b"), user(text)]).parent for text in "xy"}
+    assert followed == {turn, parallel}, "of answers that are alike, each is continued"
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        {"role": "assistant", "content": [{"type": "text", "text": " b \n"}], "reasoning_content": "dropped"},
+        {"role": "assistant", "content": "b", "tool_calls": [], "refusal": None},
+    ],
+)
+def test_what_clients_change_in_passing_is_no_drift(echoed: Message) -> None:
+    tree = ConversationTree()
+    first = serve(tree, [user("a")], "b")
+    assert tree.ask([user("a"), echoed, user("c")]).parent is first
+    strict = ConversationTree(match="strict")
+    serve(strict, [user("a")], "b")
+    assert strict.ask([user("a"), echoed, user("c")]).parent is None and strict.drifts
+
+
+def test_arguments_of_a_call_are_compared_as_json_and_ids_are_not() -> None:
+    def call(arguments: str, id_: str) -> Message:
+        return assistant("") | {"tool_calls": [{"id": id_, "function": {"name": "add", "arguments": arguments}}]}
+
+    tree = ConversationTree()
+    turn = tree.ask([user("a")])
+    tree.answered(turn, call('{"x": 1, "y": 2}', "call1"))
+    result = {"role": "tool", "content": "3"}
+    assert tree.ask([user("a"), call('{"y":2,"x":1}', "other"), result]).parent is turn
+    assert tree.ask([user("a"), call('{"y":2,"x":3}', "call1"), result]).parent is None
+
+
+def test_other_tools_are_another_context() -> None:
+    tree = ConversationTree()
+    serve(tree, [user("a")], "b", tools=[{"name": "add"}])
+    assert tree.ask([user("a"), assistant("b"), user("c")]).parent is None
+
+
+def test_what_cannot_be_answered_is_one_line() -> None:
+    tree = ConversationTree(max_streams=2)
+    with pytest.raises(RequestError, match="messages is empty"):
+        tree.ask([])
+    with pytest.raises(RequestError, match="the last message is the assistant's"):
+        tree.ask([user("a"), assistant("b")])
+    serve(tree, [user("a")], "b")
+    serve(tree, [user("a")], "c")
+    with pytest.raises(TooManyBranches, match="more than 2 conversations"):
+        tree.ask([user("a")])
+    assert tree.ask([user("a"), assistant("b"), user("d")]).stream == 0, "what it has begun goes on"
+
+
+# ---- random clients
+
+
+def longest_served(tree: ConversationTree, messages: list[Message], tools: list[Message]) -> int:
+    """Number of messages of the longest served conversation that `messages` begin with, by comparing all of them."""
+    lengths = [0]
+    for turn in tree.turns:
+        if turn.answer is None or list(turn.tools) != tools:
+            continue
+        served = [*tree.conversation(turn), turn.answer]
+        rest = messages[len(served) :]
+        if messages[: len(served)] == served and all(message["role"] != "assistant" for message in rest):
+            lengths.append(len(served))
+    return max(lengths)
+
+
+def change(rng: random.Random, messages: list[Message]) -> list[Message]:
+    """Return a conversation as a client might send it again."""
+    messages = list(messages)
+    kind = rng.choice(["append", "append", "append", "append", "edit", "drop", "compact", "back"])
+    if kind == "edit":
+        index = rng.randrange(len(messages))
+        messages[index] = messages[index] | {"content": f"edited {rng.randrange(3)}"}
+    elif kind == "drop" and len(messages) > 1:
+        del messages[rng.randrange(len(messages))]
+    elif kind == "compact":
+        return [user(f"summary {rng.randrange(3)}")]
+    elif kind == "back":
+        messages = messages[: rng.randrange(len(messages)) + 1]
+    if not messages or messages[-1]["role"] == "assistant" or rng.random() < 0.2:
+        messages.append({"role": rng.choice(["user", "tool"]), "content": str(rng.randrange(3))})
+    return messages
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_clients_lose_no_turn_and_train_none_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = ConversationTree(max_streams=10_000)
+    told: list[list[Message]] = [[user("task")]]  # conversations that the client knows
+    open_turns: list[tuple[ServedTurn, list[Message], list[Message]]] = []
+    contexts: dict[int, str] = {}
+    for _ in range(30):
+        tools = [{"name": "add"}] if rng.random() < 0.1 else []
+        messages = change(rng, rng.choice(told))
+        abandoned = [one for one in open_turns if one[0].is_abandoned and one[1:] == (messages, tools)]
+        expected = longest_served(tree, messages, tools)
+        followed = {id(turn) for turn in tree.turns if turn.children}
+        turn = tree.ask(messages, tools)
+        if abandoned:
+            assert turn is abandoned[0][0]
+            continue
+        assert turn is tree.turns[-1]
+        assert len(messages) - len(turn.messages) == expected, "it follows the longest conversation that was served"
+        assert tree.conversation(turn) == messages
+        assert turn.begins_stream == (turn.parent is None or id(turn.parent) in followed)
+        before = contexts[turn.parent.number] if turn.parent else ""
+        contexts[turn.number] = before + json.dumps(turn.messages)
+        open_turns.append((turn, messages, tools))
+        while open_turns and rng.random() < 0.7:
+            turn, messages, _ = open_turns.pop(rng.randrange(len(open_turns)))
+            if rng.random() < 0.15 and not turn.is_abandoned:
+                turn.is_abandoned = True
+                open_turns.append((turn, messages, list(turn.tools)))
+                break
+            turn.is_abandoned = False
+            answer = assistant(str(rng.randrange(3)))
+            tree.answered(turn, answer)
+            contexts[turn.number] += json.dumps(answer)
+            told.append([*messages, answer])
+    streams: dict[int, list[ServedTurn]] = {}
+    for turn in tree.turns:
+        streams.setdefault(turn.stream, []).append(turn)
+    assert sorted(streams) == list(range(tree.num_streams)), "each turn is in one stream"
+    for turns in streams.values():
+        assert [turn.begins_stream for turn in turns] == [True] + [False] * (len(turns) - 1)
+        assert all(turn.parent is earlier for earlier, turn in zip(turns, turns[1:], strict=False)), "a stream is a line"
