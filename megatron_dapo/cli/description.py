@@ -109,7 +109,9 @@ def _layout(plan: Plan) -> str:
     config, critic = plan.loaded.config, ""
     if own := config.num_critic_processes:
         critic = f", the critic {critic_layout(config, plan.num_processes).describe()} on {own} more"
-    return f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{critic}, {config.model.dtype}"
+    num_processes = plan.layout.world_size
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    return f"layout: {plan.layout.describe()} on {processes}{critic}, {config.model.dtype}"
 
 
 def _advantage(config: Config) -> str:
