@@ -256,7 +256,7 @@ CLUSTER_TESTS = work=$$(mktemp -d /tmp/cluster.XXXXXX); trap '$(CLUSTER) down "$
 
 test-cluster: .venv .venv-sglang
 	@$(CLUSTER) check --install
-	@$(call CLUSTER_TESTS,3600)
+	@$(call CLUSTER_TESTS,3600,-m "not long")
 
 test-two-nodes: .venv
 	@if $(CLUSTER) check --install; then $(call CLUSTER_TESTS,900,-m two_nodes); fi

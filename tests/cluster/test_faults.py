@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import cancel, log_of, require_completed, submit, trained_steps, wait_for, write_layout
 
+from megatron_dapo.launch.local import worker_pid_file
 from tools.fault_injection.faults import fill
 from tools.virtual_cluster import VirtualCluster
 
@@ -180,3 +181,41 @@ def test_a_lost_path_and_an_unmounted_directory_are_named_and_the_job_goes_on(jo
     steps = job.steps()
     wait_for(lambda: job.steps() > steps, job.logs)
     assert begun(job) == [1, 2, 3] and cluster.job(job.number).restarts >= 2
+
+
+def workers(job: Job, node: str) -> list[str]:
+    """Return the process ids of a node's ranks."""
+    lines = job.cluster.run(node, "ps", "-eo", "pid,args").splitlines()
+    return [line.split()[0] for line in lines if "-m megatron_dapo.run.worker" in line and "--keep-servers" not in line]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_starts_that_fail_are_repeated_and_a_directory_in_the_place_of_the_run_s_stays_empty(job: Job) -> None:
+    """One job: attempt 2 meets a node that does not know rank 0's name, attempt 3 loses a rank before it is on record, attempt 4
+    trains until its directory is replaced."""
+    cluster = job.cluster
+    cluster.run("node1", "mount", "--bind", "/dev/null", "/etc/hosts")
+    cluster.run("node1", "kill", "-KILL", worker_pid_file(job.output, 1).read_text())
+    wait_for(lambda: bool(first_lines(job, 2)), job.logs)
+    cluster.run("node1", "umount", "/etc/hosts")
+    assert "attempt 2, node1, phase start: NoAddress: the node of rank 0, 'node0'," in first_lines(job, 2)[0]
+
+    wait_for(lambda: log_of(job.logs).count("exit code 75: ") == 2, job.logs)
+    wait_for(lambda: bool(workers(job, "node1")), job.logs)
+    cluster.run("node1", "kill", "-KILL", *workers(job, "node1"))
+    wait_for(lambda: log_of(job.logs).count("exit code 75: ") == 3, job.logs)
+    assert "the workers ended before the attempt was on record" in log_of(job.logs).split("exit code 75: ")[3]
+    steps = job.steps()
+    wait_for(lambda: job.steps() > steps, job.logs)
+    assert begun(job) == [1, 2, 3, 4] and cluster.job(job.number).restarts == 3
+
+    aside = job.output.with_suffix(".aside")
+    job.output.rename(aside)
+    job.output.mkdir()
+    wait_for(lambda: bool(first_lines(job, 4)), job.logs, 60.0)
+    assert f"{job.output} is another directory than before on node" in first_lines(job, 4)[0]
+    state = cluster.wait(job.number, 180.0)
+    assert state.state == "FAILED" and "does not know of it" in log_of(job.logs), log_of(job.logs)[-3000:]
+    assert list(job.output.iterdir()) == [], "something was written to the new directory"
+    assert (aside / "metrics.jsonl").read_bytes().count(b"\n") >= steps
