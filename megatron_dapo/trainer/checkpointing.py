@@ -156,7 +156,9 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: Config, state: RunState, coordination: Coordination, files: Files = HERE) -> Checkpoints:
-        """Return the checkpoints in the run's checkpoint directory, as agreed on by all ranks."""
+        """Return the checkpoints in the run's checkpoint directory, as agreed on by all ranks; rank 0 makes its parents."""
+        if coordination.rank == 0:
+            files.make_directory(config.checkpoint_dir.parent)
         return cls(CheckpointStore(config.checkpoint_dir, keep_policy(config), coordination, files), state)
 
     def keep_in_memory(self, copies: MemoryCopies | None) -> None:

@@ -42,6 +42,7 @@ ALLOWED = {
     "rollout/open_group.py": "a continued stream begins with the tokens held",
     "rollout/scoring.py": "text for the verifier and for people",
     "selection/embed.py": "the model reads whole sequences",
+    "telemetry/completions.py": "shown to people, run by run",
     "telemetry/samples.py": "shown to people, token by token",
     "trainer/batch_header.py": "the model reads whole sequences; its masks come from the runs",
 }

@@ -38,6 +38,8 @@ def random_state(parameters: Mapping[str, torch.Tensor], seed: int = 0, step: fl
 def save_states(directory: Path, step: int, states: Mapping[str, State], num_files: int = 2) -> Path:
     """Save states by their models' names as a checkpoint of `step`, each tensor cut by rows over `num_files` files."""
 
+    directory.parent.mkdir(parents=True, exist_ok=True)
+
     def write(writer: CheckpointWriter) -> None:
         for name, state in states.items():
             specs = {tensor: TensorSpec(tuple(each.shape), each.dtype) for tensor, each in state["parameter"].items()}
