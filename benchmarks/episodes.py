@@ -47,10 +47,10 @@ class Size:
 
     episodes: int
     turns: int
-    median_s: float  # of a step
-    sigma: float  # of its logarithm
+    median_s: float  # median seconds of a step
+    sigma: float  # standard deviation of its logarithm
     slots: int
-    turn_s: float  # that a turn takes a slot
+    turn_s: float  # seconds for which a turn occupies a slot
     processes: int
 
 

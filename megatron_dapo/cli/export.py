@@ -48,7 +48,7 @@ def export(
         refuse("export --format torch_dist: it is for the policy of a checkpoint, and is not pushed")
     if critic and push:
         refuse("--critic and --push: a policy is pushed")
-    if not source.exists():  # before imports of seconds
+    if not source.exists():  # checked first: the imports below take seconds
         refuse(f"{source} does not exist; `megatron-dapo checkpoint inspect RUN` lists the checkpoints of a run")
     from megatron_dapo.checkpoints.store import CheckpointError, step_of
 

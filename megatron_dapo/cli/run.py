@@ -82,7 +82,7 @@ class RunOptions:
     ] = False
 
 
-# What a command says while it checks a recipe.
+# Status lines of the checks of a recipe.
 _CHECKS: dict[Inputs, str] = {
     "none": "checking the recipe",
     "named": "checking the recipe",

@@ -18,7 +18,7 @@ from megatron_dapo.config.section import (
 
 TASK_PREFIX = "reasoning_gym:"  # marks a source whose problems are generated, not read
 Template = Literal["chat", "plain"]
-InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # of data.injection.TEMPLATES
+InjectionTemplate = Literal["distractor", "wrong_hint", "noise", "answer_range"]  # keys of data.injection.TEMPLATES
 
 
 class InjectionConfig(Section):

@@ -33,7 +33,7 @@ class Source:
     is_fresh: bool = False  # other problems are made for each epoch
     part: Part = "all"
     held_out_share: float = 0.0  # share of the prompts of its files, for the two parts
-    others: tuple[Source, ...] = ()  # whose held-out prompts are held out of this one, too
+    others: tuple[Source, ...] = ()  # their held-out prompts are held out of this one, too
 
     def rows(self) -> Iterator[Row]:
         """Yield every row of its part, in order. ValueError with the place and what was expected."""

@@ -129,7 +129,7 @@ class ToolCall:
         return ToolCall(self.name, self.arguments, status, _MESSAGES[status].format(name=self.name, reason=reason))
 
 
-_MESSAGES: dict[CallStatus, str] = {  # of a call that runs: environments/remote/api.py
+_MESSAGES: dict[CallStatus, str] = {  # failures of a running call are in environments/remote/api.py
     "unparsable": "Error: this is no tool call: {reason}.",
     "unknown_tool": "Error: there is no tool {name!r}. {reason}.",
     "bad_arguments": "Error: {name} was not called, its arguments are wrong: {reason}.",

@@ -26,8 +26,8 @@ class OpenEpisode:
     task: Task
     directory: Path
     state: Literal["pending", "acting", "idle", "ending"] = "pending"
-    deadline: float = math.inf  # of the open reset, step or close
-    seconds: float = 0.0  # that its environment has taken
+    deadline: float = math.inf  # end of the open reset, step or close
+    seconds: float = 0.0  # time that its environment has taken
     has_begun: bool = False  # its reset has been answered
     lost: str = ""  # why its worker has gone, until the next `act` learns of it
 
@@ -36,8 +36,8 @@ class OpenEpisode:
 class EnvironmentProcess(WorkerProcess):
     """A worker process that plays several episodes."""
 
-    episodes: dict[int, OpenEpisode] = field(default_factory=dict)  # that it was sent and that have not ended
-    directories: list[Path] = field(default_factory=list)  # to be removed once it has ended
+    episodes: dict[int, OpenEpisode] = field(default_factory=dict)  # episodes that it has and that have not ended
+    directories: list[Path] = field(default_factory=list)  # removed once it has ended
     num_begun: int = 0
     is_leaving: bool = False  # it gets no new episodes
 

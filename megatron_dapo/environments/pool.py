@@ -60,14 +60,14 @@ class WorkerSettings:
 
     kind: str  # "environment", "function", "either" or "command"
     place: str = ""  # environment.path or environment.function
-    command: tuple[str, ...] = ()  # of an external program
+    command: tuple[str, ...] = ()  # an external program and its arguments
     python: str = ""  # interpreter; "": this one
     num_processes: int = 1
     episodes_per_process: int = 16
     max_episodes_per_process: int = 1000  # before it is replaced
     reset_seconds: float = 30.0
     step_seconds: float = 30.0
-    episode_seconds: float = 600.0  # that an environment may take in all
+    episode_seconds: float = 600.0  # limit of an environment's time in an episode
     memory_limit_mb: int = 2048
     max_processes: int = 64
     on_step_timeout: str = "observe"
@@ -198,8 +198,8 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
         if python != sys.executable:
             del self._environment["PYTHONPATH"]  # packages of another interpreter
         self._inbox: list[tuple[str, int, Any]] = []  # shared with the engine's thread
-        self._open: dict[int, OpenEpisode] = {}  # that have not been ended
-        self._pending: deque[OpenEpisode] = deque()  # not yet sent to a worker
+        self._open: dict[int, OpenEpisode] = {}  # episodes that have not been ended
+        self._pending: deque[OpenEpisode] = deque()  # episodes that wait for a worker
         self._deadlines: list[tuple[float, int, EnvironmentProcess]] = []  # a heap, with outdated entries
         self._num_failed_starts = 0
         self._scratch, self._scratch_lock = _make_scratch()

@@ -23,7 +23,7 @@ class Task:
     """What an episode begins from."""
 
     fields: Mapping[str, Any]  # JSON: the data row's task, with the prompt's `messages` and `answer`
-    seed: int  # of the episode: an environment is the same again for the same seed
+    seed: int  # the same seed gives the same environment
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Action:
     calls: tuple[ToolCall, ...]  # parsed from the turn's ids; failed ones have their status and the text for the model
     finish_reason: FinishReason  # "length": cut, so that nothing in it was parsed
     reasoning: str = ""
-    raw_text: str = ""  # with reasoning and calls, as it was sampled
+    raw_text: str = ""  # the whole turn as it was sampled
     num_tokens: int = 0
-    num_prompt_tokens: int = 0  # of the context that it was sampled in
+    num_prompt_tokens: int = 0  # length of the context that it was sampled in
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Reply:
     episode_id: str
     messages: tuple[
         Mapping[str, Any], ...
-    ] = ()  # after `start` the whole begin of the conversation, then what is appended
+    ] = ()  # the begin of the conversation in answer to `start`, then what is appended
     tools: tuple[
         Mapping[str, Any], ...
-    ] = ()  # after `start`: JSON schemas for the chat template, see `data.tool_calls.Tool`
+    ] = ()  # JSON schemas for the chat template, in answer to `start`; see `data.tool_calls.Tool`
     done: bool = False
-    reward: float | None = None  # of the turn before, or the last
+    reward: float | None = None  # reward of the preceding turn
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     calls: tuple[TurnCall, ...] = ()  # calls of the turn before, as they ended
-    max_tokens: int | None = None  # of the next turn; None: what the episode's limits leave
+    max_tokens: int | None = None  # limit of the next turn; None: what the episode's limits leave
     lost: str = ""  # the reason if the infrastructure failed, not the policy; nothing else is set then
-    seconds: float = 0.0  # that the environment took
+    seconds: float = 0.0  # time that the environment took
 
 
 class EnvironmentPool(Protocol):

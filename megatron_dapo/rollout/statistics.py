@@ -82,7 +82,7 @@ class CollectStatistics:
     prompts: Mapping[str, float] = field(default_factory=dict)  # counts of the choice of prompts, see `PromptSource`
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    num_lost: int = 0  # of num_aborted, groups with an episode whose environment was lost
+    num_lost: int = 0  # aborted groups with an episode whose environment was lost
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:

@@ -62,7 +62,7 @@ class RolloutData:
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
     examples: ExampleStream | None = None
-    proof: TemplateProof | None = None  # that the chat template continues episodes; None without them
+    proof: TemplateProof | None = None  # the chat template continues episodes exactly; None without episodes
 
     def disagreement_share(self) -> float:
         """Return the share of responses so far that the shadow verifier scored differently; 0 without one."""

@@ -15,8 +15,8 @@ from megatron_dapo.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 30.0  # for the thread to end
-KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
+STOP_S = 30.0  # time for the thread to end
+KILLED_S = 12.0  # time for killed processes to end: some seconds by their supervisors, then by force
 REAP_SECONDS = 0.05  # between checks of killed processes
 
 Worker = TypeVar("Worker", bound=WorkerProcess)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 MAX_LINE_BYTES = 2**20  # a longer line was not written by our worker
-_SUPERVISOR_S = 8.0  # in which a supervisor ends everything and itself
+_SUPERVISOR_S = 8.0  # time in which a supervisor ends everything and itself
 
 
 def worker_environment(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:

@@ -122,7 +122,7 @@ class TransferResult:
     failures: dict[int, str] = field(default_factory=dict)  # engine -> first reason this rank saw
     replies: dict[int, tuple[CommandReply, ...]] = field(
         default_factory=dict
-    )  # by engine this rank leads: each rank's finish
+    )  # each rank's finish, by the engine that this rank leads
     num_bytes: dict[int, int] = field(default_factory=dict)  # engines this rank leads: copied into parameters
     peak_bytes: int = 0  # largest extra memory for one engine rank
 

@@ -34,7 +34,7 @@ from megatron_dapo.types import SamplingParams
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.workers.pipes import claim_pipes, send
 
-_KEPT_BYTES = 2**16  # of a program's output, from its end
+_KEPT_BYTES = 2**16  # size of the end of a program's output that is kept
 _KEY = "OPENAI_API_KEY"
 
 

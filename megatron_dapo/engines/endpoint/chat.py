@@ -40,7 +40,7 @@ class ChatAnswer:
     content: str
     finish_reason: FinishReason
     reasoning: str = ""
-    calls: tuple[tuple[str, str], ...] = ()  # each with its name and its arguments as JSON text
+    calls: tuple[tuple[str, str], ...] = ()  # name and arguments (JSON text) of each
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_cached_tokens: int = 0

@@ -59,7 +59,7 @@ class ChatEndpoint:
     ) -> None:
         self._source, self._sampling, self._on_other_sampling = source, sampling, on_other_sampling
         self._match, self._max_branches = match, max_branches
-        self._sessions: dict[str, Session] = {}  # by API key
+        self._sessions: dict[str, Session] = {}  # keyed by API key
 
     def open(self, name: str) -> str:
         """Begin a session and return its API key."""
@@ -113,7 +113,7 @@ class ChatEndpoint:
             is_kept = turn.is_abandoned = True
             raise
         except (EpisodeOver, ValueError):
-            turn.is_abandoned = True  # so that the same request is the same turn, which fails again
+            turn.is_abandoned = True  # the same request then finds the same turn, which fails again
             raise
         finally:
             if not is_kept:

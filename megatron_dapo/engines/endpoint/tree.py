@@ -52,7 +52,7 @@ class ServedTurn:
 class _Place:
     """A sequence of messages that served conversations begin with."""
 
-    next: dict[str, _Place] = field(default_factory=dict)  # by the canonical form of the message that follows
+    next: dict[str, _Place] = field(default_factory=dict)  # keyed by the canonical form of the following message
     turns: list[ServedTurn] = field(default_factory=list)  # those whose answer is its last message, as they were served
     asked: list[ServedTurn] = field(default_factory=list)  # those that answer it
 
@@ -63,7 +63,7 @@ class ConversationTree:
     def __init__(self, *, match: Match = "loose", max_streams: int = 16) -> None:
         self._canonical = _CANONICAL[match]
         self._max_streams = max_streams
-        self._roots: dict[str, _Place] = {}  # by the canonical form of the tools: they are in the context too
+        self._roots: dict[str, _Place] = {}  # keyed by the canonical form of the tools, which are in the context too
         self.turns: list[ServedTurn] = []
         self.num_streams = 0
         self.drifts: list[str] = []  # what a client changed in conversations that it was given
@@ -109,7 +109,7 @@ class ConversationTree:
             place = following
         if last_answer < 0 or not place.turns:
             return root, None, 0
-        unfollowed = [turn for turn in place.turns if not turn.children]  # of answers that are alike
+        unfollowed = [turn for turn in place.turns if not turn.children]  # several answers may be alike
         return place, (unfollowed or place.turns)[-1], last_answer + 1
 
     def _begin(self, parent: ServedTurn | None, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> ServedTurn:

@@ -24,7 +24,7 @@ Messages = Union[str, Sequence[Message]]  # a text is one message of the user  #
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_REASON = 300  # characters of an error that the model is shown
-_STOP_S = 0.2  # for a tool that is too late to notice
+_STOP_S = 0.2  # time that a late tool gets to notice
 
 
 class Lost(Exception):
@@ -44,7 +44,7 @@ class EpisodeTask(Mapping[str, Any]):
     """The data row's columns except for the prompt's, its `answer`, and what an episode may use."""
 
     def __init__(self, fields: Mapping[str, Any], seed: int, directory: str) -> None:
-        self.seed = seed  # of the episode
+        self.seed = seed  # the episode's
         self.random = random.Random(seed)
         self.directory = Path(directory)  # the episode's own; removed at its end
         self._fields = dict(fields)
@@ -110,7 +110,7 @@ class Step:
 
     messages: Messages = ()  # appended to the conversation
     done: bool = False
-    reward: float | None = None  # of the turn; an episode's reward is their sum. None: no statement
+    reward: float | None = None  # the turn's; an episode's reward is their sum. None: no statement
     correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     calls: Sequence[CallResult] = ()
@@ -170,9 +170,9 @@ class ToolEnvironment(Environment):
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()  # functions with @tool, besides the methods
     result_role: ClassVar[str] = "tool"  # role of the messages with results; "user" for a template without tools
-    result_format: ClassVar[str] = "{result}"  # of the messages' text
+    result_format: ClassVar[str] = "{result}"  # text of the messages
     on_timeout: ClassVar[str] = "observe"  # set by the worker: environment.on_step_timeout
-    timeout_s: ClassVar[float] = 30.0  # of the calls of one turn together; set by the worker: environment.step_seconds
+    timeout_s: ClassVar[float] = 30.0  # limit of a turn's calls together; set by the worker: environment.step_seconds
     is_stuck = False  # a tool that was too late still runs: the process should end soon
 
     def finish(self, turn: ModelTurn) -> Reward | float | None | Awaitable[Reward | float | None]:

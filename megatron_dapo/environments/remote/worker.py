@@ -51,10 +51,10 @@ from megatron_dapo.untrusted import one_line
 from megatron_dapo.workers.pipes import claim_pipes, limit_resources, send
 from megatron_dapo.workers.supervisor import start_supervised
 
-MAX_REPLY_BYTES = 2**19  # of a line
+MAX_REPLY_BYTES = 2**19  # longest line
 OUT_OF_MEMORY = 71  # exit code of a worker that met its limit: any of its episodes may have caused it
 _MAX_REASON = 500  # characters
-_STACK_BYTES = 2**21  # of a thread; the default of 8 MiB counts against the memory limit
+_STACK_BYTES = 2**21  # a thread's stack; the default of 8 MiB counts against the memory limit
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dapo.environments.remote.api import tool
 
 _MAX_CHARACTERS = 500
-_MAX_BITS = 4096  # of an integer
+_MAX_BITS = 4096  # size of the largest integer
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

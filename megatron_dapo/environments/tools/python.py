@@ -11,7 +11,7 @@ from megatron_dapo.rewards.sandbox.sandbox import Sandbox, SandboxLimits
 _BUDGET_S = 10.0
 _MAX_OUTPUT = 4000  # characters that the model sees
 _LOCK = threading.Lock()  # a sandbox runs one program at a time
-_SANDBOXES: list[Sandbox] = []  # of this process: none until the first call
+_SANDBOXES: list[Sandbox] = []  # this process's, made by the first call
 
 
 @tool

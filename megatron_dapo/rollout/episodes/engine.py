@@ -51,13 +51,13 @@ _WAIT_S = 0.5  # longest wait of one poll for an environment
 class EpisodeSettings:
     """Limits of an episode; `sampling.max_new_tokens` of its request bounds its sampled tokens."""
 
-    max_context_tokens: int  # of one stream; at most the engine's length
-    max_prompt_tokens: int  # of the begin of a conversation
+    max_context_tokens: int  # longest stream; at most the engine's length
+    max_prompt_tokens: int  # longest begin of a conversation
     max_turns: int = 8
     max_turn_tokens: int = 0  # 0: what is left of the others
-    max_seconds: float = 600.0  # that its environment may take in all
+    max_seconds: float = 600.0  # limit of its environment's time
     success: float = 0.5  # sum of rewards from which on it is correct, if its environment does not say it
-    max_environments: int = 256  # that their processes hold at a time; further episodes wait
+    max_environments: int = 256  # most episodes that the processes hold at a time; further ones wait
     retries: int = 2  # losses after which it is given up, less one
     order: Literal["rounds", "arrival"] = "rounds"
     parser: str = "auto"
@@ -79,10 +79,10 @@ class EpisodeAccounting:
     """Counts every episode begun by its place. One that is begun from a saved record counts once more."""
 
     begun: int
-    ended: Mapping[str, int]  # by `EpisodeEnd`
+    ended: Mapping[str, int]  # keyed by `EpisodeEnd`
     dropped: int  # held or aborted, and not continued
     held: int
-    open: Mapping[str, int]  # by the name of its stage
+    open: Mapping[str, int]  # keyed by the name of the stage
     retried: int = 0  # times an environment was lost and started again
     diverged: int = 0  # times a repeated environment answered differently
     discarded_tokens: int = 0  # sampled in episodes that began anew
@@ -113,7 +113,7 @@ class _Episode:
     record: Completion | None = None  # tokens that are being played again
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
-    max_tokens: int | None = None  # of the next turn, if its environment says so
+    max_tokens: int | None = None  # limit of the next turn, if the environment sets one
     num_lost: int = 0
     attempt: int = 0
     num_fruitless: int = 0
@@ -163,7 +163,7 @@ class EpisodeEngine:
         self._open: dict[str, _Episode] = {}
         self._held: dict[str, _Episode] = {}
         self._waiting: deque[_Episode] = deque()
-        self._generating: dict[str, _Episode] = {}  # by the name of the turn
+        self._generating: dict[str, _Episode] = {}  # keyed by the name of the turn
         self._passing: set[str] = set()  # requests without a task
         self._finished: list[Completion] = []
         self._turn_formats: dict[str, _TurnFormat] = {}

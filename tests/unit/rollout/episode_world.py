@@ -204,7 +204,7 @@ class Played:
     end: str = ""
     streams: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # prompt, tokens
     sampled: list[tuple[int, int]] = field(default_factory=list)  # (seed, position) in order
-    kinds: list[list[bool]] = field(default_factory=list)  # of each stream: is a token sampled
+    kinds: list[list[bool]] = field(default_factory=list)  # one list a stream: is a token sampled
     rewards: list[float] = field(default_factory=list)
     is_rewarded: bool = False
     is_correct: bool | None = None

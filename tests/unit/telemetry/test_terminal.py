@@ -97,7 +97,7 @@ def test_a_status_is_one_line_below_the_log_and_leaves_nothing(root: list[loggin
     log = logging.getLogger("megatron_dapo.test_terminal")
     with status("checking the data"):
         log.warning("two rows are equal")
-        with status("reading the model"):  # of a command inside another one
+        with status("reading the model"):  # a command inside another one
             log.warning("no chat template")
     shown = stream.getvalue()
     assert "checking the data" in shown and "reading the model" not in shown
