@@ -102,6 +102,7 @@ class Turn:
     reward: float = 0.0  # given at its end
     trained: bool = True  # False: another model's, or not to be learned from
     calls: tuple[TurnCall, ...] = ()
+    order: int = 0  # number among the turns of the episode, whose streams may take turns
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _sampled(token_ids: np.ndarray, logprobs: np.ndarray, runs: list[TokenRun]) 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A token stream of an episode that does not extend its main one: a branch, a sub-agent, a compacted history."""
+    """A token stream of an episode that does not extend another one: a branch, a sub-agent, a compacted history."""
 
     prompt_ids: tuple[int, ...]  # context at its begin; tokens in it that were sampled elsewhere are trained there
     token_ids: np.ndarray  # [R] int32
@@ -162,7 +163,7 @@ class Segment:
     versions: tuple[VersionRange, ...]
     turns: tuple[Turn, ...]
     parent: int = 0  # segment from which it came; 0: the main stream
-    name: str = ""  # name of a sub-agent or a compaction
+    reason: str = ""  # why it does not extend that one
     routing: np.ndarray | None = None  # see Completion
 
     def __post_init__(self) -> None:
@@ -252,9 +253,17 @@ class Completion:
         """Ids of the last turn, which verifiers read; of a response with one turn, all of them."""
         if self.episode is None:
             return self.token_ids
-        last = self.stream(self.num_segments)
-        turn = (self.episode.segments[-1].turns if self.num_segments else self.episode.turns)[-1:]
-        return last.token_ids[turn[0].start : turn[0].end] if turn else self.token_ids[:0]
+        for segment, turn in reversed(self.ordered_turns):
+            return self.stream(segment).token_ids[turn.start : turn.end]
+        return self.token_ids[:0]
+
+    @property
+    def ordered_turns(self) -> list[tuple[int, Turn]]:
+        """Turns of all streams of the episode with the numbers of their streams, in the order in which they were sampled."""
+        assert self.episode is not None, f"{self.request_id} is no episode"
+        streams = (self.episode.turns, *(segment.turns for segment in self.episode.segments))
+        turns = [(number, turn) for number, stream in enumerate(streams) for turn in stream]
+        return sorted(turns, key=lambda pair: pair[1].order)
 
     @property
     def num_segments(self) -> int:

@@ -42,6 +42,10 @@ class EnvironmentConfig(Section):
     """An agent that wants another temperature or top_p than the rollout's. refuse: its request is an error that says so.
     ignore: it gets the rollout's."""
 
+    max_branches: PositiveInt = 16
+    """Most conversations that an agent may begin in an episode: sub-agents, summaries, edited histories, questions asked
+    again. Each is a sequence to train. After them the episode is lost."""
+
     python: str = ""
     """Interpreter of the worker processes, or of an agent that begins with "python", for packages that contradict the
     trainer's. "": the trainer's."""

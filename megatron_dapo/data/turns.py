@@ -108,6 +108,19 @@ class TurnTemplate:
             end = min(stops)
         return text[:end], text[end:]
 
+    def begin(self, messages: Messages) -> tuple[int, ...]:
+        """Return the ids of a conversation that begins a stream, and may have answers in it that no stream has.
+
+        ValueError if the template refuses it.
+        """
+        if self._is_plain:
+            return self.template.render(messages)
+        try:
+            return self._encode(self.template.text(self._as_text(messages)))
+        except TEMPLATE_ERRORS as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the model's chat template refuses messages of the roles {roles}: {one_line(error)}") from error
+
     def follow(self, stream: Sequence[int], history: Messages, messages: Messages) -> Continuation:
         """Return how a stream continues when `messages` are appended; its last id is the last sampled one.
 
@@ -116,7 +129,7 @@ class TurnTemplate:
         """
         delta = self.delta(stream[-1] if len(stream) else None, messages)
         if self.history == "rewrite" and not self._is_plain:
-            rendered = self._encode(self.template.text(self._as_text([*history, *messages])))
+            rendered = self.begin([*history, *messages])
             # Sampled ids need not be those that their text has, so texts are compared, both decoded from ids.
             if self._decoded(rendered) != self._decoded([*stream, *delta]):
                 return Continuation(rendered, begins_segment=True)

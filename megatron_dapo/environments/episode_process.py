@@ -83,19 +83,24 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
         raise ValueError("done and is_correct are truth values")
     if not messages and not done:
         raise ValueError("it has no messages and is not done")
+    after, begins = message.get("after"), message.get("begins", "")
+    if not isinstance(after, (int, type(None))) or not isinstance(begins, str):
+        raise ValueError("after is the number of a turn, and begins is a reason")
     parts = message.get("parts", {})
     if not isinstance(parts, dict):
         raise ValueError("parts is an object of numbers")
     return Reply(
         episode.episode_id,
         messages=tuple(messages),
-        tools=() if episode.has_begun else tuple(tools),
+        tools=() if episode.has_begun and not begins else tuple(tools),
         done=done,
         reward=None if message.get("reward") is None else _number(message["reward"], "reward"),
         is_correct=is_correct,
         parts={str(name): _number(value, f"parts.{name}") for name, value in parts.items()},
         calls=tuple(_call(call) for call in calls),
         max_tokens=None if message.get("max_tokens") is None else max(1, int(_number(message["max_tokens"], "max_tokens"))),
+        after=after,
+        begins=begins,
         seconds=_number(message.get("seconds", 0.0), "seconds"),
     )
 

@@ -56,6 +56,8 @@ class Reply:
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
     calls: tuple[TurnCall, ...] = ()  # calls of the turn before, as they ended
     max_tokens: int | None = None  # limit of the next turn; None: what the episode's limits leave
+    after: int | None = None  # turn that the messages follow, from 0; None: the last one
+    begins: str = ""  # the messages are another conversation of the episode, with `tools`: the reason
     lost: str = ""  # the reason if the infrastructure failed, not the policy; nothing else is set then
     seconds: float = 0.0  # time that the environment took
 

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.types import Completion
+from megatron_dapo.types import Completion, Segment
 from megatron_dapo.untrusted import one_line
 
 Record = Mapping[str, Any]  # a response, see `samples.sample_record`
@@ -50,21 +50,23 @@ def completions_table(
 
 
 def conversation_table(completion: Completion, decode: Callable[[Any], str], title: str = "") -> Table:
-    """Return an episode's tokens as text, turn by turn: what the policy sampled and what it read in between."""
+    """Return an episode's tokens as text, stream by stream and turn by turn: what the policy sampled and what it read."""
     table = Table(
         title=Text(title, style="bold"), title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("")
     table.add_column("tokens", justify="right")
     table.add_column("text", overflow="fold")
-    if completion.prompt_ids is not None:
-        table.add_row(
-            "read", str(len(completion.prompt_ids)), Text(excerpt(decode(completion.prompt_ids), _MAX_BEGIN), "dim")
-        )
-    for run in completion.runs:
-        text = excerpt(decode(completion.token_ids[run.start : run.end]), _MAX_RESPONSE)
-        who, style = ("sampled", "") if run.is_sampled else ("read", "dim")
-        table.add_row(who, str(run.end - run.start), Text(text, style))
+    for stream in map(completion.stream, range(1 + completion.num_segments)):
+        if isinstance(stream, Segment):
+            table.add_row("", "", Text(excerpt(stream.reason), "italic"))
+        if stream.prompt_ids is not None:
+            begin = excerpt(decode(stream.prompt_ids), _MAX_BEGIN)
+            table.add_row("read", str(len(stream.prompt_ids)), Text(begin, "dim"))
+        for run in stream.runs:
+            text = excerpt(decode(stream.token_ids[run.start : run.end]), _MAX_RESPONSE)
+            who, style = ("sampled", "") if run.is_sampled else ("read", "dim")
+            table.add_row(who, str(run.end - run.start), Text(text, style))
     return table
 
 

@@ -151,7 +151,7 @@ _STEP = [
         ("turns_mean", "turns", "turns of the policy in a trained episode (0 without [environment], like all of this section)"),
         ("sampled_tokens_mean", "tokens", "tokens that the policy sampled in one"),
         ("observed_tokens_mean", "tokens", "tokens of the environment's answers in one, which are not trained"),
-        ("segments_mean", "sequences", "sequences besides the main one (turns.history = rewrite)"),
+        ("segments_mean", "sequences", "sequences besides the main one: an agent's other conversations, or turns.history = rewrite"),
         ("end_done_share", "fraction", "share of the trained episodes that their environment ended"),
         *(
             (f"end_{name}_share", "fraction", f"share of those that ended truncated, at {limit}")

@@ -101,5 +101,6 @@ def _agents_command(config: Config) -> tuple[str, ...]:
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
         "other_sampling": environment.other_sampling,
+        "max_branches": environment.max_branches,
     }
     return (sys.executable, "-m", AGENTS, json.dumps(settings))

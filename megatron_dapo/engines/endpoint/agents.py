@@ -8,6 +8,8 @@
 It speaks the lines of `environments.remote.worker`. The program has the task as JSON on its standard input, the session in
 OPENAI_BASE_URL and OPENAI_API_KEY, and an empty directory. Its last line of output may be its reward: a number, a truth
 value, or {"reward": number, "correct": bool, "parts": {name: number}}. A program that fails is a lost episode.
+
+Requests of a program at the same time are answered one after another, in the order in which they came.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from aiohttp import web
 
 from megatron_dapo.engines.endpoint.chat import ChatAnswer
 from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
-from megatron_dapo.engines.endpoint.tree import RequestError, ServedTurn
+from megatron_dapo.engines.endpoint.tree import ServedTurn, arguments_of
 from megatron_dapo.types import SamplingParams
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.workers.pipes import claim_pipes, send
@@ -54,6 +56,7 @@ class _AgentWorker:
             self,
             SamplingParams(temperature=settings["temperature"], top_p=settings["top_p"]),
             on_other_sampling=settings["other_sampling"],
+            max_branches=settings["max_branches"],
         )
         self._replies = replies
         self._agents: dict[str, _Agent] = {}
@@ -106,6 +109,11 @@ class _AgentWorker:
             raise EpisodeOver("the episode has ended")
         return await agent.sample(turn, max_tokens)
 
+    def lose(self, session: str, reason: str) -> None:
+        """See `TurnSource`."""
+        if session in self._agents:
+            self._agents[session].lose(reason)
+
 
 class _Agent:
     """A program that plays an episode."""
@@ -118,12 +126,13 @@ class _Agent:
         self._directory = Path(start["directory"])
         self._process: asyncio.subprocess.Process | None = None
         self._is_killed = False
+        self._is_over = False  # its last reply is said, or next
+        self._lost = ""  # why the endpoint ended it
         self._one_at_a_time = asyncio.Lock()
-        self._owes_reply = asyncio.Event()
-        self._owes_reply.set()
+        self._may_reply = asyncio.Semaphore(1)  # each start and each turn has one reply
         self._answers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._since = time.monotonic()
-        self._num_turns = 0
+        self._numbers: dict[ServedTurn, int] = {}  # of turns that were sampled, in the order in which they were
 
     async def play(self, command: list[str], url: str) -> None:
         """Run the program and report its end."""
@@ -134,7 +143,7 @@ class _Agent:
         self._kill_descendants()
         self.ended.set()
         if not self._is_killed:
-            await self._say(result)
+            await self._say({"lost": self._lost} if self._lost else result, is_last=True)
 
     async def _run(self, command: list[str], url: str) -> dict[str, Any]:
         inherited = dict(os.environ)
@@ -149,8 +158,8 @@ class _Agent:
             env={**inherited, "OPENAI_BASE_URL": url, _KEY: self.key},
             start_new_session=True,
         )
-        if self._is_killed:  # while it was started
-            self.kill()
+        if self._is_killed or self._lost:  # while it was started
+            self._stop()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with suppress(ConnectionError):  # a program need not read its task
             process.stdin.write(json.dumps(self._task).encode())
@@ -161,48 +170,51 @@ class _Agent:
         if status != 0:
             reason = (errors.strip().splitlines() or ["it says nothing"])[-1]
             return {"lost": one_line(f"{command[0]} ended with exit status {status}: {reason}", 500)}
-        if not self._num_turns:
+        if not self._numbers:
             return {"lost": f"{command[0]} ended without a request to OPENAI_BASE_URL"}
         reward = reward_of(output)
         return reward if "lost" in reward else {"done": True, **reward}
 
     async def sample(self, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
         async with self._one_at_a_time:
-            if turn.begins_stream and turn.number:
-                raise RequestError(
-                    "this conversation does not continue the one before, and an episode has one: append to the messages, "
-                    "with the assistant's as they were answered"
-                )
-            if turn.number:
-                others = {message["role"] for message in turn.messages} - {"user", "tool"}
-                if others:
-                    raise RequestError(f"a message of the role {others.pop()} cannot follow an answer; use user or tool")
-            self._num_turns += 1
-            await self._say(
-                {
-                    "messages": [dict(message) for message in turn.messages],
-                    **({} if turn.number else {"tools": [dict(tool) for tool in turn.tools]}),
-                    "max_tokens": max_tokens,
-                }
-            )
+            message: dict[str, Any] = {"messages": [_with_arguments(one) for one in turn.messages], "max_tokens": max_tokens}
+            if turn.parent is not None:
+                message["after"] = self._numbers[turn.parent]
+            else:
+                message["tools"] = [dict(tool) for tool in turn.tools]
+                if self._numbers:
+                    message["begins"] = turn.reason
+            self._numbers[turn] = len(self._numbers)
+            await self._say(message)
             return _answer_of(await self._answers.get())
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Take the policy's turn."""
         self._since = time.monotonic()
-        self._owes_reply.set()
+        self._may_reply.release()
         self._answers.put_nowait(message)
 
-    async def _say(self, message: Mapping[str, Any]) -> None:
-        """Reply once the owner expects it: each start and each turn has one reply."""
-        await self._owes_reply.wait()
-        self._owes_reply.clear()
+    async def _say(self, message: Mapping[str, Any], is_last: bool = False) -> None:
+        """Reply once the owner expects it."""
+        self._is_over |= is_last
+        await self._may_reply.acquire()
+        if self._is_over and not is_last:
+            self._may_reply.release()
+            raise EpisodeOver("the episode has ended")
         seconds = time.monotonic() - self._since
         self._worker.reply({"episode": self.number, **message} | ({} if "lost" in message else {"seconds": seconds}))
 
+    def lose(self, reason: str) -> None:
+        """End the episode without a result."""
+        self._lost = self._lost or reason
+        self._stop()
+
     def kill(self) -> None:
-        """Kill the program and what it has started."""
+        """Kill the program and what it has started; nothing is said any more."""
         self._is_killed = True
+        self._stop()
+
+    def _stop(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -246,6 +258,15 @@ def reward_of(output: str) -> dict[str, Any]:
     if not all(map(math.isfinite, numbers.values())) or not isinstance(correct, (bool, type(None))):
         return {"lost": f'the reward is {{"reward": number, "correct": bool, "parts": {{name: number}}}}, not {one_line(line, 200)}'}
     return {"reward": numbers.pop(""), "is_correct": correct, "parts": numbers}
+
+
+def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as objects, which chat templates render, and not as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _answer_of(message: Mapping[str, Any]) -> ChatAnswer:

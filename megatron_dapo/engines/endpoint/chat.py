@@ -85,6 +85,7 @@ class _Message(_Ignoring):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
 
@@ -92,7 +93,7 @@ class _Message(_Ignoring):
         """Return the message as chat templates take it, without fields that are not set."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         if self.tool_calls:

@@ -2,8 +2,8 @@
 
     client --request--> tree: which turn is it, on which stream? --> source: sample it --> answer --> client
 
-A client that goes away leaves its turn to be sampled: the same request, sent again, gets that answer. So a retry neither
-samples twice nor loses what was sampled.
+A client that goes away leaves its turn to be sampled: the same request, sent again, gets that answer. So does one whose
+headers say that it is a retry. A retry neither samples twice nor loses what was sampled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, Request
 from megatron_dapo.types import SamplingParams
 
 _MAX_BODY_BYTES = 64 << 20
+_RETRIES = "x-stainless-retry-count"  # how often the OpenAI and Anthropic clients have sent this request before
 
 
 class EpisodeOver(RuntimeError):
@@ -34,6 +35,9 @@ class TurnSource(Protocol):
     async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
         """Return the turn's answer. EpisodeOver if the episode gets no more turns, ValueError for a turn that cannot be."""
 
+    def lose(self, session: str, reason: str) -> None:
+        """End the episode: its client does what it must not."""
+
 
 @dataclass
 class Session:
@@ -41,7 +45,7 @@ class Session:
 
     name: str
     tree: ConversationTree
-    pending: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)
+    answers: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)  # given, or being sampled
     ignored: set[str] = field(default_factory=set)  # what clients requested and did not get
 
 
@@ -70,7 +74,7 @@ class ChatEndpoint:
     async def end(self, key: str) -> Session:
         """End a session: its key is unknown from now on, and turns that are being sampled are given up."""
         session = self._sessions.pop(key)
-        tasks = list(session.pending.values())
+        tasks = list(session.answers.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,28 +108,29 @@ class ChatEndpoint:
             raise RequestError(f"the body is not JSON: {error}") from None
         request, ignored = chat.parse(body, self._sampling, self._on_other_sampling)
         session.ignored.update(ignored)
-        turn = session.tree.ask(request.messages, request.tools)
-        is_kept = False
+        try:
+            turn = session.tree.ask(
+                request.messages, request.tools, is_retry=http.headers.get(_RETRIES, "0") != "0"
+            )
+        except TooManyBranches as error:
+            self._source.lose(session.name, str(error))
+            raise
         try:
             answer = await self._answer(session, turn, request)
             return await _respond(http, request, turn, answer)
         except (asyncio.CancelledError, ConnectionError):
-            is_kept = turn.is_abandoned = True
+            turn.is_abandoned = True
             raise
         except (EpisodeOver, ValueError):
             turn.is_abandoned = True  # the same request then finds the same turn, which fails again
+            session.answers.pop(turn, None)
             raise
-        finally:
-            if not is_kept:
-                session.pending.pop(turn, None)
 
     async def _answer(self, session: Session, turn: ServedTurn, request: ChatRequest) -> ChatAnswer:
         """Return the answer of a turn; sampling continues if the client goes away."""
-        task = session.pending.get(turn)
-        if task is None:
-            task = asyncio.ensure_future(self._sample(session, turn, request.max_tokens))
-            session.pending[turn] = task
-        return await asyncio.shield(task)
+        if turn not in session.answers:
+            session.answers[turn] = asyncio.ensure_future(self._sample(session, turn, request.max_tokens))
+        return await asyncio.shield(session.answers[turn])
 
     async def _sample(self, session: Session, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
         answer = await self._source.sample(session.name, turn, max_tokens)

@@ -7,7 +7,7 @@ encoded again: a request that begins with a conversation that was served continu
     served:    system  user  assistant
 
     request:   system  user  assistant* tool            * was edited: no served conversation is a beginning of it.
-    served:    system  user  assistant                  A stream of its own text begins, and the drift is counted.
+    served:    system  user  assistant                  A stream begins that is rendered from the request's messages.
 
 Served turns form a tree. A turn's first continuation extends its stream; any other is a branch, a stream that begins
 with the turn's context, in which tokens that were sampled before are context and are not trained again.
@@ -46,6 +46,7 @@ class ServedTurn:
     is_abandoned: bool = False  # its client went away before it had read the answer
     children: list[ServedTurn] = field(default_factory=list)
     begins_stream: bool = False
+    reason: str = ""  # why it begins another stream than the first
 
 
 @dataclass(eq=False)
@@ -66,26 +67,31 @@ class ConversationTree:
         self._roots: dict[str, _Place] = {}  # keyed by the canonical form of the tools, which are in the context too
         self.turns: list[ServedTurn] = []
         self.num_streams = 0
-        self.drifts: list[str] = []  # what a client changed in conversations that it was given
 
-    def ask(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> ServedTurn:
+    def ask(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, is_retry: bool = False
+    ) -> ServedTurn:
         """Return the turn that answers a request: a new one, or the one that an equal request abandoned.
 
-        Equal requests at the same time are two samples, an equal one after an answer is a third. RequestError if nothing can follow the messages, TooManyBranches if a stream more than allowed would begin.
+        Equal requests at the same time are two samples, an equal one after an answer is a third; `is_retry`: the client
+        says that it did not read the answer. RequestError if nothing can follow the messages, TooManyBranches if a
+        stream more than allowed would begin.
         """
         _check(messages)
         root = self._roots.setdefault(_json(list(tools)), _Place())
         place, parent, start = self._last_served(root, messages)
+        others = {message["role"] for message in messages[start:]} - {"user", "tool"}
+        if parent is not None and others:
+            raise RequestError(f"a message of the role {others.pop()} cannot follow an answer; use user or tool")
+        reason = "" if parent is not None or not self.turns else self._drift(root, messages)
         for message in messages[start:]:
             place = place.next.setdefault(self._canonical(message), _Place())
         for turn in place.asked:
-            if turn.is_abandoned:
+            if turn.is_abandoned or (is_retry and not turn.children and turn is place.asked[-1]):
                 turn.is_abandoned = False
                 return turn
-        turn = self._begin(parent, tuple(messages[start:]), tools)
+        turn = self._begin(parent, tuple(messages[start:]), tools, reason)
         place.asked.append(turn)
-        if parent is None:
-            self._note_drift(root, messages)
         return turn
 
     def answered(self, turn: ServedTurn, answer: Mapping[str, Any]) -> None:
@@ -112,16 +118,20 @@ class ConversationTree:
         unfollowed = [turn for turn in place.turns if not turn.children]  # several answers may be alike
         return place, (unfollowed or place.turns)[-1], last_answer + 1
 
-    def _begin(self, parent: ServedTurn | None, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> ServedTurn:
+    def _begin(
+        self, parent: ServedTurn | None, messages: Messages, tools: Sequence[Mapping[str, Any]], reason: str
+    ) -> ServedTurn:
         extends = parent is not None and not parent.children
         if not extends and self.num_streams == self._max_streams:
             raise TooManyBranches(
                 f"the client began more than {self._max_streams} conversations in one episode; "
-                "raise endpoint.max_branches if that is what it is meant to do"
+                "raise environment.max_branches if it is meant to"
             )
         stream = parent.stream if parent is not None and extends else self.num_streams
         self.num_streams += not extends
-        turn = ServedTurn(len(self.turns), stream, parent, messages, tools, begins_stream=not extends)
+        if parent is not None and not extends:
+            reason = f"another continuation of turn {parent.number}"
+        turn = ServedTurn(len(self.turns), stream, parent, messages, tools, begins_stream=not extends, reason=reason)
         self.turns.append(turn)
         if parent is not None:
             parent.children.append(turn)
@@ -147,17 +157,19 @@ class ConversationTree:
                 messages.append(one.answer)
         return messages
 
-    def _note_drift(self, root: _Place, messages: Messages) -> None:
-        """Say which message of a conversation with answers is not as it was served."""
+    def _drift(self, root: _Place, messages: Messages) -> str:
+        """Return why a request continues no conversation: which message is not as it was served."""
         if all(message["role"] != "assistant" for message in messages):
-            return  # a new conversation: of a sub-agent, or after a compaction
+            return "a new conversation"  # of a sub-agent, or after a compaction
+        if any(self._last_served(other, messages)[1] for other in self._roots.values()):
+            return "other tools"
         place = root
         for index, message in enumerate(messages):
             following = place.next.get(self._canonical(message))
             if following is None or (message["role"] == "assistant" and not following.turns):
-                self.drifts.append(f"the client changed message {index + 1} of {len(messages)} ({message['role']})")
-                return
+                return f"the client changed message {index + 1} of {len(messages)} ({message['role']})"
             place = following
+        raise AssertionError("no message is changed, but the messages continue no conversation")
 
 
 def _check(messages: Messages) -> None:
@@ -181,7 +193,7 @@ def _loose(message: Mapping[str, Any]) -> str:
         content = "".join(part.get("text", "") for part in content) if all(map(_is_text, content)) else _json(content)
     content = content or ""
     calls = [
-        [call["function"]["name"], _arguments(call["function"].get("arguments"))]
+        [call["function"]["name"], arguments_of(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
     is_answer = message["role"] == "assistant"
@@ -192,7 +204,8 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text"
 
 
-def _arguments(arguments: Any) -> Any:
+def arguments_of(arguments: Any) -> Any:
+    """Return the arguments of a call as JSON values; a text that is no JSON stays one."""
     if not isinstance(arguments, str):
         return arguments
     try:

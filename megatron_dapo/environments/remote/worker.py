@@ -9,6 +9,8 @@
     worker -> owner   {"episode": n, "messages": [...], "tools": [...], "done": bool, "reward": ..., "is_correct": ...,
                        "parts": {...}, "calls": [...], "seconds": s,
                        "max_tokens": n}                                   one for each start and act
+                      {..., "after": turn}: the messages follow an earlier turn, by its number from 0
+                      {..., "begins": reason, "tools": [...]}: they are another conversation of the episode
                       {"episode": n, "lost": reason}                      instead of it
                       {"episode": n, "ended": true, "stuck": bool}        one for each end, after everything is closed
 

@@ -101,6 +101,14 @@ class _TurnFormat:
     parser: TurnParser
 
 
+@dataclass(frozen=True)
+class _TurnEnd:
+    """What continues a conversation after a turn."""
+
+    turn_format: _TurnFormat
+    history: tuple[Mapping[str, Any], ...]  # messages up to it, if the template may rewrite them
+
+
 @dataclass(eq=False)
 class _Episode:
     request: GenerationRequest
@@ -108,7 +116,8 @@ class _Episode:
     due: int = 0  # round in which it continues
     streams: EpisodeStreams | None = None  # None before the environment's first answer
     turn_format: _TurnFormat | None = None
-    history: list[Mapping[str, Any]] = field(default_factory=list)  # messages, if the template may rewrite them
+    history: tuple[Mapping[str, Any], ...] = ()  # messages of the current stream, if the template may rewrite them
+    turn_ends: list[_TurnEnd] = field(default_factory=list)  # of all turns, in order
     partial: Completion | None = None  # a turn that was interrupted
     record: Completion | None = None  # tokens that are being played again
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
@@ -285,6 +294,7 @@ class EpisodeEngine:
     def _start(self, episode: _Episode, record: Completion | None) -> None:
         """Start the environment, to play the turns of `record` again if there is one."""
         episode.stage, episode.streams, episode.partial, episode.is_rewarded = EpisodeStage.STARTING, None, None, False
+        episode.turn_ends = []
         episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
         if record is not None and record.episode is not None:
             episode.attempt = max(episode.attempt, record.episode.attempt)
@@ -346,11 +356,11 @@ class EpisodeEngine:
                 f"{self._settings.max_prompt_tokens}: raise it, or shorten the first messages or the tools' descriptions"
             )
         episode.streams = EpisodeStreams(prompt_ids)
-        episode.history = list(reply.messages)
+        episode.history = self._remembered((), reply.messages)
         self._make_ready(episode)
 
     def _answer(self, episode: _Episode, reply: Reply) -> None:
-        streams, turn_format = _playing(episode)
+        streams, _ = _playing(episode)
         streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
         episode.is_rewarded |= reply.reward is not None
         if reply.done:
@@ -362,17 +372,42 @@ class EpisodeEngine:
             self._finish(episode, "max_turns")
         elif episode.seconds["acting"] > self._settings.max_seconds:
             self._finish(episode, "seconds")
+        elif reply.begins:
+            self._begin_conversation(episode, reply)
         else:
-            try:
-                new = turn_format.turns.follow(streams.context, episode.history, reply.messages)
-            except ValueError as error:
-                raise ValueError(f"episode {episode.name}: its environment's answer: {error}") from error
-            if new.begins_segment:
-                streams.begin_segment(new.token_ids)
-            else:
-                streams.observe(new.token_ids)
-            self._remember(episode, reply.messages)
-            self._make_ready(episode)
+            self._follow(episode, reply)
+
+    def _follow(self, episode: _Episode, reply: Reply) -> None:
+        """Append the messages to the turn that they follow."""
+        streams, _ = _playing(episode)
+        turn = streams.num_turns - 1 if reply.after is None else reply.after
+        if not 0 <= turn < streams.num_turns:
+            self._lose(episode, f"its environment answered turn {turn} of {streams.num_turns}, which are numbered from 0")
+            return
+        end = episode.turn_ends[turn]
+        try:
+            new = end.turn_format.turns.follow(streams.context_after(turn), end.history, reply.messages)
+        except ValueError as error:
+            raise ValueError(f"episode {episode.name}: its environment's answer: {error}") from error
+        if new.begins_segment:
+            streams.begin_segment(new.token_ids, streams.segment_of(turn), "the chat template rewrites history")
+        else:
+            streams.observe(turn, new.token_ids)
+        episode.turn_format, episode.history = end.turn_format, self._remembered(end.history, reply.messages)
+        self._make_ready(episode)
+
+    def _begin_conversation(self, episode: _Episode, reply: Reply) -> None:
+        """Begin a stream with a conversation that continues no stream."""
+        streams, _ = _playing(episode)
+        turn_format = self._turn_format(reply.tools)
+        try:
+            prompt_ids = turn_format.turns.begin(reply.messages)
+        except ValueError as error:
+            self._lose(episode, f"its environment began another conversation: {error}")
+            return
+        streams.begin_segment(prompt_ids, streams.segment, reply.begins)
+        episode.turn_format, episode.history = turn_format, self._remembered((), reply.messages)
+        self._make_ready(episode)
 
     def _make_ready(self, episode: _Episode) -> None:
         """Continue with the next recorded turn, or wait to be submitted."""
@@ -472,7 +507,8 @@ class EpisodeEngine:
             self._finish(episode, cut_by)
             return
         parsed = turn_format.parser.parse(turn.token_ids.tolist(), turn.finish_reason)
-        self._remember(episode, [_as_message(parsed)])
+        episode.history = self._remembered(episode.history, [_as_message(parsed)])
+        episode.turn_ends.append(_TurnEnd(turn_format, episode.history))
         episode.stage = EpisodeStage.ACTING
         episode.due = self._round + (0 if episode.record is not None else 1)
         if episode.reply is None:  # otherwise the environment was lost in the meantime
@@ -488,9 +524,8 @@ class EpisodeEngine:
             )
             self._pool.act(episode.name, action)
 
-    def _remember(self, episode: _Episode, messages: Messages) -> None:
-        if self._turns.history == "rewrite":
-            episode.history += messages
+    def _remembered(self, history: tuple[Mapping[str, Any], ...], messages: Messages) -> tuple[Mapping[str, Any], ...]:
+        return (*history, *messages) if self._turns.history == "rewrite" else ()
 
     def _turn_format(self, tools: Sequence[Mapping[str, Any]]) -> _TurnFormat:
         key = json.dumps(tools, sort_keys=True)

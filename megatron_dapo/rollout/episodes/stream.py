@@ -3,7 +3,10 @@
     prompt | sampled turn | observed | sampled turn | observed | ...    stream 0: the completion's
     prompt | sampled turn | ...                                         stream 1: its first segment
 
-A stream only grows: turns stay as the engine returned them. A template that rewrites history begins a new segment.
+A stream only grows: turns stay as the engine returned them. A template that rewrites history begins a new segment, and
+so does an environment that continues an earlier turn in another way, or says another conversation. It may come back to
+a stream later. A segment that continues a turn has the turn's tokens in its prompt: they are trained only where they were sampled.
+
 The streams are also the episode's record: its turns, played again, must be followed by the same observed tokens.
 """
 
@@ -28,23 +31,25 @@ class _Stream:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [R]
     versions: tuple[VersionRange, ...] = ()
     turns: tuple[Turn, ...] = ()
+    parent: int = 0
+    reason: str = ""
 
     def grown(self, token_ids: Any, logprobs: Any, versions: Sequence[VersionRange], turns: tuple[Turn, ...]) -> _Stream:
         """Return the stream with tokens appended; `versions` are those of the new tokens, from 0."""
         shift = len(self.token_ids)
         moved = [replace(entry, start=entry.start + shift, end=entry.end + shift) for entry in versions]
-        return _Stream(
-            self.prompt_ids,
-            np.concatenate((self.token_ids, np.asarray(token_ids, np.int32))),
-            np.concatenate((self.logprobs, np.asarray(logprobs, np.float32))),
-            merge_versions([*self.versions, *moved]),
-            turns,
+        return replace(
+            self,
+            token_ids=np.concatenate((self.token_ids, np.asarray(token_ids, np.int32))),
+            logprobs=np.concatenate((self.logprobs, np.asarray(logprobs, np.float32))),
+            versions=merge_versions([*self.versions, *moved]),
+            turns=turns,
         )
 
-    def with_turn(self, turn: Completion) -> _Stream:
+    def with_turn(self, turn: Completion, order: int) -> _Stream:
         start = len(self.token_ids)
         end = start + turn.num_tokens
-        added = Turn(start, end, end, turn.finish_reason)
+        added = Turn(start, end, end, turn.finish_reason, order=order)
         return self.grown(turn.token_ids, turn.logprobs, turn.versions, (*self.turns, added))
 
 
@@ -53,21 +58,33 @@ class EpisodeStreams:
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
         self._streams = [_Stream(prompt_ids)]
+        self._current = 0
+        self._turns: list[tuple[int, int]] = []  # stream and end of each turn, in order
 
     @property
     def segment(self) -> int:
         """Number of the current stream, which grows; 0 is the completion's."""
-        return len(self._streams) - 1
+        return self._current
 
     @property
     def context(self) -> tuple[int, ...]:
         """Prompt and tokens of the current stream."""
-        current = self._streams[-1]
+        current = self._streams[self._current]
         return current.prompt_ids + tuple(current.token_ids.tolist())
+
+    def context_after(self, turn: int) -> tuple[int, ...]:
+        """Return the prompt and the tokens of a turn's stream up to its end; `turn` is its number in the episode."""
+        number, end = self._turns[turn]
+        stream = self._streams[number]
+        return stream.prompt_ids + tuple(stream.token_ids[:end].tolist())
+
+    def segment_of(self, turn: int) -> int:
+        """Return the number of a turn's stream."""
+        return self._turns[turn][0]
 
     @property
     def num_turns(self) -> int:
-        return sum(len(stream.turns) for stream in self._streams)
+        return len(self._turns)
 
     @property
     def num_sampled(self) -> int:
@@ -80,40 +97,58 @@ class EpisodeStreams:
 
     def add_turn(self, turn: Completion) -> None:
         """Append a turn as an engine returned it."""
-        self._streams[-1] = self._streams[-1].with_turn(turn)
+        grown = self._streams[self._current] = self._streams[self._current].with_turn(turn, self.num_turns)
+        self._turns.append((self._current, len(grown.token_ids)))
 
     def judge_turn(self, **facts: Any) -> None:
         """Set fields of the last turn that the environment decides: its reward and its calls."""
-        current = self._streams[-1]
+        current = self._streams[self._current]
         *before, last = current.turns
         current.turns = (*before, replace(last, **facts))
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Append the environment's answer to the last turn; it counts as sampled by the turn's last version."""
-        current, count = self._streams[-1], len(token_ids)
-        *before, last = current.turns
-        turns = (*before, replace(last, observed_end=last.observed_end + count))
-        version = VersionRange(0, count, current.versions[-1].version)
-        self._streams[-1] = current.grown(token_ids, np.zeros(count), [version], turns)
+    def observe(self, turn: int, token_ids: tuple[int, ...], reason: str = "") -> None:
+        """Append the environment's answer to a turn, by its number; it counts as sampled by the turn's last version.
 
-    def begin_segment(self, prompt_ids: tuple[int, ...]) -> None:
-        """Begin a stream that does not extend the current one."""
-        self._streams.append(_Stream(prompt_ids))
+        The turn's stream goes on. If the turn has been answered, a segment begins that has it and its context as the prompt.
+        """
+        number, end = self._turns[turn]
+        stream, count = self._streams[number], len(token_ids)
+        if end < len(stream.token_ids):
+            self.begin_segment(self.context_after(turn) + token_ids, number, reason or f"another continuation of turn {turn}")
+            return
+        *before, last = stream.turns
+        turns = (*before, replace(last, observed_end=last.observed_end + count))
+        version = VersionRange(0, count, stream.versions[-1].version)
+        self._streams[number] = stream.grown(token_ids, np.zeros(count), [version], turns)
+        self._current = number
+
+    def begin_segment(self, prompt_ids: tuple[int, ...], parent: int, reason: str) -> None:
+        """Begin a stream that does not extend another one."""
+        self._current = len(self._streams)
+        self._streams.append(_Stream(prompt_ids, parent=parent, reason=reason))
 
     def agree_with(self, record: Completion, group_prompt: tuple[int, ...]) -> bool:
-        """Return True if these streams and those of `record` are the same as far as both go."""
-        num_recorded = 1 + record.num_segments
-        for number, ours in enumerate(self._streams[:num_recorded]):
+        """Return True if `record` begins with these streams, and its next turn is at the end of the current one.
+
+        Once all of its turns have been played, what the environment said last may be missing in it.
+        """
+        turns = record.ordered_turns[self.num_turns :]
+        if turns and (turns[0][0], turns[0][1].start) != (self._current, len(self._streams[self._current].token_ids)):
+            return False
+        for number, ours in enumerate(self._streams):
+            if number > record.num_segments:
+                return not turns  # it has begun since
             theirs = record.stream(number)
+            may_grow = not turns and number == self._current
             both = min(len(ours.token_ids), len(theirs.token_ids))
-            has_ended = number + 1 < num_recorded
             if (
                 ours.prompt_ids != (group_prompt if theirs.prompt_ids is None else theirs.prompt_ids)
                 or not np.array_equal(ours.token_ids[:both], theirs.token_ids[:both])
-                or (has_ended and len(ours.token_ids) > both)
+                or (len(ours.token_ids) > both and not may_grow)
+                or (len(theirs.token_ids) > both and not turns)
             ):
                 return False
-        return True
+        return bool(turns) or record.num_segments < len(self._streams)
 
     def completion(
         self, request: GenerationRequest, end: EpisodeEnd, partial: Completion | None = None, **facts: Any
@@ -121,11 +156,12 @@ class EpisodeStreams:
         """Return the episode so far; `partial`: a turn that is not complete. `facts`: other fields of `Episode`."""
         streams = list(self._streams)
         if partial is not None and partial.num_tokens:
-            streams[-1] = streams[-1].with_turn(replace(partial, finish_reason="abort"))
+            interrupted = replace(partial, finish_reason="abort")
+            streams[self._current] = streams[self._current].with_turn(interrupted, self.num_turns)
         main, *others = streams
         segments = tuple(
-            Segment(one.prompt_ids, one.token_ids, one.logprobs, one.versions, one.turns, parent=number)
-            for number, one in enumerate(others)
+            Segment(one.prompt_ids, one.token_ids, one.logprobs, one.versions, one.turns, one.parent, one.reason)
+            for one in others
         )
         return Completion(
             request.request_id,
@@ -140,20 +176,17 @@ class EpisodeStreams:
 
 def recorded_turns(record: Completion) -> Iterator[Completion]:
     """Yield the turns of an episode in order, as an engine returned them; one that was interrupted has "abort"."""
-    assert record.episode is not None, f"{record.request_id} holds no episode"
-    for number in range(1 + record.num_segments):
+    for number, turn in record.ordered_turns:
         stream = record.stream(number)
-        turns = record.episode.turns if number == 0 else record.episode.segments[number - 1].turns
-        for turn in turns:
-            ranges = [
-                VersionRange(max(entry.start, turn.start) - turn.start, min(entry.end, turn.end) - turn.start, entry.version)
-                for entry in stream.versions
-                if entry.start < turn.end and entry.end > turn.start
-            ]
-            yield Completion(
-                record.request_id,
-                stream.token_ids[turn.start : turn.end],
-                stream.logprobs[turn.start : turn.end],
-                turn.finish_reason,
-                tuple(ranges),
-            )
+        ranges = [
+            VersionRange(max(entry.start, turn.start) - turn.start, min(entry.end, turn.end) - turn.start, entry.version)
+            for entry in stream.versions
+            if entry.start < turn.end and entry.end > turn.start
+        ]
+        yield Completion(
+            record.request_id,
+            stream.token_ids[turn.start : turn.end],
+            stream.logprobs[turn.start : turn.end],
+            turn.finish_reason,
+            tuple(ranges),
+        )

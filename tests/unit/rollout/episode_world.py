@@ -128,11 +128,15 @@ def answer_of(task: Task, actions: Sequence[Action], has_tools: bool = True) -> 
         begin = {"role": "user", "content": f"Begin {task.fields['question']} with {draw.randint(0, 99)}."}
         return {"messages": (begin,), "tools": (LOOKUP,) if has_tools else ()}
     calls = tuple(TurnCall(call.name, call.status, draw.random()) for call in actions[-1].calls)
+    branch: dict[str, Any] = {}
+    if task.fields.get("branches") and draw.random() < 0.6:
+        branch = draw.choice([{"after": draw.randrange(len(actions))}, {"begins": "a sub-agent", "tools": (LOOKUP,)}])
     reward = round(draw.random(), 3) if draw.random() < 0.5 else None
     if draw.random() < 0.2:
         return {"done": True, "reward": reward, "is_correct": draw.random() < 0.5, "parts": {"fit": draw.random()}, "calls": calls}
     answers = tuple({"role": "tool", "content": f"{call.message} {draw.randint(0, 99)}"} for call in actions[-1].calls)
-    return {"messages": answers or ({"role": "user", "content": f"go on {draw.randint(0, 99)}"},), "reward": reward, "calls": calls}
+    said = answers if answers and not branch else ({"role": "user", "content": f"go on {draw.randint(0, 99)}"},)
+    return {"messages": said, "reward": reward, "calls": calls, **branch}
 
 
 @dataclass
@@ -191,9 +195,9 @@ def settings(**changes: Any) -> EpisodeSettings:
     return EpisodeSettings(**{"max_context_tokens": 700, "max_prompt_tokens": 600, "max_turns": 5, "parser": "hermes", **changes})
 
 
-def request(name: str, turns: TurnTemplate, seed: int, max_new_tokens: int = 60) -> GenerationRequest:
+def request(name: str, turns: TurnTemplate, seed: int, max_new_tokens: int = 60, **task: Any) -> GenerationRequest:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=turns.stop_token_ids)
-    return GenerationRequest(name, (1, 2), sampling, seed, task={"question": f"question {seed}"})
+    return GenerationRequest(name, (1, 2), sampling, seed, task={"question": f"question {seed}", **task})
 
 
 # ---- the conversation, played straight
@@ -204,7 +208,7 @@ class Played:
     end: str = ""
     streams: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # prompt, tokens
     sampled: list[tuple[int, int]] = field(default_factory=list)  # (seed, position) in order
-    kinds: list[list[bool]] = field(default_factory=list)  # one list a stream: is a token sampled
+    places: list[list[tuple[int, int] | None]] = field(default_factory=list)  # of each stream's tokens; None: observed
     rewards: list[float] = field(default_factory=list)
     is_rewarded: bool = False
     is_correct: bool | None = None
@@ -219,9 +223,10 @@ def play(one: GenerationRequest, turns: TurnTemplate, limits: EpisodeSettings) -
     turns = replace(turns, template=replace(turns.template, options=shown))
     parser = TurnParser(limits.parser, turns, [Tool(LOOKUP)])
     played.streams.append((turns.template.render(first["messages"]), []))
-    played.kinds.append([])
+    played.places.append([])
+    current, turn_ends = 0, []
     while True:
-        prompt, tokens = played.streams[-1]
+        prompt, tokens = played.streams[current]
         left = {
             "max_tokens": one.sampling.max_new_tokens - len(played.sampled),
             "max_context": limits.max_context_tokens - len(prompt) - len(tokens),
@@ -231,13 +236,15 @@ def play(one: GenerationRequest, turns: TurnTemplate, limits: EpisodeSettings) -
         played.end = min(left, key=lambda name: left[name])
         if left[played.end] < 1:
             return played
-        seed = one.seed  # streams of a kept history are one
+        seed = stream_seed(one.seed, current)
         turn = turn_of(turns, seed, len(prompt) + len(tokens))
         is_cut = len(turn) > left[played.end]
         turn = turn[: left[played.end]]
-        played.sampled += [(seed, len(prompt) + len(tokens) + place) for place in range(len(turn))]
+        places = [(seed, len(prompt) + len(tokens) + place) for place in range(len(turn))]
+        played.sampled += places
+        played.places[current] += places
         tokens.extend(turn)
-        played.kinds[-1] += [True] * len(turn)
+        turn_ends.append((current, len(tokens)))
         if is_cut and (played.end != "length" or limits.on_cut == "end"):
             return played
         parsed = parser.parse(turn, "length" if is_cut else "stop")
@@ -252,9 +259,22 @@ def play(one: GenerationRequest, turns: TurnTemplate, limits: EpisodeSettings) -
         if len(actions) == limits.max_turns:
             played.end = "max_turns"
             return played
-        delta = turns.delta(turn[-1], answer["messages"])
+        current, end = turn_ends[answer.get("after", -1)]
+        prompt, tokens = played.streams[current]
+        delta = turns.delta(tokens[end - 1], answer["messages"])
+        if "begins" in answer or end < len(tokens):
+            fresh = turns.template.render(answer["messages"])
+            current = len(played.streams)
+            played.streams.append((fresh if "begins" in answer else (*prompt, *tokens[:end], *delta), []))
+            played.places.append([])
+            continue
         tokens.extend(delta)
-        played.kinds[-1] += [False] * len(delta)
+        played.places[current] += [None] * len(delta)
+
+
+def stream_seed(seed: int, stream: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{stream}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1 if stream else seed
 
 
 def world(

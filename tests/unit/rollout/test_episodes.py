@@ -11,7 +11,8 @@ import pytest
 
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
-from megatron_dapo.types import Completion
+from megatron_dapo.rollout.episodes.stream import EpisodeStreams
+from megatron_dapo.types import Completion, VersionRange
 from tests.examples import examples
 
 
@@ -19,24 +20,29 @@ def assert_is(completion: Completion, played: world.Played, engine: world.FakeTu
     episode = completion.episode
     assert episode is not None and episode.end == played.end
     assert completion.finish_reason == ("stop" if played.end == "done" else "length")
-    (prompt, tokens), *_ = played.streams
-    assert completion.prompt_ids == prompt and completion.token_ids.tolist() == tokens
-    sampled = [run.is_sampled for run in completion.runs for _ in range(run.start, run.end)]
-    assert sampled == played.kinds[0]
-    assert completion.sampled.logprobs.tolist() == [world.logprob(*place) for place in played.sampled]
-    versions = [run.version for run in completion.versions for _ in range(run.start, run.end)]
-    assert len(versions) == len(tokens)
-    places = iter(played.sampled)
-    for kind, version, before in zip(sampled, versions, [None, *versions]):
-        assert version == (engine.version_of[next(places)] if kind else before)
-    assert [turn.reward for turn in episode.turns][: len(played.rewards)] == played.rewards
+    assert completion.num_segments + 1 == len(played.streams)
+    for number, ((prompt, tokens), places) in enumerate(zip(played.streams, played.places, strict=True)):
+        stream = completion.stream(number)
+        assert stream.prompt_ids == prompt and stream.token_ids.tolist() == tokens
+        assert [run.is_sampled for run in stream.runs for _ in range(run.start, run.end)] == [one is not None for one in places]
+        assert stream.sampled.logprobs.tolist() == [world.logprob(*place) for place in places if place]
+        versions = [run.version for run in stream.versions for _ in range(run.start, run.end)]
+        assert len(versions) == len(tokens)
+        for place, version, before in zip(places, versions, [None, *versions]):
+            assert version == (engine.version_of[place] if place else before)
+    assert [turn.reward for _, turn in completion.ordered_turns][: len(played.rewards)] == played.rewards
     expected = pytest.approx(sum(played.rewards)) if played.is_rewarded else None
     assert episode.reward == expected and episode.is_correct == played.is_correct
 
 
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("order", ["rounds", "arrival"])
-def test_a_stream_is_the_conversation_played_straight(order):
-    """Under random aborts, losses, engines that give up, new processes and weights; every token is sampled once."""
+def test_streams_are_the_conversation_played_straight(order, branches):
+    """Under random aborts, losses, engines that give up, new processes and weights; every token is sampled once.
+
+    With branches, environments continue earlier turns, come back to a stream and begin other conversations.
+    """
+    num_segments = 0
     for number in range(examples(100)):
         draw = random.Random(number)
         limits = world.settings(
@@ -51,7 +57,9 @@ def test_a_stream_is_the_conversation_played_straight(order):
         engine, inner, pool = world.world(number, limits, name, loss_rate=draw.choice([0, 0.1]), abort_rate=draw.choice([0, 0.1]))
         requests = {
             one.request_id: one
-            for one in (world.request(f"g{index}/0", inner.turns, 7 * number + index) for index in range(3))
+            for one in (
+                world.request(f"g{index}/0", inner.turns, 7 * number + index, branches=branches) for index in range(3)
+            )
         }
         engine.submit(list(requests.values()))
         finished: list[Completion] = []
@@ -78,8 +86,30 @@ def test_a_stream_is_the_conversation_played_straight(order):
             played = world.play(requests[one.request_id], inner.turns, limits)
             assert_is(one, played, inner)
             total += len(played.sampled)
+            num_segments += one.num_segments
         assert set(inner.sampled.values()) <= {1} and sum(inner.sampled.values()) == total
         assert engine.accounting().diverged == 0
+    assert bool(num_segments) == branches
+
+
+def test_a_record_is_of_the_same_answers():
+    """A shorter answer than the recorded one is another one, although the record begins with it."""
+
+    def streams(*answers: tuple[int, ...], last: int | None = None) -> EpisodeStreams:
+        played = EpisodeStreams((1, 2))
+        for turn, answer in enumerate(answers):
+            played.add_turn(Completion("", (7, 8), (0.0, 0.0), "stop", (VersionRange(0, 2, 0),)))
+            played.observe(turn if last is None or turn + 1 < len(answers) else last, answer)
+        return played
+
+    turns = world.template()
+    record = streams((3, 4), (5,)).completion(world.request("g/0", turns, 1), "abort")
+    assert streams((3, 4)).agree_with(record, (1, 2)) and streams((3, 4), (5,)).agree_with(record, (1, 2))
+    for other in (streams((3,)), streams((3, 4, 7)), streams((3, 4), ()), streams((3, 4), (6,))):
+        assert not other.agree_with(record, (1, 2))
+    branch = streams((3, 4), (5,), last=0)
+    assert not branch.agree_with(record, (1, 2)), "the record's last answer continues its stream"
+    assert branch.agree_with(branch.completion(world.request("g/0", turns, 1), "abort"), (1, 2))
 
 
 def test_each_turn_s_context_is_the_stream_so_far():

@@ -19,7 +19,7 @@ from megatron_dapo.telemetry.completions import (
     responses_file,
 )
 from megatron_dapo.telemetry.samples import json_lines
-from megatron_dapo.types import Completion, Episode, Turn, VersionRange
+from megatron_dapo.types import Completion, Episode, Segment, Turn, VersionRange
 from tests.made_runs import a_sample
 
 BEFORE, AFTER = "Solve the problem.\n\n", "\n\nAnswer in the last line."
@@ -112,13 +112,15 @@ def test_the_same_problem_before_and_after_is_the_one_that_rose_most(tmp_path: P
 
 def test_an_episode_is_shown_turn_by_turn():
     turns = (Turn(0, 2, 5), Turn(5, 6, 6))
+    branch = Segment((1, 4), np.array([20]), np.zeros(1), (VersionRange(0, 1, 0),), (Turn(0, 1, 1),), 0, "a summary")
+    episode = Episode("done", turns, (branch,))
     completion = Completion(
-        "r", np.arange(10, 16), np.zeros(6), "stop", (VersionRange(0, 6, 0),), None, (1, 2, 3), Episode("done", turns)
+        "r", np.arange(10, 16), np.zeros(6), "stop", (VersionRange(0, 6, 0),), None, (1, 2, 3), episode
     )
     table = conversation_table(completion, lambda ids: " ".join(str(token) for token in ids), "episode")
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     assert cells == [
-        ["read", "sampled", "read", "sampled"],
-        ["3", "2", "3", "1"],
-        ["1 2 3", "10 11", "12 13 14", "15"],
+        ["read", "sampled", "read", "sampled", "", "read", "sampled"],
+        ["3", "2", "3", "1", "", "2", "1"],
+        ["1 2 3", "10 11", "12 13 14", "15", "a summary", "1 4", "20"],
     ]

@@ -55,7 +55,7 @@ def test_every_key_of_the_section_is_used():
         max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
         memory_limit_mb=77, max_processes=11, variables=("KEY",),
     )  # fmt: skip
-    assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "on_lost"} == set(EnvironmentConfig.model_fields)
+    assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "max_branches", "on_lost"} == set(EnvironmentConfig.model_fields)
     assert worker_settings(make("environment.function=games.py:play")).kind == "function"
     assert episode_settings(make(ON)).order == "rounds" and episode_settings(make(f"{ON} rollout.engine=sglang")).order == "arrival"
     assert episode_settings(make(ON)).max_context_tokens == make(ON).longest_trained
@@ -73,6 +73,7 @@ def test_an_agent_s_command_runs_in_a_worker_of_the_trainer_s_interpreter(tmp_pa
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
         "other_sampling": "ignore",
+        "max_branches": 16,
     }
     assert episode_settings(config).on_cut == "observe"
 

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 task = json.load(sys.stdin)
 
@@ -29,6 +30,12 @@ if kind == "silent":
     sys.exit()
 if kind == "fails":
     sys.exit("ImportError: no module named tools")
+if kind == "parallel":
+    count = task.get("calls", 3)
+    with ThreadPoolExecutor(count) as threads:
+        choices = list(threads.map(lambda index: ask([{"role": "user", "content": str(index)}]), range(count)))
+    print(json.dumps({"reward": 1, "parts": {", ".join(choice["message"]["content"] for choice in choices): 1}}))
+    sys.exit()
 tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 choice = ask(messages, tools=tools, max_tokens=7)
 if kind == "leaves":
@@ -38,8 +45,9 @@ if kind == "hangs":
     time.sleep(1000)
 messages += [choice["message"], {"role": "tool", "content": "3"}]
 if kind == "branches":
-    choice = ask([messages[0] | {"content": "another"}, *messages[1:]], tools=tools)
-    print(json.dumps({"reward": 0.5, "parts": {"was_refused": "append to the messages" in choice.get("refused", "")}}))
+    edited = ask([messages[0] | {"content": "another"}, *messages[1:]], tools=tools)
+    choices = [edited, ask(messages, tools=tools), ask(messages, tools=tools)]
+    print(json.dumps({"reward": 0.5, "parts": {"".join(choice["message"]["content"] for choice in choices): 1}}))
 else:
     choice = ask(messages, tools=tools)
     print(json.dumps({"reward": 0.25, "correct": True, "parts": {choice["message"]["content"]: 1}}))

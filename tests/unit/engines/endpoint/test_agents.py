@@ -25,7 +25,7 @@ BUSY_S = 60.0  # what a busy machine may take
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    settings = {"command": [sys.executable, str(AGENT)], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse"}
+    settings = {"command": [sys.executable, str(AGENT)], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 3}
     command = (sys.executable, "-m", AGENTS, json.dumps(settings))
     with WorkerPool(WorkerSettings("command", command=command, step_seconds=BUSY_S, reset_seconds=BUSY_S)) as pool:
         yield pool
@@ -81,13 +81,48 @@ def test_a_program_that_fails_is_lost(pool: WorkerPool, kind: str, reason: str) 
     assert reason in reply.lost, reply
 
 
-def test_another_history_is_refused_and_the_episode_goes_on(pool: WorkerPool) -> None:
+def test_another_history_is_another_conversation_and_the_first_one_goes_on(pool: WorkerPool) -> None:
     pool.start("e", Task({"kind": "branches"}, seed=1))
     next_reply(pool)
-    pool.act("e", Action("", (ToolCall("add", {}),), "stop"))
+    pool.act("e", Action("", (ToolCall("add", {"x": 1}),), "stop"))
+    edited = next_reply(pool)
+    assert (edited.begins, edited.after) == ("the client changed message 1 of 3 (user)", None)
+    assert [tool["name"] for tool in edited.tools] == ["add"]
+    question, answer, result = edited.messages
+    assert question["content"] == "another" and result == {"role": "tool", "content": "3"}
+    assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 1}}, "as templates render it"
+    pool.act("e", Action("b", (), "stop"))
+    first = next_reply(pool)
+    assert (first.messages, first.after, first.begins) == (({"role": "tool", "content": "3"},), 0, "")
+    pool.act("e", Action("c", (), "stop"))
+    again = next_reply(pool)
+    assert (again.messages, again.after, again.begins) == (({"role": "tool", "content": "3"},), 0, "")
+    pool.act("e", Action("d", (), "stop"))
     last = next_reply(pool)
-    assert (last.done, last.reward, dict(last.parts)) == (True, 0.5, {"was_refused": 1.0}), last
+    assert (last.done, dict(last.parts)) == (True, {"bcd": 1.0}), last
     pool.end("e")
+
+
+def test_requests_at_the_same_time_are_answered_one_after_another(pool: WorkerPool) -> None:
+    pool.start("e", Task({"kind": "parallel"}, seed=1))
+    asked = []
+    for turn in range(3):
+        asked.append(next_reply(pool))
+        pool.act("e", Action(f"to {asked[-1].messages[0]['content']}", (), "stop"))
+    assert sorted(one.messages[0]["content"] for one in asked) == ["0", "1", "2"]
+    assert [one.begins for one in asked] == ["", "a new conversation", "a new conversation"]
+    assert dict(next_reply(pool).parts) == {"to 0, to 1, to 2": 1.0}
+    pool.end("e")
+
+
+def test_a_program_that_begins_too_many_conversations_is_lost(pool: WorkerPool) -> None:
+    pool.start("e", Task({"kind": "parallel", "calls": 4}, seed=1))
+    replies = [next_reply(pool)]
+    while not replies[-1].lost:
+        pool.act("e", Action("said", (), "stop"))
+        replies.append(next_reply(pool))
+    assert replies[-1].lost.startswith("the client began more than 3 conversations in one episode"), replies
+    assert not [command for command in agents() if command.endswith("agent.py")]
 
 
 def test_many_programs_play_at_a_time_and_nothing_is_left(pool: WorkerPool) -> None:
@@ -116,7 +151,7 @@ def test_many_programs_play_at_a_time_and_nothing_is_left(pool: WorkerPool) -> N
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
-    settings = {"command": ["no-such-agent"], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse"}
+    settings = {"command": ["no-such-agent"], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 3}
     with WorkerPool(WorkerSettings("command", command=(sys.executable, "-m", AGENTS, json.dumps(settings)))) as pool:
         pool.start("e", Task({}, seed=1))
         assert next_reply(pool).lost == "environment.agent: no-such-agent: No such file or directory"

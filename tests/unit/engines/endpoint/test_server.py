@@ -22,6 +22,7 @@ class Script:
 
     def __init__(self, *answers: ChatAnswer | Exception) -> None:
         self.answers, self.turns, self.gate = list(answers), [], asyncio.Event()
+        self.lost: list[str] = []
         self.gate.set()
 
     async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
@@ -31,6 +32,9 @@ class Script:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def lose(self, session: str, reason: str) -> None:
+        self.lost.append(f"{session}: {reason}")
 
 
 def said(text: str, **fields: Any) -> ChatAnswer:
@@ -56,8 +60,8 @@ def served(script: Script, body: Callable[[ChatEndpoint, str, Post], Awaitable[N
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
 
-            async def post(messages: Any, key_: str = key, **fields: Any) -> tuple[int, Any]:
-                headers = {"Authorization": f"Bearer {key_}"}
+            async def post(messages: Any, key_: str = key, retries: int = 0, **fields: Any) -> tuple[int, Any]:
+                headers = {"Authorization": f"Bearer {key_}", "x-stainless-retry-count": str(retries)}
                 body = {"model": "policy", "messages": messages, **fields}
                 async with client.post("/v1/chat/completions", json=body, headers=headers) as response:
                     text = await response.text()
@@ -128,6 +132,7 @@ def test_a_client_that_went_away_gets_the_answer_that_was_sampled_for_it() -> No
         assert again["choices"][0]["message"]["content"] == "sampled once"
         _, other = await post([user("a")])
         assert other["choices"][0]["message"]["content"] == "next", "an answer that was delivered is not given twice"
+        assert await post([user("a")], retries=1) == (200, other), "unless the client says that it did not read it"
 
     served(script, body)
     assert [turn.stream for _, turn, _ in script.turns] == [0, 1]
@@ -174,8 +179,11 @@ def test_an_episode_without_budget_and_one_with_too_many_branches_say_so() -> No
         assert (status, answer["error"]["type"]) == (403, "episode_over") and "max_turns = 8" in answer["error"]["message"]
         assert (await post([user("a")])) == (status, answer), "a retry is no branch"
         assert (await post([user("b")], "wrong"))[0] == 401
+        assert not script.lost
         status, answer = await post([user("b")])
         assert status == 403 and "more than 1 conversations" in answer["error"]["message"]
+        assert script.lost == [f"episode 7: {answer['error']['message']}"]
 
     over = EpisodeOver("the episode has had its max_turns = 8 turns")
-    served(Script(over, over), body, max_branches=1)
+    script = Script(over, over)
+    served(script, body, max_branches=1)

@@ -35,7 +35,7 @@ def test_a_conversation_that_grows_is_one_stream_of_deltas() -> None:
     assert [turn.stream for turn in (first, second, third)] == [0, 0, 0]
     assert [turn.parent for turn in (first, second, third)] == [None, first, second]
     assert second.messages == (user("c"),) and third.messages == ({"role": "tool", "content": "e"},)
-    assert tree.num_streams == 1 and not tree.drifts
+    assert tree.num_streams == 1 and not third.reason
 
 
 def test_a_second_continuation_is_a_branch_and_an_edited_answer_a_stream_of_its_text() -> None:
@@ -44,11 +44,12 @@ def test_a_second_continuation_is_a_branch_and_an_edited_answer_a_stream_of_its_
     serve(tree, [user("a"), assistant("b"), user("c")], "d")
     branch = tree.ask([user("a"), assistant("b"), user("other")])
     assert (branch.parent, branch.stream, branch.begins_stream) == (first, 1, True)
+    assert branch.reason == "another continuation of turn 0"
     edited = tree.ask([user("a"), assistant("B"), user("c")])
     assert (edited.parent, edited.stream, len(edited.messages)) == (None, 2, 3)
-    assert tree.drifts == ["the client changed message 2 of 3 (assistant)"]
+    assert edited.reason == "the client changed message 2 of 3 (assistant)"
     summary = tree.ask([user("summary of all that")])
-    assert (summary.parent, summary.stream) == (None, 3) and len(tree.drifts) == 1, "a new conversation is no drift"
+    assert (summary.parent, summary.stream, summary.reason) == (None, 3, "a new conversation")
 
 
 def test_a_request_that_was_abandoned_is_answered_once_and_parallel_ones_each() -> None:
@@ -60,8 +61,10 @@ def test_a_request_that_was_abandoned_is_answered_once_and_parallel_ones_each() 
     assert tree.ask([user("a")]) is turn and not turn.is_abandoned, "the retry of a client that lost its connection"
     tree.answered(turn, assistant("b"))
     tree.answered(parallel, assistant("b"))
+    assert tree.ask([user("a")], is_retry=True) is parallel, "its client says that it did not read the answer"
     followed = {tree.ask([user("a"), assistant("b"), user(text)]).parent for text in "xy"}
     assert followed == {turn, parallel}, "of answers that are alike, each is continued"
+    assert tree.ask([user("a")], is_retry=True) is tree.turns[-1], "an answer that was continued has been read"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_what_clients_change_in_passing_is_no_drift(echoed: Message) -> None:
     assert tree.ask([user("a"), echoed, user("c")]).parent is first
     strict = ConversationTree(match="strict")
     serve(strict, [user("a")], "b")
-    assert strict.ask([user("a"), echoed, user("c")]).parent is None and strict.drifts
+    assert strict.ask([user("a"), echoed, user("c")]).reason == "the client changed message 2 of 3 (assistant)"
 
 
 def test_arguments_of_a_call_are_compared_as_json_and_ids_are_not() -> None:
@@ -95,7 +98,8 @@ def test_arguments_of_a_call_are_compared_as_json_and_ids_are_not() -> None:
 def test_other_tools_are_another_context() -> None:
     tree = ConversationTree()
     serve(tree, [user("a")], "b", tools=[{"name": "add"}])
-    assert tree.ask([user("a"), assistant("b"), user("c")]).parent is None
+    other = tree.ask([user("a"), assistant("b"), user("c")])
+    assert (other.parent, other.reason) == (None, "other tools")
 
 
 def test_what_cannot_be_answered_is_one_line() -> None:
@@ -105,6 +109,8 @@ def test_what_cannot_be_answered_is_one_line() -> None:
     with pytest.raises(RequestError, match="the last message is the assistant's"):
         tree.ask([user("a"), assistant("b")])
     serve(tree, [user("a")], "b")
+    with pytest.raises(RequestError, match="a message of the role system cannot follow an answer"):
+        tree.ask([user("a"), assistant("b"), {"role": "system", "content": "c"}])
     serve(tree, [user("a")], "c")
     with pytest.raises(TooManyBranches, match="more than 2 conversations"):
         tree.ask([user("a")])
