@@ -41,7 +41,7 @@ from megatron_dapo.cli.run import evaluate, pretrain_value, rejection_sample, re
 from megatron_dapo.cli.try_recipe import try_recipe
 from megatron_dapo.config import load_config
 from megatron_dapo.run.plan import machines_of
-from megatron_dapo.telemetry.terminal import configure_logging, status
+from megatron_dapo.telemetry.terminal import configure_logging, end_status, show_status, status
 
 # The panels of --help with their commands, in order.
 PANELS = {
@@ -50,7 +50,7 @@ PANELS = {
         *("sft", "pretrain-value", "rejection-sample", "rounds", "replay", "ablate"),
     ),
     "Look": ("report", "compare", "demo", "nodes", "checkpoint"),
-    "Cluster": ("plan", "doctor", "preflight", "check-loss", "version"),
+    "Cluster": ("plan", "doctor", "preflight", "check-loss", "prove-gateway", "version"),
     "Convert": ("export", "convert", "quantize"),
 }
 
@@ -240,6 +240,27 @@ def check_loss(
     from megatron_dapo.proof.check_loss import check_loss as run_check
 
     raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype))
+
+
+@app.command("prove-gateway")
+def prove_gateway(
+    num_sessions: Annotated[int, typer.Option("--sessions", min=1, help="random episodes of agents to play")] = 10_000,
+    seed: Annotated[int, typer.Option(help="of the random sessions")] = 0,
+    json_output: JsonOption = False,
+) -> None:
+    """Prove that every token sampled for an agent's requests is trained once, or listed with its reason.
+
+    Random clients repeat, edit and forget, summarize, delegate, ask at the same time and lose their connections; what is
+    sampled and trained is compared with a search over all served conversations. On one core, without HTTP.
+
+    Exit code: 0 no violation, 1 violations.
+    """
+    from megatron_dapo.proof.gateway.run import prove_gateway as prove
+
+    proof = prove(num_sessions, seed, lambda done: show_status(f"{done:,} of {num_sessions:,} sessions are played"))
+    end_status()
+    typer.echo(json.dumps(proof.as_json()) if json_output else "\n".join(proof.lines()))
+    raise typer.Exit(1 if proof.violations else 0)
 
 
 @app.command()

@@ -132,7 +132,7 @@ class _Agent:
         self._may_reply = asyncio.Semaphore(1)  # each start and each turn has one reply
         self._answers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._since = time.monotonic()
-        self._numbers: dict[ServedTurn, int] = {}  # of turns that were sampled, in the order in which they were
+        self._lines = TurnLines()
 
     async def play(self, command: list[str], url: str) -> None:
         """Run the program and report its end."""
@@ -170,23 +170,15 @@ class _Agent:
         if status != 0:
             reason = (errors.strip().splitlines() or ["it says nothing"])[-1]
             return {"lost": one_line(f"{command[0]} ended with exit status {status}: {reason}", 500)}
-        if not self._numbers:
+        if not self._lines.num_turns:
             return {"lost": f"{command[0]} ended without a request to OPENAI_BASE_URL"}
         reward = reward_of(output)
         return reward if "lost" in reward else {"done": True, **reward}
 
     async def sample(self, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
         async with self._one_at_a_time:
-            message: dict[str, Any] = {"messages": [_with_arguments(one) for one in turn.messages], "max_tokens": max_tokens}
-            if turn.parent is not None:
-                message["after"] = self._numbers[turn.parent]
-            else:
-                message["tools"] = [dict(tool) for tool in turn.tools]
-                if self._numbers:
-                    message["begins"] = turn.reason
-            self._numbers[turn] = len(self._numbers)
-            await self._say(message)
-            return _answer_of(await self._answers.get())
+            await self._say(self._lines.line(turn, max_tokens))
+            return answer_of(await self._answers.get())
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Take the policy's turn."""
@@ -260,6 +252,29 @@ def reward_of(output: str) -> dict[str, Any]:
     return {"reward": numbers.pop(""), "is_correct": correct, "parts": numbers}
 
 
+class TurnLines:
+    """Turns of an episode as lines for the owner, who numbers them in the order in which they are sampled."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[ServedTurn, int] = {}
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._numbers)
+
+    def line(self, turn: ServedTurn, max_tokens: int | None) -> dict[str, Any]:
+        """Return the line that asks for the next turn; it says which earlier turn the messages follow."""
+        line: dict[str, Any] = {"messages": [_with_arguments(one) for one in turn.messages], "max_tokens": max_tokens}
+        if turn.parent is not None:
+            line["after"] = self._numbers[turn.parent]
+        else:
+            line["tools"] = [dict(tool) for tool in turn.tools]
+            if self._numbers:
+                line["begins"] = turn.reason
+        self._numbers[turn] = len(self._numbers)
+        return line
+
+
 def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose calls have their arguments as objects, which chat templates render, and not as JSON text."""
     calls = [
@@ -269,7 +284,7 @@ def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _answer_of(message: Mapping[str, Any]) -> ChatAnswer:
+def answer_of(message: Mapping[str, Any]) -> ChatAnswer:
     """Return the policy's turn for the client, which runs its own tools: a call that is no call stays text."""
     calls = message["calls"]
     is_readable = all(call["status"] != "unparsable" for call in calls)

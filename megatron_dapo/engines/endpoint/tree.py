@@ -65,6 +65,7 @@ class ConversationTree:
         self._canonical = _CANONICAL[match]
         self._max_streams = max_streams
         self._roots: dict[str, _Place] = {}  # keyed by the canonical form of the tools, which are in the context too
+        self._places: dict[ServedTurn, _Place] = {}  # of turns without an answer: the messages that they answer
         self.turns: list[ServedTurn] = []
         self.num_streams = 0
 
@@ -92,13 +93,14 @@ class ConversationTree:
                 return turn
         turn = self._begin(parent, tuple(messages[start:]), tools, reason)
         place.asked.append(turn)
+        self._places[turn] = place
         return turn
 
     def answered(self, turn: ServedTurn, answer: Mapping[str, Any]) -> None:
         """Take the sampled turn as the assistant's message that the client is given."""
         assert turn.answer is None, f"turn {turn.number} has an answer"
         turn.answer = answer
-        place = self._place_of(turn).next.setdefault(self._canonical(answer), _Place())
+        place = self._places.pop(turn).next.setdefault(self._canonical(answer), _Place())
         place.turns.append(turn)
 
     def _last_served(self, root: _Place, messages: Messages) -> tuple[_Place, ServedTurn | None, int]:
@@ -137,26 +139,6 @@ class ConversationTree:
             parent.children.append(turn)
         return turn
 
-    def _place_of(self, turn: ServedTurn) -> _Place:
-        """Return the place of the messages that a turn answers."""
-        place = self._roots[_json(list(turn.tools))]
-        for message in self.conversation(turn):
-            place = place.next[self._canonical(message)]
-        return place
-
-    def conversation(self, turn: ServedTurn) -> list[Mapping[str, Any]]:
-        """Return the messages that a turn answers, with the answers as they were served."""
-        line = [turn]
-        while line[-1].parent is not None:
-            line.append(line[-1].parent)
-        messages: list[Mapping[str, Any]] = []
-        for one in reversed(line):
-            messages += one.messages
-            if one is not turn:
-                assert one.answer is not None, "a turn with a child has an answer"
-                messages.append(one.answer)
-        return messages
-
     def _drift(self, root: _Place, messages: Messages) -> str:
         """Return why a request continues no conversation: which message is not as it was served."""
         if all(message["role"] != "assistant" for message in messages):
@@ -179,8 +161,7 @@ def _check(messages: Messages) -> None:
         raise RequestError("the last message is the assistant's, and a turn of the policy is never continued by a client")
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _loose(message: Mapping[str, Any]) -> str:

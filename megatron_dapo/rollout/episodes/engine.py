@@ -452,7 +452,7 @@ class EpisodeEngine:
         settings, most = self._settings, episode.request.sampling.max_new_tokens
         budgets: list[tuple[int, EpisodeEnd]] = [
             (most - streams.num_sampled, "max_tokens"),
-            (settings.max_context_tokens - len(streams.context), "max_context"),
+            (settings.max_context_tokens - streams.num_context_tokens, "max_context"),
         ]
         budgets += [(limit, "length") for limit in (settings.max_turn_tokens, episode.max_tokens) if limit]
         return min(budgets, key=lambda budget: budget[0])
@@ -520,7 +520,7 @@ class EpisodeEngine:
                 parsed.reasoning,
                 parsed.text,
                 turn.num_tokens,
-                len(streams.context) - turn.num_tokens,
+                streams.num_context_tokens - turn.num_tokens,
             )
             self._pool.act(episode.name, action)
 

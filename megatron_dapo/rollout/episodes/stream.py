@@ -72,6 +72,12 @@ class EpisodeStreams:
         current = self._streams[self._current]
         return current.prompt_ids + tuple(current.token_ids.tolist())
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Length of `context`."""
+        current = self._streams[self._current]
+        return len(current.prompt_ids) + len(current.token_ids)
+
     def context_after(self, turn: int) -> tuple[int, ...]:
         """Return the prompt and the tokens of a turn's stream up to its end; `turn` is its number in the episode."""
         number, end = self._turns[turn]

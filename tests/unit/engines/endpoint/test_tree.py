@@ -1,9 +1,7 @@
-"""The tree of conversations against a search over all served ones, under clients that do what clients do."""
+"""The tree of conversations; `tests/unit/proof/test_gateway.py` has random clients."""
 
 from __future__ import annotations
 
-import json
-import random
 from typing import Any
 
 import pytest
@@ -115,81 +113,3 @@ def test_what_cannot_be_answered_is_one_line() -> None:
     with pytest.raises(TooManyBranches, match="more than 2 conversations"):
         tree.ask([user("a")])
     assert tree.ask([user("a"), assistant("b"), user("d")]).stream == 0, "what it has begun goes on"
-
-
-# ---- random clients
-
-
-def longest_served(tree: ConversationTree, messages: list[Message], tools: list[Message]) -> int:
-    """Number of messages of the longest served conversation that `messages` begin with, by comparing all of them."""
-    lengths = [0]
-    for turn in tree.turns:
-        if turn.answer is None or list(turn.tools) != tools:
-            continue
-        served = [*tree.conversation(turn), turn.answer]
-        rest = messages[len(served) :]
-        if messages[: len(served)] == served and all(message["role"] != "assistant" for message in rest):
-            lengths.append(len(served))
-    return max(lengths)
-
-
-def change(rng: random.Random, messages: list[Message]) -> list[Message]:
-    """Return a conversation as a client might send it again."""
-    messages = list(messages)
-    kind = rng.choice(["append", "append", "append", "append", "edit", "drop", "compact", "back"])
-    if kind == "edit":
-        index = rng.randrange(len(messages))
-        messages[index] = messages[index] | {"content": f"edited {rng.randrange(3)}"}
-    elif kind == "drop" and len(messages) > 1:
-        del messages[rng.randrange(len(messages))]
-    elif kind == "compact":
-        return [user(f"summary {rng.randrange(3)}")]
-    elif kind == "back":
-        messages = messages[: rng.randrange(len(messages)) + 1]
-    if not messages or messages[-1]["role"] == "assistant" or rng.random() < 0.2:
-        messages.append({"role": rng.choice(["user", "tool"]), "content": str(rng.randrange(3))})
-    return messages
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_random_clients_lose_no_turn_and_train_none_twice(seed: int) -> None:
-    rng = random.Random(seed)
-    tree = ConversationTree(max_streams=10_000)
-    told: list[list[Message]] = [[user("task")]]  # conversations that the client knows
-    open_turns: list[tuple[ServedTurn, list[Message], list[Message]]] = []
-    contexts: dict[int, str] = {}
-    for _ in range(30):
-        tools = [{"name": "add"}] if rng.random() < 0.1 else []
-        messages = change(rng, rng.choice(told))
-        abandoned = [one for one in open_turns if one[0].is_abandoned and one[1:] == (messages, tools)]
-        expected = longest_served(tree, messages, tools)
-        followed = {id(turn) for turn in tree.turns if turn.children}
-        turn = tree.ask(messages, tools)
-        if abandoned:
-            assert turn is abandoned[0][0]
-            continue
-        assert turn is tree.turns[-1]
-        assert len(messages) - len(turn.messages) == expected, "it follows the longest conversation that was served"
-        assert tree.conversation(turn) == messages
-        assert turn.begins_stream == (turn.parent is None or id(turn.parent) in followed)
-        before = contexts[turn.parent.number] if turn.parent else ""
-        contexts[turn.number] = before + json.dumps(turn.messages)
-        open_turns.append((turn, messages, tools))
-        while open_turns and rng.random() < 0.7:
-            turn, messages, _ = open_turns.pop(rng.randrange(len(open_turns)))
-            if rng.random() < 0.15 and not turn.is_abandoned:
-                turn.is_abandoned = True
-                open_turns.append((turn, messages, list(turn.tools)))
-                break
-            turn.is_abandoned = False
-            answer = assistant(str(rng.randrange(3)))
-            tree.answered(turn, answer)
-            contexts[turn.number] += json.dumps(answer)
-            told.append([*messages, answer])
-    streams: dict[int, list[ServedTurn]] = {}
-    for turn in tree.turns:
-        streams.setdefault(turn.stream, []).append(turn)
-    assert sorted(streams) == list(range(tree.num_streams)), "each turn is in one stream"
-    for turns in streams.values():
-        assert [turn.begins_stream for turn in turns] == [True] + [False] * (len(turns) - 1)
-        assert all(turn.parent is earlier for earlier, turn in zip(turns, turns[1:], strict=False)), "a stream is a line"
