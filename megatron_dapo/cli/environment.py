@@ -75,6 +75,7 @@ def _check_with_recipe(
 ) -> list[CheckRow]:
     """Check an environment, the recipe's unless there is a path, with the recipe's rows, again and again if it has fewer."""
     from megatron_dapo.config import load_config
+    from megatron_dapo.config.inputs import missing_programs
     from megatron_dapo.data.sources import train_sources
     from megatron_dapo.environments.check import check_environment
     from megatron_dapo.trainer.build_episodes import worker_settings
@@ -85,6 +86,8 @@ def _check_with_recipe(
         settings = replace(settings, kind="either", place=path)
     elif not config.environment.is_on:
         raise ValueError(f"{recipe} has no environment: name one as the argument, or set environment.path")
+    elif missing := next(missing_programs(config), None):
+        raise ValueError(str(missing))
     settings = replace(settings, python=python or settings.python)
     rows = list(islice(chain.from_iterable(source.rows() for source in train_sources(config.data)), num_tasks))
     tasks = [{**row.extra, "messages": [dict(message) for message in row.messages], "answer": row.answer} for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,9 @@ from megatron_dapo.config.section import is_function_path
 from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
+
+
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl", ".jar")  # files that are the argument of an interpreter
 
 
 def check_inputs(config: Config, are_here: bool = True) -> tuple[ModelArchitecture | None, list[Violation]]:
@@ -47,7 +51,7 @@ def missing_inputs(config: Config) -> list[Violation]:
     files["data.sources"] = tuple(own)
     absent = ((path, file) for path, paths in files.items() for file in paths if not file.exists())
     found += [_absent(path, file, "a file that exists") for path, file in absent]
-    found += _missing_functions(config)
+    found += [*_missing_functions(config), *missing_programs(config)]
     references = (path for path in config.telemetry.references if not path.exists())
     return [*found, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]
 
@@ -57,11 +61,27 @@ def _missing_functions(config: Config) -> Iterator[Violation]:
     reward = config.reward
     verifiers = [("reward.verifier", reward.verifier), ("reward.shadow_verifier", reward.shadow_verifier)]
     verifiers += [("reward.mix", one.verifier) for one in reward.mix]
-    for field, name in [*verifiers, *hook_paths(config)]:
+    environments = [(f"environment.{name}", getattr(config.environment, name)) for name in ("path", "function")]
+    for field, name in [*verifiers, *environments, *hook_paths(config)]:
         file = Path(name.rpartition(":")[0])
         if is_function_path(name) and file.suffix == ".py" and not file.is_file():
             words = f"{name!r}: no file {file} next to the recipe or in {Path.cwd()}"
             yield UnusableInput(field, words, "put it next to the recipe, or name its whole path")
+
+
+def missing_programs(config: Config) -> Iterator[Violation]:
+    """Yield a violation for each program of [environment], and each script that one is given, that does not exist."""
+    environment = config.environment
+    commands = {"command": environment.command, "agent": environment.agent, "python": (environment.python,)}
+    for name, (first, *rest) in {name: words for name, words in commands.items() if any(words)}.items():
+        # "python" of an agent is environment.python or this interpreter.
+        is_there = shutil.which(first) is not None or (name == "agent" and first == "python")
+        script = next((word for word in rest if Path(word).suffix in _SCRIPTS and not word.startswith("-")), "")
+        if not is_there:
+            yield UnusableInput(f"environment.{name}", f"no program {first}", "name one that is executable")
+        elif script and not Path(script).is_file():
+            words = f"no file {script} next to the recipe or in {Path.cwd()}"
+            yield UnusableInput(f"environment.{name}", words, "put it next to the recipe, or name its whole path")
 
 
 # Fields in which a critic may differ from its policy.

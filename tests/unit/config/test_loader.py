@@ -338,3 +338,24 @@ def test_missing_inputs_are_all_named(tmp_path: Path) -> None:
     found = missing_inputs(config_from_dict(tree, directory=tmp_path))
     assert [violation.path for violation in found] == ["model.path", "data.train_paths", "data.eval_paths"]
     assert str(tmp_path / "train.jsonl") in found[1].suggestion
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"agent": ["python", "-u", "agnet.py"]}, "environment.agent: no file agnet.py next to the recipe or in "),
+        ({"agent": ["no-such-agent"]}, "environment.agent: no program no-such-agent. Fix: "),
+        ({"command": ["./game", "--fast"]}, "environment.command: no program ./game. Fix: "),
+        ({"command": ["sh", "game.sh"]}, "environment.command: no file game.sh next to the recipe or in "),
+        ({"path": "games.py:Game"}, "environment.path: 'games.py:Game': no file games.py next to the recipe or in "),
+        ({"path": "games:Game", "python": "envs/bin/python"}, "environment.python: no program envs/bin/python. Fix: "),
+        ({"agent": ["python", "-u", "agent.py", "--task", "made.py"]}, ""),
+        ({"agent": ["python", "-m", "my_agent"]}, ""),
+    ],
+)
+def test_a_program_of_episodes_that_is_missing_is_named(tmp_path: Path, environment: dict, message: str) -> None:
+    (tmp_path / "agent.py").write_text("")
+    tree = {"model": {"path": "model"}, "data": {"train_paths": ["train.jsonl"]}, "environment": environment}
+    found = missing_inputs(config_from_dict(tree, directory=tmp_path))
+    named = [str(one) for one in found if one.path.startswith("environment.")]
+    assert len(named) == bool(message) and all(one.startswith(message) and "\n" not in one for one in named)
