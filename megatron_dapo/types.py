@@ -240,13 +240,30 @@ class Completion:
 
     @property
     def sampled(self) -> Tokens:
-        """The sampled tokens, without an environment's; the completion's arrays if it has one turn."""
-        return _sampled(self.token_ids, self.logprobs, self.runs)
+        """The sampled tokens of all streams, without an environment's; the completion's arrays if it has one turn."""
+        parts = [_sampled(self.token_ids, self.logprobs, self.runs)]
+        if not self.num_segments:
+            return parts[0]
+        parts += [segment.sampled for segment in self.episode.segments] if self.episode is not None else []
+        return Tokens(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs")))
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled so far, in the main stream."""
-        return sum(run.end - run.start for run in self.runs if run.is_sampled)
+        """Tokens that the policy sampled so far, in all streams."""
+        return sum(
+            run.end - run.start
+            for segment in range(1 + self.num_segments)
+            for run in self.stream(segment).runs
+            if run.is_sampled
+        )
+
+    @property
+    def awaits_answer(self) -> bool:
+        """True if its last turn is complete, and nothing of the environment's answer to it is known."""
+        if self.episode is None:
+            return False
+        *_, last = (self.episode.turns, *(segment.turns for segment in self.episode.segments))
+        return bool(last) and last[-1].finish_reason != "abort" and last[-1].observed_end == last[-1].end
 
     @property
     def last_turn(self) -> np.ndarray:
@@ -316,6 +333,8 @@ class GenerationRequest:
     prefix: Completion | None = None
     with_routing: bool = False  # the completion then has the chosen experts
     task: Mapping[str, Any] | None = None  # JSON: an environment's task; the completion then holds an episode
+    # An episode comes back unfinished with that many sampled tokens, at a turn's end with the answer; 0: only at its end.
+    window_end: int = 0
     affinity: tuple[str, ...] = ()  # requests that share one go to one server if loads allow, the first before others
 
 
@@ -349,6 +368,15 @@ class Window:
 
     start: int = 0
     is_finished: bool = True  # the response ended in it, or must not continue
+    segment_starts: tuple[int, ...] = ()  # the same of an episode's segments; one that began in the window has none
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_starts", tuple(self.segment_starts))
+
+    def start_of(self, segment: int) -> int:
+        """Return the first token of the window in a stream of the response."""
+        starts = (self.start, *self.segment_starts)
+        return starts[segment] if segment < len(starts) else 0
 
 
 @dataclass(frozen=True)
@@ -417,6 +445,7 @@ class TrainSample:
     staleness: torch.Tensor | None = None  # [R] float32, policy versions behind the trained one; None: 0 everywhere
     critic_context: CriticContext | None = None  # set if advantages come from a critic
     values: torch.Tensor | None = None  # [R] float32, the critic's values of the states in which tokens were drawn
+    value_after: float = 0.0  # the critic's value of the state after the last token
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
     kl_penalties: torch.Tensor | None = None  # [R] float32, subtracted from the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # weight of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)

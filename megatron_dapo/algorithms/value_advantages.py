@@ -5,12 +5,18 @@
 
 A whole response is a single finished window, so PPO and VAPO use the same computation as T-PPO. Every rank computes it
 for the whole batch, from the same numbers.
+
+The steps of an episode are its sampled tokens, in the order of its streams: an answer of its environment, or the begin of
+another stream, lies between two of them. So the estimates do not depend on how an episode is cut into sequences.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby
 
 import torch
 
@@ -37,7 +43,7 @@ def estimate_value_advantages(
     the policy's advantages. The policy loss leaves out the last `ignored_tail_tokens` of windows whose responses
     continue. Raise ValueError if gamma or lambda lies outside [0, 1], or if no sample has finite values.
     """
-    usable = [_is_finite(sample.values) and _is_finite(sample.kl_penalties) for sample in samples]
+    usable = [all(map(_is_usable, sequences)) for sequences in _episodes(samples) for _ in sequences]
     if samples and not any(usable):
         finite_values = any(_is_finite(sample.values) for sample in samples)
         what, whose = ("KL penalties", "the policy") if finite_values else ("critic's values", "the critic")
@@ -45,10 +51,10 @@ def estimate_value_advantages(
             f"none of the {what} of {len(samples)} responses are finite: the weights of {whose} are damaged; resume from an "
             "earlier checkpoint"
         )
-    responses = [_Response.of(*each) for each in zip(samples, usable, strict=True)]
-    policy, advantages_metrics = _policy_samples(responses, section, lambda_rule, ignored_tail_tokens)
-    critic, value_metrics, has_spread = _critic_samples(responses, section)
-    finished = [one.is_finished for one in responses]
+    sequences = [_Sequence.of(*each) for each in zip(samples, usable, strict=True)]
+    policy, advantages_metrics = _policy_samples(sequences, section, lambda_rule, ignored_tail_tokens)
+    critic, value_metrics, has_spread = _critic_samples(sequences, section)
+    finished = [one.is_finished for one in sequences if not one.sample.segment]
     metrics = {
         **advantages_metrics,
         **value_metrics,
@@ -60,13 +66,22 @@ def estimate_value_advantages(
     return EstimatedBatch(list(samples), policy, critic, metrics, shown, has_spread)
 
 
+def _episodes(samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+    """Return the sequences of each episode, which are neighbors; a response of one turn is one."""
+    return [list(sequences) for _, sequences in groupby(samples, lambda one: (one.group_index, one.episode))]
+
+
+def _is_usable(sample: TrainSample) -> bool:
+    return _is_finite(sample.values) and _is_finite(sample.kl_penalties) and math.isfinite(sample.value_after)
+
+
 def _is_finite(numbers: torch.Tensor | None) -> bool:
     return numbers is None or bool(torch.isfinite(numbers).all())
 
 
 @dataclass(frozen=True)
-class _Response:
-    """One response with its values and penalties; every number is finite."""
+class _Sequence:
+    """A response, or a stream of an episode, with its values and penalties; every number is finite."""
 
     sample: TrainSample
     reward: float
@@ -76,7 +91,7 @@ class _Response:
     penalties: torch.Tensor  # [R]
 
     @staticmethod
-    def of(sample: TrainSample, usable: bool) -> _Response:
+    def of(sample: TrainSample, usable: bool) -> _Sequence:
         context, values, penalties = sample.critic_context, sample.values, sample.kl_penalties
         assert context is not None and values is not None, f"sample {sample.sample_id} has no reward or no values"
         sample = replace(sample, values=None, kl_penalties=None)
@@ -84,7 +99,7 @@ class _Response:
         if not usable:
             sample, values, penalties = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)), nothing, nothing
         window = context.window
-        return _Response(
+        return _Sequence(
             sample,
             context.reward,
             window.start,
@@ -93,31 +108,67 @@ class _Response:
             nothing if penalties is None else penalties,
         )
 
+    @property
+    def num_window_tokens(self) -> int:
+        """Tokens of the current window, an environment's included."""
+        return self.sample.num_response_tokens - self.start
+
+    @property
+    def known_value_after(self) -> float:
+        """The critic's value of the state after the window; NaN if no answer or begin of a stream is its last token."""
+        observed = self.sample.observed
+        is_known = not self.sample.num_response_tokens or (observed is not None and bool(observed[-1]))
+        return self.sample.value_after if is_known else math.nan
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences, one after the other, and the E episodes of which they are neighbors."""
+
+    sequences: Sequence[_Sequence]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Sequences of each episode."""
+        return [len(each) for each in _episodes([one.sample for one in self.sequences])]
+
+    @property
+    def last(self) -> list[_Sequence]:
+        """The last sequence of each episode."""
+        return [self.sequences[end - 1] for end in accumulate(self.counts)]
+
+    def sums(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return [E] int64, the sums over the sequences of each episode."""
+        parts = torch.tensor(numbers, dtype=torch.int64).split(self.counts)
+        return torch.stack([part.sum() for part in parts]) if parts and self.counts else torch.zeros(0, dtype=torch.int64)
+
 
 def _policy_samples(
-    responses: Sequence[_Response],
+    sequences: Sequence[_Sequence],
     section: AdvantageEstimationConfig,
     lambda_rule: LambdaRule,
     ignored_tail_tokens: int,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return advantages of the tokens of each window; earlier tokens get 0 and leave the loss."""
-    lengths = torch.tensor([one.sample.num_response_tokens - one.start for one in responses], dtype=torch.int64)
-    is_finished = torch.tensor([one.is_finished for one in responses], dtype=torch.bool)
-    mask = _joined([one.sample.loss_mask[one.start :] for one in responses])
-    rewards = _token_rewards(responses, mask, lengths, [one.start for one in responses])
-    whole_lengths = torch.tensor([one.sample.num_sampled for one in responses], dtype=torch.int64)
+    batch = _Batch(sequences)
+    sizes = [one.num_window_tokens for one in sequences]
+    lengths = batch.sums(sizes)
+    is_finished = torch.tensor([one.is_finished for one in batch.last], dtype=torch.bool)
+    mask = _joined([one.sample.loss_mask[one.start :] for one in sequences])
+    rewards = _token_rewards(batch, mask, lengths, [one.start for one in sequences])
     estimates = extended_estimates(
-        _joined([one.values[one.start :] for one in responses]),
+        _joined([one.values[one.start :] for one in sequences]),
         rewards,
         mask,
         lengths,
         is_finished,
         section.gamma,
-        lambda_rule(whole_lengths, is_finished),
+        lambda_rule(batch.sums([one.sample.num_sampled for one in sequences]), is_finished),
+        torch.tensor([one.known_value_after for one in batch.last]),
     )
     trained = without_tail(mask, lengths, is_finished, ignored_tail_tokens)
     advantages = _scaled(estimates.advantages, trained, section)
-    parts = zip(responses, trained.split(lengths.tolist()), advantages.split(lengths.tolist()), strict=True)
+    parts = zip(sequences, trained.split(sizes), advantages.split(sizes), strict=True)
     samples = [_of_window(one, window_mask, window_advantages) for one, window_mask, window_advantages in parts]
     return samples, _advantage_metrics(estimates.advantages, advantages, trained)
 
@@ -131,7 +182,7 @@ def _scaled(advantages: torch.Tensor, mask: torch.Tensor, section: AdvantageEsti
     return limited(scaled, section.clip) if section.clip else scaled
 
 
-def _of_window(one: _Response, mask: torch.Tensor, advantages: torch.Tensor) -> TrainSample:
+def _of_window(one: _Sequence, mask: torch.Tensor, advantages: torch.Tensor) -> TrainSample:
     before = torch.zeros(one.start)
     return replace(
         one.sample, loss_mask=torch.cat([before, mask]), advantages=torch.cat([before, advantages.to(torch.float32)])
@@ -139,39 +190,51 @@ def _of_window(one: _Response, mask: torch.Tensor, advantages: torch.Tensor) -> 
 
 
 def _critic_samples(
-    responses: Sequence[_Response], section: AdvantageEstimationConfig
+    sequences: Sequence[_Sequence], section: AdvantageEstimationConfig
 ) -> tuple[list[TrainSample], dict[str, float], bool]:
     """Return finished responses with the values and targets of all windows, and whether the targets differ.
 
     The policy trained on the tokens before the last window in earlier steps, so its mask leaves them out. The critic
     trains on the whole response, so they count here.
     """
-    finished = [one for one in responses if one.is_finished and bool(one.sample.loss_mask.any())]
-    lengths = torch.tensor([one.sample.num_response_tokens for one in finished], dtype=torch.int64)
+    finished = [
+        one
+        for each in _split(sequences, _Batch(sequences).counts)
+        if each[0].is_finished and any(bool(one.sample.loss_mask.any()) for one in each)
+        for one in each
+    ]
+    batch, sizes = _Batch(finished), [one.sample.num_response_tokens for one in finished]
+    lengths = batch.sums(sizes)
     masks = [_whole_mask(one) for one in finished]
     mask, values = _joined(masks), _joined([one.values for one in finished])
-    rewards = _token_rewards(finished, mask, lengths, [0] * len(finished))
-    inputs = ValueInputs(values, rewards, mask, lengths, torch.zeros(len(finished)))
+    rewards = _token_rewards(batch, mask, lengths, [0] * len(finished))
+    inputs = ValueInputs(values, rewards, mask, lengths, torch.zeros(len(lengths)))
     returns = estimate_values(inputs, section.gamma, section.critic_lambda).returns
     samples = [
         replace(one.sample, loss_mask=whole, values=one.values, returns=target.to(torch.float32))
-        for one, whole, target in zip(finished, masks, returns.split(lengths.tolist()), strict=True)
+        for one, whole, target in zip(finished, masks, returns.split(sizes), strict=True)
+        if bool(whole.any())
     ]
     return samples, *_explained(values, returns, mask, lengths)
 
 
-def _whole_mask(one: _Response) -> torch.Tensor:
+def _split(sequences: Sequence[_Sequence], counts: Sequence[int]) -> list[Sequence[_Sequence]]:
+    ends = list(accumulate(counts))
+    return [sequences[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _whole_mask(one: _Sequence) -> torch.Tensor:
     mask, observed = one.sample.loss_mask.clone(), one.sample.observed
     mask[: one.start] = 1.0 if observed is None else (~observed[: one.start]).float()
     return mask
 
 
 def _token_rewards(
-    responses: Sequence[_Response], mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int]
+    batch: _Batch, mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int]
 ) -> torch.Tensor:
     """Return [P]: the outcome on the last trained token of finished responses, less the tokens' penalties."""
-    outcomes = torch.tensor([one.reward if one.is_finished else 0.0 for one in responses])
-    penalties = _joined([one.penalties[start:] for one, start in zip(responses, starts, strict=True)])
+    outcomes = torch.tensor([one.reward if one.is_finished else 0.0 for one in batch.last])
+    penalties = _joined([one.penalties[start:] for one, start in zip(batch.sequences, starts, strict=True)])
     return kl_shaped_rewards(outcome_rewards(outcomes, mask, lengths), penalties, mask, beta=1.0)
 
 

@@ -486,7 +486,7 @@ class WindowConfig(Section):
     the next."""
 
     tokens: PositiveInt = 8192
-    """Tokens per window."""
+    """Tokens per window; of an episode, sampled ones."""
 
     ignored_tail_tokens: NonNegativeInt = 8
     """Last tokens of a window that are left out of the policy's loss if the response continues, because their

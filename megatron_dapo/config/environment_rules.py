@@ -15,13 +15,6 @@ ENVIRONMENT_RULES = (
         reason="there is no environment that could reward",
     ),
     Rule(
-        'algorithm.name != "tppo"',
-        'set algorithm.name = "dapo", "ppo" or "vapo", or leave environment.path out',
-        path="algorithm.name",
-        when=_ON,
-        reason="windows do not end inside of episodes yet",
-    ),
-    Rule(
         "not rollout.routing_replay",
         "set rollout.routing_replay = false",
         when=_ON,

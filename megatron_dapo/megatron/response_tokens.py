@@ -33,15 +33,16 @@ def gather_response_tokens(
     samples: Sequence[TrainSample],
     layout: ParallelLayout,
     rank: int,
+    num_after: int = 0,
 ) -> list[torch.Tensor]:
-    """Return [R] float32 on the CPU for each of `samples`, the same on every rank.
+    """Return [R + num_after] float32 on the CPU for each of `samples`, the same on every rank.
 
     Collective over the world: ranks without the model call `receive_response_tokens`.
 
     outputs: for this rank's `micro_batches`, [P_local] in its context rank's token order; None off the last pipeline
-    stage. samples: all ranks' samples, in the same order everywhere.
+    stage. samples: all ranks' samples, in the same order everywhere. num_after: see `unpack_responses`.
     """
-    lengths = [sample.num_response_tokens for sample in samples]
+    lengths = [sample.num_response_tokens + num_after for sample in samples]
     # Not strict: the last sum is the end of all tokens.
     starts = dict(zip((sample.sample_id for sample in samples), accumulate(lengths, initial=0), strict=False))
     assert len(starts) == len(samples), "sample ids of a batch are unique"
@@ -55,14 +56,14 @@ def gather_response_tokens(
         for output, micro_batch in zip(on_host, micro_batches, strict=True):
             whole = _whole(output, micro_batch, layout, rank)
             prompts = [prompt_lengths[name] for name in micro_batch.sample_ids if name != PADDING_ID]
-            for name, part in unpack_responses(whole, micro_batch, prompts).items():
+            for name, part in unpack_responses(whole, micro_batch, prompts, num_after).items():
                 flat[starts[name] : starts[name] + part.numel()] += part
     return _summed(flat, lengths)
 
 
-def receive_response_tokens(samples: Sequence[TrainSample]) -> list[torch.Tensor]:
+def receive_response_tokens(samples: Sequence[TrainSample], num_after: int = 0) -> list[torch.Tensor]:
     """Receive the result of `gather_response_tokens` on a rank without the model. Collective over the world."""
-    lengths = [sample.num_response_tokens for sample in samples]
+    lengths = [sample.num_response_tokens + num_after for sample in samples]
     return _summed(torch.zeros(sum(lengths)), lengths)
 
 

@@ -233,11 +233,12 @@ def to_device(value: Moved, device: torch.device | str | int) -> Moved:
 
 
 def unpack_responses(
-    values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]
+    values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int], num_after: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return per-token `values` [P, ...] of a packed micro-batch as {sample id: [R, ...]}, response token j at index j.
 
-    prompt_lengths: prompt lengths of the micro-batch's samples in order, without its padding sequence.
+    prompt_lengths: prompt lengths of the micro-batch's samples in order, without its padding sequence. num_after: 1 adds
+    the last token's position, which predicts the token after the response.
     """
     starts = micro_batch.cu_seqlens.tolist()
     real = [place for place, name in enumerate(micro_batch.sample_ids) if name != PADDING_ID]
@@ -246,7 +247,7 @@ def unpack_responses(
     )
     return {
         micro_batch.sample_ids[place]: values[
-            starts[place] + prompt - 1 : starts[place] + micro_batch.sequence_lengths[place] - 1
+            starts[place] + prompt - 1 : starts[place] + micro_batch.sequence_lengths[place] - 1 + num_after
         ]
         for place, prompt in zip(real, prompt_lengths, strict=True)
     }

@@ -43,6 +43,7 @@ class ResponseAccounting:
     trained: int  # finished and handed out
     not_chosen: int  # finished in a window that was not trained
     given_back: int  # finished, in batches that were given back
+    lost: int  # episodes whose environments failed
     in_flight: int  # requests of the current collection
     unfinished: int  # waiting for their next window
     not_started: int  # waiting for their first window
@@ -51,7 +52,7 @@ class ResponseAccounting:
     def is_balanced(self) -> bool:
         """Return True if every response is in exactly one place."""
         waiting = self.given_back + self.in_flight + self.unfinished + self.not_started
-        return self.drawn == self.trained + self.not_chosen + waiting
+        return self.drawn == self.trained + self.not_chosen + self.lost + waiting
 
 
 @dataclass
@@ -77,6 +78,7 @@ class WindowCounters:
     num_drawn: int = 0  # their responses
     num_trained: int = 0
     num_not_chosen: int = 0
+    num_lost: int = 0
     generation_step: int = 0  # collections begun
     train_step: int = 0  # batches handed out
 
@@ -94,7 +96,7 @@ class CollectorInputs:
     engine: RolloutEngine
     scorer: SampleScorer
     on_progress: Callable[[CollectProgress], None] | None = None
-    max_lost_in_row: int = 1  # groups with a lost episode, one after another, that end a collection
+    max_lost_in_row: int = 1  # groups with a lost episode (windows: such episodes), one after another, that end a collection
 
 
 class EpisodesLost(RuntimeError):

@@ -62,7 +62,7 @@ class OpenGroup:
     @property
     def lost_episodes(self) -> list[Completion]:
         """Episodes that a failure of the machine ended: they say nothing about the policy."""
-        return [one for one in self.completions.values() if one.episode is not None and one.episode.end == "lost"]
+        return [one for one in self.completions.values() if is_lost(one)]
 
     @property
     def has_returned(self) -> bool:
@@ -76,7 +76,7 @@ class OpenGroup:
         continue the tokens held.
         """
         held = self.completions.get(index)
-        if held is not None and (not is_partial(held) or _num_attempts(completion) > _num_attempts(held)):
+        if held is not None and (not is_partial(held) or num_attempts(completion) > num_attempts(held)):
             held = None
         start = held.num_tokens if held is not None else 0
         if held is not None and not np.array_equal(completion.token_ids[:start], held.token_ids):
@@ -97,8 +97,14 @@ class OpenGroup:
         return completion.num_sampled - (held.num_sampled if held is not None else 0)
 
 
-def _num_attempts(completion: Completion) -> int:
+def num_attempts(completion: Completion) -> int:
+    """Return how often an episode began anew."""
     return 0 if completion.episode is None else completion.episode.attempt
+
+
+def is_lost(completion: Completion) -> bool:
+    """Return True for an episode that was given up because its environment failed."""
+    return completion.episode is not None and completion.episode.end == "lost"
 
 
 def is_partial(completion: Completion) -> bool:

@@ -93,10 +93,10 @@ class SampleScorer:
         """Return what the verifier reads: the whole response, or the last turn of an episode."""
         return texts[response.request_id] if response.episode is None else self.decode(response.last_turn)
 
-    def unfinished(self, response: Completion, window_start: int) -> ScoredSample:
-        """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
+    def unfinished(self, response: Completion, window: Window) -> ScoredSample:
+        """Return a response that continues after its window, without scoring it."""
         text, name = self.decode(response.token_ids), response.request_id
-        score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
+        score = Score(0.0, 0.0, "unfinished")
         repetition = self._measure({name: response.sampled.token_ids})[name]
         return ScoredSample(name, response, text, score, {}, window, repetition)
 

@@ -18,6 +18,9 @@ unfinished responses continue as usual, but the window is never trained, and the
 finished in it. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
 are always or never solved, and its values for those lag behind.
 
+A window of an episode has `window.tokens` sampled tokens. It may end inside a turn, or at its end: with the environment's
+answer, so that the value of the state after it is known. An episode that is lost to its environment leaves the pool.
+
 A response's random numbers depend only on (run seed, group, index) and the position, so with unchanged weights its
 windows hold the tokens that it would have without windows.
 """
@@ -40,16 +43,17 @@ from megatron_dapo.rollout.batch import (
     batch_from_json,
     batch_to_json,
 )
-from megatron_dapo.rollout.collector import Collector, CollectorInputs, ResponseAccounting, WindowCounters
+from megatron_dapo.rollout.collector import Collector, CollectorInputs, EpisodesLost, ResponseAccounting, WindowCounters
 from megatron_dapo.rollout.open_group import is_partial
 from megatron_dapo.rollout.scoring import warn_of_lost
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder, WindowSummary
-from megatron_dapo.rollout.windows import ResponseKey, WindowCollection, WindowPool, choose_groups
-from megatron_dapo.types import Group, SamplingParams, ScoredSample
+from megatron_dapo.rollout.windows import ResponseKey, WindowCollection, WindowPool, choose_groups, sampled_in
+from megatron_dapo.types import Completion, Group, SamplingParams, ScoredSample, VersionRange
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = "windows-3"  # not a number, so that a group collector refuses it
+STATE_VERSION = "windows-4"  # not a number, so that a group collector refuses it
+READABLE_VERSIONS = ("windows-3", STATE_VERSION)
 NOT_CHOSEN = "not_chosen"
 
 
@@ -76,6 +80,9 @@ class WindowCollector(Collector):
         self._pool = WindowPool()
         self._collection: WindowCollection | None = None  # the current one
         self._given_back: list[RolloutBatch] = []
+        self._max_lost_in_row = inputs.max_lost_in_row
+        self._lost_in_row: list[Completion] = []
+        self._num_scored = 0  # in the current collection, when it was last looked at
 
     # Collecting
 
@@ -92,8 +99,11 @@ class WindowCollector(Collector):
         self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
             return RolloutBatch((), self._builder([]).build(), "prompts", True, version)
+        self._num_scored = 0
         for _ in self._current.generate():
             self._after_poll(self._progress_of(num_groups))
+            self._check_lost()
+        self._check_lost()
         return self._hand_out(self._close(version))
 
     def hold(self) -> None:
@@ -151,7 +161,26 @@ class WindowCollector(Collector):
             self._window.tokens,
             self._seed,
             self._config.routing_replay,
+            self._lose,
         )
+
+    def _lose(self, episode: Completion) -> None:
+        self._counters.num_lost += 1
+        self._lost_in_row.append(episode)
+
+    def _check_lost(self) -> None:
+        """Raise EpisodesLost if too many episodes were lost one after another."""
+        lost, num_scored = self._lost_in_row, len(self._current.scored)
+        if len(lost) >= self._max_lost_in_row:
+            self._lost_in_row = []
+            assert lost[-1].episode is not None, "a lost episode is an episode"
+            raise EpisodesLost(
+                f"{len(lost)} episodes in a row were lost to a failure of their environment, the last one {lost[-1].request_id}: "
+                f"{lost[-1].episode.lost}; mend the environment, or what it needs, and start again"
+            )
+        if num_scored > self._num_scored:
+            self._lost_in_row = []
+        self._num_scored = num_scored
 
     def _draw(self, num_items: int) -> Exhaustion:
         """Begin groups from fresh prompts until `num_items` responses wait; return the reason if too few do."""
@@ -233,7 +262,7 @@ class WindowCollector(Collector):
         groups = []
         for group_id, members in by_group.items():
             prompt = self._pool[group_id].prompt
-            runs = [run for each in members for run in each.completion.versions if run.end > each.window.start]
+            runs = [run for each in members for run in _window_versions(each)]
             oldest = min((run.version for run in runs), default=version)  # version of the window's oldest tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
         return groups
@@ -252,21 +281,23 @@ class WindowCollector(Collector):
     def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
         """Count the windows `samples`. The counts depend only on the collection, so a restart during it keeps them."""
         step = self._counters.generation_step
-        num_tokens = sum(sample.completion.num_tokens - sample.window.start for sample in samples)
-        finished = [sample.completion.num_tokens for sample in samples if sample.window.is_finished]
+        in_window = [sampled_in(sample.completion, sample.window) for sample in samples]
+        num_before = sum(sample.completion.num_sampled for sample in samples) - sum(in_window)
+        finished = [sample.completion.num_sampled for sample in samples if sample.window.is_finished]
         num_windows = [math.ceil(length / self._window.tokens) for length in finished]
         num_continued = sum(sample.window.start > 0 for sample in samples)
         return StatisticsBuilder(
             num_started=sum(bool(samples) and group.generation_step == step for group in self._pool.groups),
             num_continued=num_continued,
-            num_tokens=num_tokens,
+            num_tokens=sum(in_window),
+            num_lost=self._collection.num_lost if self._collection else 0,
             windows=WindowSummary(
                 num_windows=len(samples),
                 num_finished=len(finished),
                 windows_per_finished=sum(num_windows) / max(1, len(finished)),
                 num_waiting=self._pool.num_waiting,
                 num_continued=num_continued,
-                num_prefix_tokens=sum(sample.window.start for sample in samples),
+                num_prefix_tokens=num_before,
             ),
         )
 
@@ -280,6 +311,7 @@ class WindowCollector(Collector):
             drawn=self._counters.num_drawn,
             trained=self._counters.num_trained,
             not_chosen=self._counters.num_not_chosen,
+            lost=self._counters.num_lost,
             given_back=sum(map(self._num_trained_by, self._given_back)),
             in_flight=num_in_flight,
             unfinished=self._pool.num_waiting - num_not_started - num_in_flight,
@@ -310,7 +342,7 @@ class WindowCollector(Collector):
         Raises ValueError for the state of another kind of collector, or if an unfinished response is longer than this
         run allows.
         """
-        if state.get("version") != STATE_VERSION:
+        if state.get("version") not in READABLE_VERSIONS:
             raise ValueError(
                 f"collector state has version {state.get('version')}, windows are read from {STATE_VERSION}; "
                 "resume with the algorithm and the release that wrote it"
@@ -331,9 +363,19 @@ class WindowCollector(Collector):
     def _check_lengths(self) -> None:
         limit = self._sampling.max_new_tokens
         held = [completion for group in self._pool.groups for completion in group.completions.values()]
-        longest = max((completion.num_tokens for completion in held if is_partial(completion)), default=0)
+        longest = max((completion.num_sampled for completion in held if is_partial(completion)), default=0)
         if longest >= limit:
             raise ValueError(
                 f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "
                 f"resume with rollout.max_response_tokens above {longest}"
             )
+
+
+def _window_versions(sample: ScoredSample) -> list[VersionRange]:
+    """Return the ranges of versions in the current window of each of a response's streams."""
+    return [
+        run
+        for number in range(1 + sample.completion.num_segments)
+        for run in sample.completion.stream(number).versions
+        if run.end > sample.window.start_of(number)
+    ]

@@ -8,7 +8,7 @@ of those not yet started:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -18,8 +18,10 @@ from megatron_dapo.rollout.batch import Exhaustion
 from megatron_dapo.rollout.collector import sample_seed
 from megatron_dapo.rollout.open_group import (
     OpenGroup,
+    is_lost,
     is_partial,
     next_request,
+    num_attempts,
     open_group_from_json,
     open_group_to_json,
     settled,
@@ -36,7 +38,8 @@ class WindowGroup(OpenGroup):
     """A group with at least one response that has not ended. `completions` has the begun, unfinished ones."""
 
     num_begun: int = 0  # indices below are begun
-    starts: dict[int, int] = field(default_factory=dict)  # begun, unfinished response -> its tokens before the window
+    # Begun, unfinished response -> tokens of each of its streams before the window.
+    starts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_finished: int = 0  # over all steps
     accuracy_sum: float = 0.0  # sum over those responses
 
@@ -55,9 +58,26 @@ class WindowGroup(OpenGroup):
         """True if the finished responses of all steps are neither all wrong nor all right."""
         return 0 < self.accuracy_sum < self.num_finished
 
+    def add(self, index: int, completion: Completion) -> int:
+        """See `OpenGroup`. An episode that began anew has no earlier window."""
+        held = self.completions.get(index)
+        if held is not None and num_attempts(completion) > num_attempts(held):
+            self.starts[index] = ()
+        return super().add(index, completion)
+
     def end_window(self, index: int) -> None:
         """Make the tokens of response `index` so far the context of its next window."""
-        self.starts[index] = self.completions[index].num_tokens
+        held = self.completions[index]
+        self.starts[index] = tuple(len(held.stream(number).token_ids) for number in range(1 + held.num_segments))
+
+    def window(self, index: int, is_finished: bool) -> Window:
+        """Return the current window of response `index`."""
+        start, *segment_starts = self.starts[index] or (0,)
+        return Window(start, is_finished, tuple(segment_starts))
+
+    def lose(self, index: int) -> None:
+        """Drop response `index`, which has no outcome."""
+        del self.starts[index], self.completions[index]
 
     def finish(self, index: int, accuracy: float) -> None:
         """Drop response `index`, which has ended, and count its accuracy."""
@@ -106,7 +126,7 @@ class WindowPool:
             num_new = min(group.num_not_started, num_items - len(keys))
             new = range(group.num_begun, group.num_begun + num_new)
             group.num_begun += num_new
-            group.starts.update(dict.fromkeys(new, 0))
+            group.starts.update(dict.fromkeys(new, ()))
             keys += [(group_id, index) for index in new]
         return keys
 
@@ -124,12 +144,24 @@ class WindowPool:
         self._groups = {group.group_id: group for group in groups}
 
 
+def sampled_in(completion: Completion, window: Window) -> int:
+    """Return the number of sampled tokens of a response in `window`, which is its last one."""
+    if completion.episode is None:
+        return completion.num_tokens - window.start
+    return sum(
+        run.end - max(run.start, window.start_of(number))
+        for number in range(1 + completion.num_segments)
+        for run in completion.stream(number).runs
+        if run.is_sampled and run.end > window.start_of(number)
+    )
+
+
 def behind_window(completion: Completion, limit: int, sampling: SamplingParams) -> Completion:
     """Apply the limits of the whole response to a completion that an engine generated up to `limit` tokens.
 
-    A response that only filled its window becomes partial ("abort") and continues from there.
+    A response that only filled its window becomes partial ("abort") and continues from there. An episode does so by itself.
     """
-    if completion.finish_reason == "length" and completion.num_tokens >= limit:
+    if completion.episode is None and completion.finish_reason == "length" and completion.num_tokens >= limit:
         completion = replace(completion, finish_reason="abort")
     return settled(completion, sampling)
 
@@ -139,7 +171,7 @@ def _group_to_json(group: WindowGroup) -> dict[str, Any]:
     return {
         **open_group_to_json(replace(group, completions=dict(sorted(group.completions.items())))),
         "num_begun": group.num_begun,
-        "starts": {str(index): start for index, start in group.starts.items()},
+        "starts": {str(index): list(starts) for index, starts in group.starts.items()},
         "num_finished": group.num_finished,
         "accuracy_sum": group.accuracy_sum,
     }
@@ -149,7 +181,11 @@ def _group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) ->
     return WindowGroup(
         **vars(open_group_from_json(value, prompts)),
         num_begun=value["num_begun"],
-        starts={int(index): start for index, start in value["starts"].items()},
+        # A number: from a time without episodes of several streams.
+        starts={
+            int(index): (starts,) if isinstance(starts, int) else tuple(starts)
+            for index, starts in value["starts"].items()
+        },
         num_finished=value["num_finished"],
         accuracy_sum=value["accuracy_sum"],
     )
@@ -173,10 +209,13 @@ class WindowCollection:
         window_tokens: int,
         seed: int,
         with_routing: bool = False,
+        on_lost: Callable[[Completion], None] = lambda lost: None,
     ) -> None:
+        """`on_lost` is called with each episode whose environment failed; it leaves the pool and the keys."""
         self.keys = list(keys)
         self.exhausted = exhausted
         self.num_new_tokens = 0  # since the last call of `generate`
+        self.num_lost = 0  # episodes whose environments failed
         self.scored: dict[ResponseKey, ScoredSample] = {}  # finished ones
         self._pool = pool
         self._engine = engine
@@ -185,6 +224,7 @@ class WindowCollection:
         self._window_tokens = window_tokens
         self._seed = seed
         self._with_routing = with_routing
+        self._on_lost = on_lost
         self._in_flight: set[ResponseKey] = set()  # submitted and not returned
         self._returned: list[ResponseKey] = []  # not yet scored or resubmitted
 
@@ -243,39 +283,48 @@ class WindowCollection:
         requests = {
             key: self._request(key)
             for key, so_far in held.items()
-            if so_far is None or (is_partial(so_far) and so_far.num_tokens < self._limit(key))
+            if so_far is None or (is_partial(so_far) and not self._is_full(key, so_far))
         }
         if requests:
             self._in_flight.update(requests)
             self._engine.submit(list(requests.values()))
-        finished = {
-            key: (self._pool[key[0]].prompt, so_far)
-            for key, so_far in held.items()
-            if so_far is not None and not is_partial(so_far) and key not in self.scored
-        }
+        ended = {key: so_far for key, so_far in held.items() if so_far is not None and not is_partial(so_far)}
+        for key in [key for key, so_far in ended.items() if is_lost(so_far)]:
+            self.keys.remove(key)
+            self._pool[key[0]].lose(key[1])
+            self.num_lost += 1
+            self._on_lost(ended.pop(key))
+        finished = {key: (self._pool[key[0]].prompt, one) for key, one in ended.items() if key not in self.scored}
         if finished:
             samples = self._scorer.score(list(finished.values()))
             self.scored.update((key, samples[response.request_id]) for key, (_, response) in finished.items())
 
     def _limit(self, key: ResponseKey) -> int:
-        """Return the number of response tokens at the end of the window."""
-        group_id, index = key
-        start = self._pool[group_id].starts[index]
+        """Return the number of sampled tokens of the response at the end of the window."""
+        group, index = self._pool[key[0]], key[1]
+        so_far = group.completions.get(index)
+        start = so_far.num_sampled - sampled_in(so_far, group.window(index, False)) if so_far is not None else 0
         return min(self._sampling.max_new_tokens, start + self._window_tokens)
+
+    def _is_full(self, key: ResponseKey, so_far: Completion) -> bool:
+        """Return True if the window of a response that continues has ended; an episode's turn does with its answer."""
+        return so_far.num_sampled >= self._limit(key) and not so_far.awaits_answer
 
     def _request(self, key: ResponseKey) -> GenerationRequest:
         group_id, index = key
-        sampling = replace(self._sampling, max_new_tokens=self._limit(key))
-        seed = sample_seed(self._seed, group_id, index)
-        return next_request(self._pool[group_id], index, sampling, seed, self._with_routing)
+        group, limit = self._pool[group_id], self._limit(key)
+        is_episode, seed = group.prompt.begins_episode, sample_seed(self._seed, group_id, index)
+        sampling = self._sampling if is_episode else replace(self._sampling, max_new_tokens=limit)
+        return replace(
+            next_request(group, index, sampling, seed, self._with_routing), window_end=limit if is_episode else 0
+        )
 
     def _sample(self, key: ResponseKey) -> ScoredSample:
         group_id, index = key
-        start = self._pool[group_id].starts[index]
-        scored = self.scored.get(key)
+        group, scored = self._pool[group_id], self.scored.get(key)
         if scored is not None:
-            return replace(scored, window=Window(start, True))
-        return self._scorer.unfinished(self._pool[group_id].completions[index], start)
+            return replace(scored, window=group.window(index, is_finished=True))
+        return self._scorer.unfinished(group.completions[index], group.window(index, is_finished=False))
 
 
 def contrast_first(groups: Sequence[WindowGroup]) -> list[int]:

@@ -59,7 +59,7 @@ def header_of(
     places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
     samples = [sample for _, sample, _ in sequences]
     names = "\n".join(_name_of(sample, segment) for _, sample, segment in sequences)
-    starts = [0 if segment else sample.window.start for _, sample, segment in sequences]
+    starts = [sample.window.start_of(segment) for _, sample, segment in sequences]
     routing = [sample.completion.stream(segment).routing for _, sample, segment in sequences]
     runs = [
         (number, *run)

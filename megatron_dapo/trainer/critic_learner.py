@@ -65,10 +65,10 @@ class CriticLearner:
         return set(range(len(samples)))
 
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
-        """Return [R] float32 per sample: the value of the state in which each response token was drawn."""
+        """Return [R + 1] float32 per sample: values of the states in which response tokens were drawn, then of the last."""
         micro_batches = self._updater.pack(samples).micro_batches
         outputs = self.critic.forward_values(micro_batches)
-        return gather_response_tokens(outputs, micro_batches, samples, self.critic.layout, self.critic.rank)
+        return gather_response_tokens(outputs, micro_batches, samples, self.critic.layout, self.critic.rank, num_after=1)
 
     def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]:
         """Make critic.epochs passes over `samples`, which have values and returns; no step without samples.

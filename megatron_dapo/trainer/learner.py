@@ -187,7 +187,10 @@ class ActorCriticLearner(Learner):
         """Return the samples with the critic's values and, with a KL coefficient, their tokens' penalties."""
         with self._phases.phase("values"), self.models.on_device(CRITIC):
             values = self.critic.values(samples)
-        scored = [replace(sample, values=value) for sample, value in zip(samples, values, strict=True)]
+        scored = [
+            replace(sample, values=value[:-1], value_after=float(value[-1]))
+            for sample, value in zip(samples, values, strict=True)
+        ]
         algorithm = self._config.algorithm
         if not algorithm.kl_reward_coefficient:
             return scored
@@ -298,7 +301,7 @@ class RemoteCritic:
 
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         """Receive what `CriticLearner.values` computes."""
-        return receive_response_tokens(samples)
+        return receive_response_tokens(samples, num_after=1)
 
     def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]:
         """Do nothing: the critic's ranks report their metrics in `ConcurrentUpdate.exchange`."""

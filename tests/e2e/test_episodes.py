@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-from whole_runs import ROOT, run_command
+from whole_runs import NO_EVALUATION, ROOT, run_command
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 GAME = '''
@@ -102,22 +103,71 @@ progress = false
 report = false
 """
 
+# On policy: windows train the policy that samples them.
+WITH_CRITIC = ("rollout.max_staleness=0", "rollout.partial_rollout=false", "rollout.oversample=1.0", "rollout.filter_groups=false", *NO_EVALUATION)
+
+
+def write_game(directory: Path) -> Path:
+    """Write the game with its rows; return the recipe."""
+    (directory / "game.py").write_text(GAME)
+    (directory / "recipe.toml").write_text(RECIPE.format(model=QUICKSTART / "base_model"))
+    for name, count in (("train.jsonl", 16), ("heldout.jsonl", 4)):
+        lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (directory / name).write_text("".join(lines[:count]), encoding="utf-8")
+    return directory / "recipe.toml"
+
+
+def rows_of(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def train_with_critic(directory: Path, algorithm: str, *settings: str) -> Path:
+    """Run two steps of the game with a critic; return the run's directory."""
+    run = directory / algorithm
+    words = [f"run.output_dir={run}", f"algorithm.name={algorithm}", *WITH_CRITIC, *settings]
+    ended = run_command("train", str(directory / "recipe.toml"), *[word for setting in words for word in ("--set", setting)])
+    assert ended.code == 0, ended.text
+    return run
+
+
+def test_windows_of_episodes_are_trained_once_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    """T-PPO: a window ends inside a turn or with an answer; the next one continues there, also in another process."""
+    write_game(tmp_path)
+    settings = ("window.tokens=20", "window.ignored_tail_tokens=2", "advantage_estimation.lambda_rule=window")
+    run = train_with_critic(tmp_path, "tppo", *settings)
+    samples, metrics = rows_of(run, "samples.jsonl"), rows_of(run, "metrics.jsonl")
+    assert [row["window/finished_share"] < 1 for row in metrics] == [True, True]
+    assert metrics[1]["window/continued_share"] > 0 and metrics[1]["window/per_finished"] > 1
+    assert sum(row["critic/trained_tokens"] for row in metrics) > 0
+    before = [sample for sample in samples if sample["step"] == 1]
+    assert all(row["mismatch/lag0_abs_logprob_diff_mean"] < 1e-5 for row in metrics)
+    starts = {sample["sample_id"]: sample["window"]["start"] for sample in samples if sample["step"] == 2}
+    assert sum(starts[sample["sample_id"]] > 0 for sample in before if not sample["window"]["is_finished"]) > 0
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    train_with_critic(tmp_path, "tppo", *settings)
+    assert rows_of(run, "samples.jsonl") == samples
+
+
+def test_vapo_trains_episodes(tmp_path: Path) -> None:
+    write_game(tmp_path)
+    run = train_with_critic(tmp_path, "vapo", "run.total_steps=1", "advantage_estimation.lambda_rule=length_adaptive")
+    (row,) = rows_of(run, "metrics.jsonl")
+    num_sampled = row["rollout/response_tokens_mean"] * 16
+    assert row["critic/trained_tokens"] == row["actor/trained_tokens"] == num_sampled and row["critic/optimizer_steps"] > 0
+    assert row["episodes/observed_tokens_mean"] > 0
+
 
 def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     """Episodes that a checkpoint holds unfinished are played again by the process that resumes, without a new token.
 
     An agent's program that plays the same game over HTTP gives the same run.
     """
-    (tmp_path / "game.py").write_text(GAME)
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(model=QUICKSTART / "base_model"))
-    for name, count in (("train.jsonl", 16), ("heldout.jsonl", 4)):
-        lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
-        (tmp_path / name).write_text("".join(lines[:count]), encoding="utf-8")
+    recipe = write_game(tmp_path)
     run = tmp_path / "run"
 
     def trained(*settings: str) -> tuple[list[str], list[str]]:
         overrides = [word for setting in (f"run.output_dir={run}", *settings) for word in ("--set", setting)]
-        ended = run_command("train", str(tmp_path / "recipe.toml"), *overrides)
+        ended = run_command("train", str(recipe), *overrides)
         assert ended.code == 0, ended.text
         return [(run / name).read_text().splitlines() for name in ("samples.jsonl", "metrics.jsonl")]
 

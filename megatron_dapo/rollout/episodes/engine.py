@@ -14,6 +14,9 @@ An environment that is lost to a failure of the machine is started again with th
 played again; no token is sampled for it. If an answer then differs from the recorded one, the episode begins anew.
 After `retries` losses the episode ends as lost: it says nothing about the policy.
 
+A request with a `window_end` (T-PPO) comes back as an aborted one does once its episode has that many sampled tokens, in
+the middle of a turn or after the answer to its last one. Its environment stays until others need the place.
+
 Order "arrival": answers enter when they come. "rounds": an answer to a turn of one poll enters in the next one, which
 waits for it, so what an engine is given depends on counts only, and a resumed run repeats it.
 """
@@ -26,7 +29,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -127,6 +130,7 @@ class _Episode:
     attempt: int = 0
     num_fruitless: int = 0
     is_rewarded: bool = False
+    is_paused: bool = False  # held at the end of its window
     begun_s: float = 0.0  # when the current turn was submitted
     seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0})
 
@@ -210,8 +214,8 @@ class EpisodeEngine:
             self._passing.update(request.request_id for request in passing)
         new = [one for one in requests if one.task is not None and not self._continue(one)]
         # What was held is continued by one call; the others' places in the environments' processes go to new episodes.
-        for name in list(self._held) if new else ():
-            self._drop(self._held.pop(name))
+        begun = {request.request_id for request in new}
+        self._drop_held(one for one in self._held.values() if new and (not one.is_paused or one.name in begun))
         # Those with a record first: they had environments in the process that wrote it.
         for request in sorted(new, key=lambda one: one.prefix is None):
             episode = _Episode(replace(request, prefix=None), record=request.prefix)
@@ -237,8 +241,7 @@ class EpisodeEngine:
 
     def abort(self) -> list[Completion]:
         """See `RolloutEngine`. Environments of episodes with tokens stay, until others begin or are aborted."""
-        for name in list(self._held):
-            self._drop(self._held.pop(name))
+        self._drop_held(one for one in self._held.values() if not one.is_paused)
         passed = []
         for completion in self._engine.abort():
             if (episode := self._generating.pop(completion.request_id, None)) is not None:
@@ -279,13 +282,16 @@ class EpisodeEngine:
         if held is None or not _same_tokens(request.prefix, held.so_far()):
             return False
         self._open[held.name] = self._held.pop(held.name)
-        held.request, held.due = replace(request, prefix=None), self._round
+        held.request, held.due, held.is_paused = replace(request, prefix=None), self._round, False
         return True
 
     def _start_waiting(self) -> None:
         """Start episodes that wait, in order, while environments have places."""
-        num_started = len(self._held) + len(self._open) - len(self._waiting)
-        for _ in range(min(len(self._waiting), self._settings.max_environments - num_started)):
+        num_free = self._settings.max_environments - (len(self._held) + len(self._open) - len(self._waiting))
+        # A paused episode whose environment is gone is played again from its tokens.
+        paused = [one for one in self._held.values() if one.is_paused]
+        num_dropped = self._drop_held(paused[: max(0, len(self._waiting) - num_free)])
+        for _ in range(min(len(self._waiting), num_free + num_dropped)):
             episode = self._waiting.popleft()
             # One with a record enters in the round in which a process that holds it would continue it.
             episode.due = self._round + (episode.record is None)
@@ -300,6 +306,13 @@ class EpisodeEngine:
             episode.attempt = max(episode.attempt, record.episode.attempt)
         assert episode.request.task is not None, f"{episode.name} has no task"
         self._pool.start(episode.name, Task(episode.request.task, episode.request.seed))
+
+    def _drop_held(self, episodes: Iterable[_Episode]) -> int:
+        """Drop episodes that are held; return their number."""
+        dropped = list(episodes)
+        for episode in dropped:
+            self._drop(self._held.pop(episode.name))
+        return len(dropped)
 
     def _drop(self, episode: _Episode) -> None:
         self._pool.end(episode.name)
@@ -457,6 +470,18 @@ class EpisodeEngine:
         budgets += [(limit, "length") for limit in (settings.max_turn_tokens, episode.max_tokens) if limit]
         return min(budgets, key=lambda budget: budget[0])
 
+    def _left_of_window(self, episode: _Episode) -> int | None:
+        """Return the tokens that the next turn may have in its window; None if the episode's own limits come first."""
+        streams, _ = _playing(episode)
+        left = episode.request.window_end - streams.num_sampled
+        return left if episode.request.window_end and left < self._budget(episode)[0] else None
+
+    def _pause(self, episode: _Episode) -> None:
+        """Return the episode as an aborted one and hold it."""
+        self._finished.append(episode.so_far())
+        self._held[episode.name] = self._open.pop(episode.name)
+        episode.is_paused = True
+
     def _submit_turns(self) -> None:
         requests = []
         for name in sorted(self._open):
@@ -468,6 +493,11 @@ class EpisodeEngine:
             if num_tokens < 1:
                 self._finish(episode, end)
                 continue
+            left = self._left_of_window(episode)
+            if left is not None and left <= (episode.partial.num_tokens if episode.partial is not None else 0):
+                self._pause(episode)
+                continue
+            num_tokens = num_tokens if left is None else left
             request, episode.stage = episode.request, EpisodeStage.GENERATING
             episode.begun_s = time.perf_counter()
             self._generating[episode.turn_name] = episode
@@ -487,6 +517,10 @@ class EpisodeEngine:
 
     def _receive_turn(self, episode: _Episode, turn: Completion) -> None:
         episode.seconds["generating"] += time.perf_counter() - episode.begun_s
+        if turn.finish_reason == "length" and turn.num_tokens == self._left_of_window(episode):
+            episode.partial, episode.stage = replace(turn, finish_reason="abort"), EpisodeStage.READY
+            self._pause(episode)
+            return
         if turn.finish_reason != "abort":
             episode.num_fruitless = 0
             self._end_turn(episode, turn)

@@ -184,7 +184,9 @@ def test_an_environment_s_tokens_change_no_advantage_and_no_target(rule) -> None
             for target, numbers in zip(scattered, (values, penalties), strict=True):
                 target[kept] = numbers
             plain.append((one, values, penalties))
-            longer.append((replace(with_observed, loss_mask=mask, observed=observed), *scattered))
+            # V is equal, so also that of the state after an answer at the end of a window.
+            with_observed = replace(with_observed, loss_mask=mask, observed=observed, value_after=float(values[-1]))
+            longer.append((with_observed, *scattered))
             places.append(kept)
         results = [
             estimate(*map(list, zip(*batch, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
@@ -201,3 +203,71 @@ def test_an_environment_s_tokens_change_no_advantage_and_no_target(rule) -> None
             assert after.loss_mask[kept].tolist() == before.loss_mask.tolist()
             assert after.loss_mask.sum() == before.loss_mask.sum()
         assert results[0].metrics == pytest.approx(results[1].metrics, rel=1e-5, abs=1e-6)
+
+
+def cut_in_streams(one, numbers, cuts, observed_after):
+    """The same sampled tokens in streams that end at `cuts`, each followed by observed tokens, whose numbers are wild.
+
+    `numbers`: per-token tensors of the response. The window's start is that of each stream.
+    """
+    start, parts = one.critic_context.window.start, []
+    bounds = [0, *cuts, one.num_response_tokens]
+    for segment, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        count = observed_after[segment]
+        own = judged(one.sample_id, end - begin + count, 0.0, start=min(max(start - begin, 0), end - begin))
+        context = replace(one.critic_context, window=replace(one.critic_context.window, start=min(max(start - begin, 0), end - begin)))
+        observed = torch.arange(end - begin + count) >= end - begin
+        mask = torch.where(observed, 0.0, own.loss_mask)
+        name = f"{one.sample_id}#{segment}" if segment else one.sample_id
+        sample = replace(own, sample_id=name, segment=segment, observed=observed, loss_mask=mask, critic_context=context)
+        parts.append((sample, [torch.cat([each[begin:end], torch.full((count,), 1e6)]) for each in numbers]))
+    return parts
+
+
+@pytest.mark.parametrize("rule", [FixedLambda(0.9), LengthAdaptiveLambda(0.2, 0.0), WindowLambda(0.2, 0.5, 4)])
+def test_cutting_an_episode_into_streams_changes_no_advantage_and_no_target(rule) -> None:
+    """GAE goes on from a stream's last sampled token to the next stream's first one, in this order."""
+    draw = random.Random(7)
+    for _ in range(examples(40)):
+        whole, cut = [], []
+        for index in range(5):
+            length = draw.randint(1, 10)
+            start = draw.randrange(length) if index % 2 else 0
+            one = judged(f"{index}/0", length, draw.choice((1.0, -1.0)), start=start, is_finished=index % 3 > 0)
+            numbers = [torch.tensor([draw.random() for _ in range(length)]) for _ in range(2)]
+            cuts = sorted(draw.randint(0, length) for _ in range(draw.randint(0, 3)))
+            observed = [draw.randint(0, 2) for _ in range(len(cuts) + 1)]
+            observed[-1] = 0 if cuts[-1:] != [length] else 1  # a last stream without tokens is the state after an answer
+            whole.append((replace(one, value_after=3.0), *numbers))
+            parts = cut_in_streams(one, numbers, cuts, observed)
+            after = float(numbers[0][-1])
+            cut.append([(replace(sample, value_after=after), *each) for sample, each in parts])
+        before = estimate(*map(list, zip(*whole, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
+        flat = [each for parts in cut for each in parts]
+        after = estimate(*map(list, zip(*flat, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
+        for kind, names in (("policy_samples", ("advantages", "loss_mask")), ("critic_samples", ("returns", "loss_mask"))):
+            joined: dict[str, dict[str, list[float]]] = {}
+            for one in getattr(after, kind):
+                sampled = ~one.observed
+                for name in names:
+                    joined.setdefault(one.episode, {}).setdefault(name, []).extend(getattr(one, name)[sampled].tolist())
+            for one in getattr(before, kind):
+                for name in names:
+                    assert joined[one.sample_id][name] == pytest.approx(getattr(one, name).tolist(), rel=1e-6, abs=1e-6)
+            assert len(joined) == len(getattr(before, kind))
+        assert before.metrics == pytest.approx(after.metrics, rel=1e-5, abs=1e-6)
+
+
+def test_a_window_that_ends_with_an_answer_takes_the_value_after_it() -> None:
+    """Two turns' ends: with the answer, whose last state is known; and inside a turn, whose last value is taken again."""
+    one = replace(judged("0/0", 5, 0.0, is_finished=False), value_after=0.9)
+    answered = replace(one, observed=torch.tensor([False] * 3 + [True] * 2), loss_mask=torch.tensor([1.0] * 3 + [0.0] * 2))
+    values = [0.1, 0.2, 0.3, 7.0, 8.0]
+    within, after = (estimate([sample], [torch.tensor(values)]).policy_samples[0] for sample in (one, answered))
+    torch.testing.assert_close(within.advantages, torch.tensor(by_definition(values, [0.0] * 5, 8.0, 1.0, 0.95)))
+    expected = by_definition(values[:3], [0.0] * 3, 0.9, 1.0, 0.95)
+    torch.testing.assert_close(after.advantages, torch.tensor([*expected, 0.0, 0.0]))
+    nothing = replace(judged("0/0", 0, 0.0, is_finished=False), sample_id="0/0#1", segment=1, value_after=0.7)
+    three = replace(judged("0/0", 3, 0.0, is_finished=False), value_after=0.5)
+    rewritten = estimate([three, nothing], [torch.tensor(values[:3]), torch.zeros(0)]).policy_samples[0]
+    torch.testing.assert_close(rewritten.advantages, torch.tensor(by_definition(values[:3], [0.0] * 3, 0.7, 1.0, 0.95)))

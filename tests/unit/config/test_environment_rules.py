@@ -22,7 +22,6 @@ def messages(*overrides: str) -> list[str]:
         ([ON, "environment.command=['./game']"], "an episode has one environment"),
         ([ON, 'environment.agent=["python"]'], "an episode has one environment"),
         (["environment.path=games.py"], "environment.path = 'games.py': it does not name code"),
-        ([ON, "algorithm.name=tppo"], "windows do not end inside of episodes yet"),
         ([ON, "environment.max_context_tokens=3"], "an episode begins with up to data.max_prompt_tokens"),
         ([ON, "environment.max_context_tokens=100000"], "a micro-batch holds the longest episode"),
         ([ON, "reward.verifier=environment", "reward.shadow_verifier=dapo"], "an environment's rewards are compared with no"),

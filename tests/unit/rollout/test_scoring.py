@@ -87,7 +87,7 @@ def test_a_missing_score_is_an_error() -> None:
 def test_a_response_that_continues_is_not_scored() -> None:
     verifier = Recorder()
     scored = SampleScorer(verifier, decode, {"overlong": lambda completion, text, score: -1.0}).unfinished(
-        sample("a", (5, 6, 7), "abort")[1], 2
+        sample("a", (5, 6, 7), "abort")[1], Window(2, False)
     )
     assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0
     assert scored.window == Window(2, False) and scored.text == "567" and verifier.items == []
@@ -102,4 +102,4 @@ def test_repetition_is_known_with_the_score() -> None:
     assert (scored["a"].repetition.loop_period, scored["a"].repetition.loop_repeats) == (25, 3)
     assert scored["b"].repetition.loop_repeats == 0
     assert scored["a"].repetition.zlib_ratio < scored["b"].repetition.zlib_ratio
-    assert scorer.unfinished(looping[1], 0).repetition == scored["a"].repetition
+    assert scorer.unfinished(looping[1], Window(0, False)).repetition == scored["a"].repetition

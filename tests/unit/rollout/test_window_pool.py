@@ -54,7 +54,7 @@ def test_unfinished_responses_go_ahead_of_those_not_started_each_in_order() -> N
     pool["a"].add(1, completion((4, 9), "stop"))
     pool["a"].finish(1, 1.0)
     assert pool.take(9) == [("a", 0), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
-    assert pool["a"].starts == {0: 2, 2: 0} and pool["b"].starts == {0: 2, 1: 0, 2: 0}
+    assert pool["a"].starts == {0: (2,), 2: ()} and pool["b"].starts == {0: (2,), 1: (), 2: ()}
     assert (pool["a"].num_finished, pool["a"].accuracy_sum, pool.num_not_started) == (1, 1.0, 0)
 
 

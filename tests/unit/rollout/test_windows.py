@@ -516,9 +516,9 @@ def test_a_resume_may_change_the_window_and_the_group_size() -> None:
 def test_a_foreign_state_is_refused(make_world: Callable) -> None:
     """Both ways between the two collectors."""
     whole, split = make_world([0.5] * 20), window_world().make_window_world([0.5] * 20)
-    with pytest.raises(ValueError, match="version 3, windows are read from windows-3"):
+    with pytest.raises(ValueError, match="version 3, windows are read from windows-4"):
         split.collector.load_state_dict(whole.collector.state_dict())
-    with pytest.raises(ValueError, match="version windows-3, this program reads 3"):
+    with pytest.raises(ValueError, match="version windows-4, this program reads 3"):
         whole.collector.load_state_dict(split.collector.state_dict())
     with pytest.raises(ValueError, match="another data set"):
         window_world().make_window_world([0.5] * 21).collector.load_state_dict(split.collector.state_dict())

@@ -21,8 +21,9 @@ def with_targets(name: str, length: int, target: float):
 def test_values_stand_at_the_state_before_each_token() -> None:
     samples = [judged("0/0", 3, 1.0), judged("0/1", 1, 1.0)]
     values = make_critic_learner(FakeCritic()).values(samples)
-    # Token ids are 1, 2, ...; the prompt has two: the state before the first response token ends in token 2.
-    assert [one.tolist() for one in values] == [pytest.approx([0.2, 0.3, 0.4]), pytest.approx([0.2])]
+    # Token ids are 1, 2, ...; the prompt has two: the state before the first response token ends in token 2, and the state
+    # after the response in its last token.
+    assert [one.tolist() for one in values] == [pytest.approx([0.2, 0.3, 0.4, 0.5]), pytest.approx([0.2, 0.3])]
 
 
 @pytest.mark.parametrize(
