@@ -422,12 +422,23 @@ class Group:
 
 
 @dataclass(frozen=True)
-class CriticContext:
-    """Facts about a response that value-based advantages need in addition to its tokens."""
+class TurnCredit:
+    """A turn of a sequence, for its advantages: response tokens [start, end), and what they earned."""
 
-    reward: float  # total; 0 if the response continues
+    start: int
+    end: int
+    reward: float  # the environment's, if it rewards the episode
+    context: int  # hash of the tokens before it
+
+
+@dataclass(frozen=True)
+class CriticContext:
+    """Facts about a response that advantages need in addition to its tokens."""
+
+    reward: float  # total, those of the turns included; 0 if the response continues
     is_correct: bool
     window: Window
+    turns: tuple[TurnCredit, ...] = ()  # turns of the sequence
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageInputs, compute_advantages
+from megatron_dapo.algorithms.turn_credit import Turns, turn_advantages
 from megatron_dapo.config.algorithm_schema import AdvantageConfig
-from megatron_dapo.types import TrainSample
+from megatron_dapo.types import TrainSample, TurnCredit
 
 
 @dataclass(frozen=True)
@@ -50,43 +52,105 @@ def equal_prompt_weights(group_index: torch.Tensor) -> torch.Tensor:
     return (sizes.double().mean() / sizes)[positions]
 
 
+@dataclass(frozen=True)
+class CreditSettings:
+    """Which parts of an episode earn its reward; see `turn_credit`."""
+
+    credit: Literal["episode", "turn", "anchor"] = "episode"
+    turn_discount: float = 1.0
+
+
 def estimate_group_advantages(
-    samples: Sequence[TrainSample], advantage: AdvantageConfig, *, equal_prompts: bool = False
+    samples: Sequence[TrainSample],
+    advantage: AdvantageConfig,
+    credit: CreditSettings = CreditSettings(),
+    *,
+    equal_prompts: bool = False,
 ) -> EstimatedBatch:
     """Give every token of a response the advantage of its reward within its group (DAPO, arXiv 2503.14476, Eq 9).
 
-    An episode counts once in its group, however many sequences it has, and all of them get its advantage. Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
-    older version) keeps its advantages. `equal_prompts` makes groups of unequal sizes count alike. Raise ValueError if
-    a reward is not finite.
+    An episode counts once in its group, however many sequences it has, and all of them get its advantage; with another
+    `credit` each of its turns gets one. Groups are complete here, before any split into mini-batches. A sample without a
+    reward (from a batch dump of an older version) keeps its advantages. `equal_prompts` makes groups of unequal sizes
+    count alike. Raise ValueError if a reward is not finite.
     """
-    contexts = [sample.critic_context for sample in samples]
-    rewards = [context.reward for context in contexts if context is not None]
+    contexts = [sample.critic_context for sample in samples if sample.critic_context is not None]
     estimated, metrics = list(samples), {}
-    if samples and len(rewards) == len(samples):
+    if samples and len(contexts) == len(samples):
         episodes = episode_positions(samples)
         index = of_episodes(torch.tensor([sample.group_index for sample in samples], dtype=torch.int64), episodes)
-        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
-        advantages = compute_advantages(
-            advantage,
-            AdvantageInputs(
-                # Filtered overlong responses have no trained token but stay in their group's statistics.
-                rewards=of_episodes(torch.tensor(rewards, dtype=torch.float64), episodes),
-                group_index=index,
-                response_lengths=torch.zeros_like(index).index_add_(0, episodes, lengths),
-            ),
-        )
-        values = advantages.values
-        if equal_prompts:
-            values = (values * equal_prompt_weights(index)).float()
-        estimated = [
-            replace(sample, advantages=value.expand(sample.num_response_tokens))
-            for sample, value in zip(samples, values[episodes], strict=True)
-        ]
+        # Filtered overlong responses have no trained token but stay in their group's statistics.
+        rewards = of_episodes(torch.tensor([context.reward for context in contexts], dtype=torch.float64), episodes)
+        weights = equal_prompt_weights(index) if equal_prompts else torch.ones(len(index), dtype=torch.float64)
+        if credit.credit == "episode":
+            lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
+            lengths = torch.zeros_like(index).index_add_(0, episodes, lengths)
+            advantages = compute_advantages(advantage, AdvantageInputs(rewards, index, lengths))
+            values = (advantages.values * weights).float()[episodes]
+            per_token = [value.expand(one.num_response_tokens) for one, value in zip(samples, values, strict=True)]
+        else:
+            places = [_turn_places(sample) for sample in samples]
+            turns = _turns_of(samples, places, rewards, episodes)
+            advantages = turn_advantages(turns, index, credit.credit, credit.turn_discount, advantage)
+            values = (advantages.values * weights[turns.episodes]).float()
+            parts = values.split([len(each) for each in places])
+            per_token = [_spread(*each) for each in zip(samples, places, parts, strict=True)]
+        estimated = [replace(one, advantages=values) for one, values in zip(samples, per_token, strict=True)]
         metrics = {
             "advantage/mean": advantages.metrics["advantage_mean"],
             "advantage/std": advantages.metrics["advantage_std"],
             "advantage/abs_max": advantages.metrics["advantage_abs_max"],
             "advantage/zero_std_groups_share": advantages.metrics["frac_zero_std_groups"],
         }
-    shown = {one.sample_id: float(one.advantages[0]) if one.num_response_tokens else 0.0 for one in estimated}
-    return EstimatedBatch(estimated, estimated, metrics=metrics, shown_advantages=shown)
+    return EstimatedBatch(estimated, estimated, metrics=metrics, shown_advantages={one.sample_id: _shown(one) for one in estimated})
+
+
+def _shown(sample: TrainSample) -> float:
+    """Return the mean advantage of a sample's trained tokens; of equal ones, that number."""
+    values = sample.advantages
+    if not len(values) or bool((values == values[0]).all()):
+        return float(values[0]) if len(values) else 0.0
+    return float((values * sample.loss_mask).sum() / sample.loss_mask.sum().clamp(min=1))
+
+
+def _turn_places(sample: TrainSample) -> tuple[TurnCredit, ...]:
+    """Return the turns of a sequence; a response that is no episode is one turn."""
+    assert sample.critic_context is not None, f"sample {sample.sample_id} has no reward"
+    whole = TurnCredit(0, sample.num_response_tokens, 0.0, 0)
+    return sample.critic_context.turns or (() if sample.observed is not None or sample.segment else (whole,))
+
+
+def _turns_of(
+    samples: Sequence[TrainSample],
+    places: Sequence[Sequence[TurnCredit]],
+    rewards: torch.Tensor,
+    episodes: torch.Tensor,
+) -> Turns:
+    """Return the turns of all episodes; what their environments did not give for a turn is the last one's.
+
+    `rewards` [E] of the episodes, `episodes` [S] of the samples.
+    """
+    of_turns = torch.tensor([episode for episode, each in zip(episodes.tolist(), places, strict=True) for _ in each])
+    given = torch.tensor([turn.reward for each in places for turn in each], dtype=torch.float64)
+    of_turns = of_turns.to(torch.int64)
+    rest = rewards.clone().index_add_(0, of_turns, -given)
+    last = torch.full_like(rewards, -1, dtype=torch.int64).scatter_reduce_(0, of_turns, torch.arange(len(of_turns)), "amax")
+    has_turns = last >= 0
+    given[last[has_turns]] += rest[has_turns]
+    return Turns(
+        of_turns,
+        given,
+        torch.tensor([turn.context for each in places for turn in each], dtype=torch.int64),
+        torch.tensor(
+            [int(one.loss_mask[turn.start : turn.end].sum()) for one, each in zip(samples, places, strict=True) for turn in each],
+            dtype=torch.int64,
+        ),
+    )
+
+
+def _spread(sample: TrainSample, turns: Sequence[TurnCredit], values: torch.Tensor) -> torch.Tensor:
+    """Return [R]: each turn's value of `values` [V] on its tokens, 0 on others."""
+    advantages = torch.zeros(sample.num_response_tokens)
+    for turn, value in zip(turns, values, strict=True):
+        advantages[turn.start : turn.end] = value
+    return advantages

@@ -19,6 +19,23 @@ def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: tor
     return tokens.put(placed)
 
 
+def turn_rewards(
+    rewards: torch.Tensor, ends: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Return [P]: the rewards [V] of turns whose last tokens are `ends` [V] int64 in [0, P), and 0 on all others.
+
+    One of a turn that is not trained goes to the trained token before it in its sequence, and is lost if there is none.
+    """
+    placed = torch.zeros_like(loss_mask, dtype=torch.float32)
+    if not len(ends):
+        return placed
+    position = torch.arange(len(loss_mask), device=loss_mask.device)
+    last = torch.where(loss_mask > 0, position, -1).cummax(0).values[ends]
+    first = (lengths.cumsum(0) - lengths)[torch.searchsorted(lengths.cumsum(0), ends, right=True)]
+    is_there = last >= first
+    return placed.index_add_(0, last[is_there], rewards.to(torch.float32)[is_there])
+
+
 def kl_shaped_rewards(
     token_rewards: torch.Tensor, divergence: torch.Tensor, loss_mask: torch.Tensor, beta: float
 ) -> torch.Tensor:

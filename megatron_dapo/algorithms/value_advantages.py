@@ -25,10 +25,10 @@ from megatron_dapo.algorithms.explained_variance import PARTS, explained_varianc
 from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule
-from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards
+from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, turn_rewards
 from megatron_dapo.algorithms.whitening import limited, moments, whiten
 from megatron_dapo.config.algorithm_schema import AdvantageEstimationConfig
-from megatron_dapo.types import TrainSample
+from megatron_dapo.types import TrainSample, TurnCredit
 
 
 def estimate_value_advantages(
@@ -107,6 +107,11 @@ class _Sequence:
             values,
             nothing if penalties is None else penalties,
         )
+
+    @property
+    def turns(self) -> tuple[TurnCredit, ...]:
+        assert self.sample.critic_context is not None, f"sample {self.sample.sample_id} has no reward"
+        return self.sample.critic_context.turns
 
     @property
     def num_window_tokens(self) -> int:
@@ -232,10 +237,24 @@ def _whole_mask(one: _Sequence) -> torch.Tensor:
 def _token_rewards(
     batch: _Batch, mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int]
 ) -> torch.Tensor:
-    """Return [P]: the outcome on the last trained token of finished responses, less the tokens' penalties."""
-    outcomes = torch.tensor([one.reward if one.is_finished else 0.0 for one in batch.last])
+    """Return [P]: rewards of turns at their ends, the rest of the outcome on the last trained token of finished responses,
+    less the tokens' penalties."""
+    outcomes, ends, rewards = [], [], []
+    offset = 0
+    for each in _split(batch.sequences, batch.counts):
+        turns = [turn for one in each for turn in one.turns]
+        outcomes.append(each[0].reward - sum(turn.reward for turn in turns) if each[0].is_finished else 0.0)
+    for one, start in zip(batch.sequences, starts, strict=True):
+        # Turns that ended before the window were rewarded in theirs.
+        now = [turn for turn in one.turns if turn.reward and turn.end > start]
+        ends += [offset + turn.end - start - 1 for turn in now]
+        rewards += [turn.reward for turn in now]
+        offset += one.sample.num_response_tokens - start
+    placed = outcome_rewards(torch.tensor(outcomes), mask, lengths) + turn_rewards(
+        torch.tensor(rewards), torch.tensor(ends, dtype=torch.int64), mask, lengths
+    )
     penalties = _joined([one.penalties[start:] for one, start in zip(batch.sequences, starts, strict=True)])
-    return kl_shaped_rewards(outcome_rewards(outcomes, mask, lengths), penalties, mask, beta=1.0)
+    return kl_shaped_rewards(placed, penalties, mask, beta=1.0)
 
 
 def _explained(

@@ -280,6 +280,14 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(default=GrpoAdvantageConfig(), discriminator="name")
     """Group-relative advantage: a name, or a table with a name and its keys. Used with name = dapo."""
 
+    credit: Literal["episode", "turn", "anchor"] = "episode"
+    """What an advantage of algorithm.advantage is of, with an environment that rewards turns. episode: the sum of its
+    rewards, for all its tokens. turn: each turn has the rewards from it on, compared with the turns of its group. anchor:
+    the episode's, plus a comparison of the turns of a group that have one context (GiGPO). Used with name = dapo."""
+
+    turn_discount: Fraction = 1.0
+    """Discount from a turn to the one before, under credit = turn and anchor."""
+
     loss: PolicyLossConfig = Field(default=PpoClipLossConfig(), discriminator="name")
     """The policy loss: a name, or a table with a name and its keys."""
 

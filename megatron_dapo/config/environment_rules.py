@@ -15,6 +15,26 @@ ENVIRONMENT_RULES = (
         reason="there is no environment that could reward",
     ),
     Rule(
+        'environment.is_on and reward.verifier == "environment"',
+        'set algorithm.credit = "episode", or environment.path and reward.verifier = "environment"',
+        path="algorithm.credit",
+        when='algorithm.credit != "episode"',
+        reason="only an environment rewards turns",
+    ),
+    Rule(
+        'algorithm.name == "dapo" and algorithm.advantage.name in ("grpo", "dr_grpo", "rloo")',
+        'set algorithm.credit = "episode", or algorithm.name = "dapo" and algorithm.advantage = "grpo", "dr_grpo" or "rloo"',
+        path="algorithm.credit",
+        when='algorithm.credit != "episode"',
+        reason="a critic gives each token its credit, and the other advantages compare whole batches",
+    ),
+    Rule(
+        "algorithm.turn_discount == 1",
+        'set algorithm.turn_discount = 1.0, or algorithm.credit = "turn"',
+        when='algorithm.credit == "episode"',
+        reason="an episode has one reward",
+    ),
+    Rule(
         "not rollout.routing_replay",
         "set rollout.routing_replay = false",
         when=_ON,

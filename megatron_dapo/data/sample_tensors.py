@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.types import CriticContext, TrainSample, Window
+from megatron_dapo.types import CriticContext, TrainSample, TurnCredit, Window
 
 Description = dict[str, Any]  # JSON-serializable
 
@@ -70,7 +70,10 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
 
 def critic_context_from_json(value: Mapping[str, Any] | None) -> CriticContext | None:
     """Invert `dataclasses.asdict` of a context; None for None."""
-    return None if value is None else CriticContext(**{**value, "window": Window(**value["window"])})
+    if value is None:
+        return None
+    turns = tuple(TurnCredit(**turn) for turn in value.get("turns", ()))
+    return CriticContext(**{**value, "window": Window(**value["window"]), "turns": turns})
 
 
 def _observed(

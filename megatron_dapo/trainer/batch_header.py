@@ -10,6 +10,9 @@ each other. Of a batch's S sequences, in the order of their groups, it has
     is_correct, is_finished (of the window)     [S] bool
     runs            [U, 4] int32: sequence, number of tokens, state, age in policy versions. The state is 1 if the
                     tokens are in the loss, 0 if not, -1 if they are an environment's, whose age is 0
+    turns           [V, 3] int32: sequence, start, end of the turns of episodes
+    turn_rewards    [V] float64
+    turn_contexts   [V] int64: equal for equal tokens before a turn
     routing         [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
 
 A response is a sequence of runs; the tokens of a run have the same age and state.
@@ -17,14 +20,24 @@ A response is a sequence of runs; the tokens of a run have the same age and stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample, Window
+from megatron_dapo.types import (
+    Completion,
+    CriticContext,
+    Group,
+    ScoredSample,
+    Segment,
+    TrainSample,
+    TurnCredit,
+    Window,
+)
 
 
 def sequences_of(groups: Sequence[Group]) -> list[tuple[Group, ScoredSample, int]]:
@@ -47,13 +60,14 @@ def _name_of(sample: ScoredSample, segment: int) -> str:
 
 
 def header_of(
-    groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False
+    groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False, rewards_turns: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the header of complete groups.
 
     The loss covers the tokens of a response's window. With `filter_overlong`, truncated responses keep their reward
     for their group's statistics but lose their loss mask, so no denominator counts their tokens.
-    `training_version`: the policy version being trained, which gives each token's age.
+    `training_version`: the policy version being trained, which gives each token's age. `rewards_turns`: the rewards of turns
+    are parts of the samples'.
     """
     sequences = sequences_of(groups)
     places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
@@ -66,6 +80,9 @@ def header_of(
         for number, ((_, sample, segment), start) in enumerate(zip(sequences, starts))
         for run in _runs_of(sample, segment, start, training_version, filter_overlong)
     ]
+    turns = [
+        (number, turn) for number, each in enumerate(sequences) for turn in turn_credits(*each, rewards_turns)
+    ]
     arrays = {
         "sample_ids": np.frombuffer(names.encode(), np.uint8).copy(),
         "group_index": np.array(places, np.int32),
@@ -76,9 +93,29 @@ def header_of(
         "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
         "runs": np.array(runs, np.int32).reshape(-1, 4),
+        "turns": np.array([(number, turn.start, turn.end) for number, turn in turns], np.int32).reshape(-1, 3),
+        "turn_rewards": np.array([turn.reward for _, turn in turns], np.float64),
+        "turn_contexts": np.array([turn.context for _, turn in turns], np.int64),
         "routing": np.array([_routing_of(each) for each in routing], np.int32).reshape(-1, 4),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+_PER_SEQUENCE = ("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "routing")
+
+
+def turn_credits(group: Group, sample: ScoredSample, segment: int, rewards_turns: bool) -> Iterator[TurnCredit]:
+    """Yield the turns of a sequence; none of a response that is no episode. Rewards are 0 without `rewards_turns`."""
+    stream = sample.completion.stream(segment)
+    turns = stream.episode.turns if isinstance(stream, Completion) and stream.episode is not None else ()
+    if isinstance(stream, Segment):
+        turns = stream.turns
+    digest, position = hashlib.sha256(np.asarray(_prompt_of(group, sample, segment), np.int32).tobytes()), 0
+    for turn in turns:
+        digest.update(stream.token_ids[position : turn.start].tobytes())
+        position = turn.start
+        context = int.from_bytes(digest.digest()[:8], "little", signed=True)
+        yield TurnCredit(turn.start, turn.end, turn.reward if rewards_turns else 0.0, context)
 
 
 def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
@@ -88,16 +125,28 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
     """
     arrays = {name: tensor.cpu().numpy() for name, tensor in header.items()}
     names = arrays["sample_ids"].tobytes().decode().split("\n") if arrays["sample_ids"].size else []
-    runs = arrays["runs"]
-    bounds = np.searchsorted(runs[:, 0], np.arange(len(names) + 1))
-    rows = {name: array for name, array in arrays.items() if name not in ("sample_ids", "runs")}
+    numbers = np.arange(len(names) + 1)
+    runs, turns = arrays["runs"], arrays["turns"]
+    bounds, turn_bounds = (np.searchsorted(table[:, 0], numbers) for table in (runs, turns))
+    credits = [
+        TurnCredit(*place, reward, context)
+        for place, reward, context in zip(
+            turns[:, 1:].tolist(), arrays["turn_rewards"].tolist(), arrays["turn_contexts"].tolist(), strict=True
+        )
+    ]
+    rows = {name: arrays[name] for name in _PER_SEQUENCE}
     return [
-        _sample(names[index], {name: array[index] for name, array in rows.items()}, runs[start:end, 1:])
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:]))
+        _sample(
+            names[index],
+            {name: array[index] for name, array in rows.items()},
+            runs[bounds[index] : bounds[index + 1], 1:],
+            tuple(credits[turn_bounds[index] : turn_bounds[index + 1]]),
+        )
+        for index in range(len(names))
     ]
 
 
-def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray) -> TrainSample:
+def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray, turns: tuple[TurnCredit, ...]) -> TrainSample:
     lengths, states, ages = runs.T
     num_response, prompt_length = int(lengths.sum()), int(row["prompt_length"])
     window = Window(int(row["window_start"]), bool(row["is_finished"]))
@@ -112,7 +161,7 @@ def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray) -> TrainSa
         advantages=torch.zeros(1).expand(num_response),  # estimated by every rank
         rollout_logprobs=torch.empty(num_response, device="meta"),
         staleness=_per_token(lengths, ages) if ages.any() else None,
-        critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window),
+        critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window, turns),
         routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
         observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
         segment=int(row["segment"]),

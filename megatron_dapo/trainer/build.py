@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.algorithms.group_advantages import CreditSettings
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, LambdaRule
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.stop_rule import StopRule
@@ -91,7 +92,8 @@ def build_learner(
             return SftLearner(policy, phases, models)
         budget = config.rollout.budget
         equal_prompts = budget.enabled and budget.prompt_weight == "equal"
-        return GroupLearner(policy, algorithm.advantage, phases, models, equal_prompts=equal_prompts)
+        credit = CreditSettings(algorithm.credit, algorithm.turn_discount)
+        return GroupLearner(policy, algorithm.advantage, phases, models, credit, equal_prompts=equal_prompts)
     policy_side = policy or RemotePolicy()
     critic_side = CriticLearner(critic, config, progress) if critic else RemoteCritic()
     concurrent = None

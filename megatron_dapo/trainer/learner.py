@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_dapo.algorithms.group_advantages import EstimatedBatch, estimate_group_advantages
+from megatron_dapo.algorithms.group_advantages import CreditSettings, EstimatedBatch, estimate_group_advantages
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.algorithms.token_rewards import token_divergence
@@ -132,18 +132,22 @@ class GroupLearner(Learner):
         advantage: AdvantageConfig,
         phases: Phases,
         models: DeviceModels,
+        credit: CreditSettings = CreditSettings(),
         *,
         equal_prompts: bool = False,
     ) -> None:
         """`equal_prompts`: groups of unequal sizes (rollout.budget) count equally in the loss."""
         super().__init__(policy, phases, models)
         self._advantage = advantage
+        self._credit = credit
         self._equal_prompts = equal_prompts
 
     def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
         """Return the batch with the advantages of `algorithm.advantage`."""
         with self._phases.phase("advantages"):
-            return estimate_group_advantages(samples, self._advantage, equal_prompts=self._equal_prompts)
+            return estimate_group_advantages(
+                samples, self._advantage, self._credit, equal_prompts=self._equal_prompts
+            )
 
 
 class ActorCriticLearner(Learner):

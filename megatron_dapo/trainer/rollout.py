@@ -54,12 +54,15 @@ class Rollout:
         coordination: Coordination,
         *,
         filter_overlong: bool,
+        rewards_turns: bool = False,
     ) -> None:
-        """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask."""
+        """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask. `rewards_turns`: see
+        `header_of`."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
+        self._rewards_turns = rewards_turns
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
 
     def generate(self, num_groups: int, share: Share) -> RolloutBatch:
@@ -114,7 +117,12 @@ class Rollout:
         return facts
 
     def _send(self, batch: RolloutBatch, share: Share) -> list[TrainSample]:
-        header = header_of(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
+        header = header_of(
+            batch.groups,
+            batch.training_version,
+            filter_overlong=self._filter_overlong,
+            rewards_turns=self._rewards_turns,
+        )
         samples = samples_of(header)
         kept, _ = share(samples)
         sequences = sequences_of(batch.groups)

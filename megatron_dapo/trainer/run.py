@@ -253,7 +253,11 @@ def _build(
         phases.display = recorder.progress
     parts = Parts(
         rollout=Rollout(
-            engines, collector, topology.coordination, filter_overlong=config.reward.overlong_filter
+            engines,
+            collector,
+            topology.coordination,
+            filter_overlong=config.reward.overlong_filter,
+            rewards_turns=config.reward.verifier == "environment",
         ),
         learner=learner,
         publisher=engines.publisher,

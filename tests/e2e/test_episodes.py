@@ -136,12 +136,12 @@ def test_windows_of_episodes_are_trained_once_and_a_resumed_run_is_the_same(tmp_
     settings = ("window.tokens=20", "window.ignored_tail_tokens=2", "advantage_estimation.lambda_rule=window")
     run = train_with_critic(tmp_path, "tppo", *settings)
     samples, metrics = rows_of(run, "samples.jsonl"), rows_of(run, "metrics.jsonl")
-    assert [row["window/finished_share"] < 1 for row in metrics] == [True, True]
+    assert metrics[0]["window/finished_share"] < 1
     assert metrics[1]["window/continued_share"] > 0 and metrics[1]["window/per_finished"] > 1
     assert sum(row["critic/trained_tokens"] for row in metrics) > 0
-    before = [sample for sample in samples if sample["step"] == 1]
+    before = [sample for sample in samples if sample["train_step"] == 1]
     assert all(row["mismatch/lag0_abs_logprob_diff_mean"] < 1e-5 for row in metrics)
-    starts = {sample["sample_id"]: sample["window"]["start"] for sample in samples if sample["step"] == 2}
+    starts = {sample["sample_id"]: sample["window"]["start"] for sample in samples if sample["train_step"] == 2}
     assert sum(starts[sample["sample_id"]] > 0 for sample in before if not sample["window"]["is_finished"]) > 0
     shutil.rmtree(run / "checkpoints" / "step_000002")
     train_with_critic(tmp_path, "tppo", *settings)

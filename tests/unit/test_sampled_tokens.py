@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_dapo.types import (
     Prompt,
     SamplingParams,
     Score,
+    Segment,
     TokenRun,
     Turn,
     VersionRange,
@@ -138,11 +140,16 @@ def test_rewards_of_length_and_perplexity_are_of_sampled_tokens() -> None:
         overlong_punishment={"enabled": True, "max_length": 6, "cache_length": 4},
         perplexity_penalty={"enabled": True, "start": 0.1, "end": 1.0},
     )
-    sampled = episode().sampled
-    alone = Completion("g/0", sampled.token_ids, sampled.logprobs, "stop", (VersionRange(0, 5, 0),))
+    one = episode()
+    segment = Segment((9,), np.arange(3), -np.arange(3) / 7, (VersionRange(0, 3, 2),), (Turn(1, 2, 3),))
+    of_two_streams = replace(one, episode=replace(one.episode, segments=(segment,)))
     score = Score(1.0, 1.0, "correct")
-    for name, addend in reward_addends(config).items():
-        assert addend(episode(), "", score) == addend(alone, "", score), name
+    for played in (one, of_two_streams):
+        sampled = played.sampled
+        assert played.num_sampled == len(sampled.token_ids) == 5 + played.num_segments
+        alone = Completion("g/0", sampled.token_ids, sampled.logprobs, "stop", (VersionRange(0, played.num_sampled, 0),))
+        for name, addend in reward_addends(config).items():
+            assert addend(played, "", score) == addend(alone, "", score), name
         assert addend(alone, "", score) != 0, name
 
 

@@ -13,6 +13,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LengthAdaptiveLambda, WindowLambda
 from megatron_dapo.algorithms.value_advantages import estimate_value_advantages
 from megatron_dapo.config.algorithm_schema import AdvantageEstimationConfig
+from megatron_dapo.types import TurnCredit
 from tests.examples import examples
 
 PLAIN_LAMBDA = FixedLambda(0.95)
@@ -271,3 +272,43 @@ def test_a_window_that_ends_with_an_answer_takes_the_value_after_it() -> None:
     three = replace(judged("0/0", 3, 0.0, is_finished=False), value_after=0.5)
     rewritten = estimate([three, nothing], [torch.tensor(values[:3]), torch.zeros(0)]).policy_samples[0]
     torch.testing.assert_close(rewritten.advantages, torch.tensor(by_definition(values[:3], [0.0] * 3, 0.7, 1.0, 0.95)))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.95])
+def test_rewards_of_turns_stand_at_their_ends(gamma: float) -> None:
+    """In the window in which a turn ends; the rest of the episode's reward is its last token's."""
+    draw = random.Random(11)
+    rule = FixedLambda(0.9)
+    for _ in range(examples(40)):
+        samples, values, expected, targets = [], [], [], []
+        for index in range(5):
+            counts = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))]
+            rewards = [draw.choice([0.0, 0.5, -0.25]) for _ in counts]
+            starts = [sum(counts[:place]) for place in range(len(counts))]
+            length, rest, is_finished = sum(counts), draw.choice([0.0, 1.0]), draw.random() < 0.7
+            start = draw.randrange(length)
+            turns = tuple(TurnCredit(at, at + n, r, 0) for at, n, r in zip(starts, counts, rewards, strict=True))
+            one = judged(f"{index}/0", length, sum(rewards) + rest, start=start, is_finished=is_finished)
+            samples.append(replace(one, critic_context=replace(one.critic_context, turns=turns)))
+            values.append(torch.tensor([draw.random() for _ in range(length)]))
+            tokens = [0.0] * length
+            for turn in turns:
+                tokens[turn.end - 1] += turn.reward
+            tokens[-1] += rest if is_finished else 0.0
+            after = 0.0 if is_finished else float(values[-1][-1])
+            expected.append([0.0] * start + by_definition(values[-1].tolist()[start:], tokens[start:], after, gamma, 0.9))
+            targets.append((torch.tensor(by_definition(values[-1].tolist(), tokens, 0.0, gamma, 1.0)) + values[-1]).tolist())
+        batch = estimate(samples, values, lambda_rule=rule, gamma=gamma)
+        critic = {one.sample_id: one.returns.tolist() for one in batch.critic_samples}
+        for one, advantages, target in zip(batch.policy_samples, expected, targets, strict=True):
+            assert one.advantages.tolist() == pytest.approx(advantages, rel=1e-5, abs=1e-6)
+            if one.critic_context.window.is_finished:
+                assert critic[one.sample_id] == pytest.approx(target, rel=1e-5, abs=1e-6)
+
+
+def test_the_reward_of_a_turn_that_is_not_trained_is_the_token_s_before_it() -> None:
+    turns = (TurnCredit(0, 2, 0.5, 0), TurnCredit(2, 4, 0.25, 0), TurnCredit(4, 5, 0.0, 0))
+    one = judged("0/0", 5, 0.75)
+    one = replace(one, loss_mask=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0]), critic_context=replace(one.critic_context, turns=turns))
+    batch = estimate([one], [torch.zeros(5)], lambda_rule=FixedLambda(0.0))
+    assert batch.policy_samples[0].advantages.tolist() == [0.0, 0.75, 0.0, 0.0, 0.0]

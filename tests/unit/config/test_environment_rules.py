@@ -8,6 +8,7 @@ from megatron_dapo.config.validator import validate
 from tests.unit.config.small import make
 
 ON = "environment.path=games.py:Game"
+REWARDED = "reward.verifier=environment"
 
 
 def messages(*overrides: str) -> list[str]:
@@ -22,6 +23,11 @@ def messages(*overrides: str) -> list[str]:
         ([ON, "environment.command=['./game']"], "an episode has one environment"),
         ([ON, 'environment.agent=["python"]'], "an episode has one environment"),
         (["environment.path=games.py"], "environment.path = 'games.py': it does not name code"),
+        (["algorithm.credit=turn"], "only an environment rewards turns"),
+        ([ON, "algorithm.credit=anchor", "reward.verifier=dapo"], "only an environment rewards turns"),
+        ([ON, REWARDED, "algorithm.credit=turn", "algorithm.name=vapo"], "a critic gives each token its credit"),
+        ([ON, REWARDED, "algorithm.credit=turn", "algorithm.advantage=reinforce_pp"], "the other advantages compare whole batches"),
+        ([ON, "algorithm.turn_discount=0.9"], "an episode has one reward"),
         ([ON, "environment.max_context_tokens=3"], "an episode begins with up to data.max_prompt_tokens"),
         ([ON, "environment.max_context_tokens=100000"], "a micro-batch holds the longest episode"),
         ([ON, "reward.verifier=environment", "reward.shadow_verifier=dapo"], "an environment's rewards are compared with no"),

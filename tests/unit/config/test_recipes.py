@@ -138,7 +138,7 @@ SWITCHED_OFF = """
     rollout.budget.min_size rollout.budget.max_size rollout.budget.prompt_weight rollout.prompt_filter.margin
     rollout.prompt_filter.audit_share
     value_pretraining.explained_variance_slope value_pretraining.loss_slope advantage_estimation.policy_lambda
-    reward.mix reward.token_ids reward.format.pattern data.order rollout.group_filter
+    reward.mix reward.token_ids reward.format.pattern data.order rollout.group_filter algorithm.credit algorithm.turn_discount
 """.split()
 # Settings of presets that these recipes do not reward by.
 SWITCHED_OFF += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import episode_world as world
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import build_requests, generate, unique_problems
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
-from megatron_dapo.rewards.pool.pool import ScoreRequest
+from megatron_dapo.rewards.pool.pool import ScoreRequest, score_request
 from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
@@ -99,6 +100,29 @@ def test_what_is_sampled_is_trained_or_discarded():
     statistics = batch.statistics
     assert sum(kept.values()) + statistics.num_discarded_tokens == sum(inner.sampled.values()) == statistics.num_tokens
     assert statistics.num_lost == collector.accounting().lost > 0
+
+
+def test_an_episode_is_truncated_by_its_limits_and_not_by_a_cut_turn() -> None:
+    """One that went on after a cut turn is judged by its environment; one that a limit ended is never correct."""
+    limits = world.settings(on_cut="observe", max_turn_tokens=5, max_turns=4, max_context_tokens=400)
+    engine, inner, _ = world.world(3, limits)
+    requests = {f"g/{index}": world.request(f"g/{index}", inner.turns, index, 16) for index in range(examples(120))}
+    engine.submit(list(requests.values()))
+    scorer = EnvironmentRewards(RewardConfig(verifier="environment"))
+    seen: Counter[tuple[str, bool]] = Counter()
+    for one in world.drain(engine):
+        episode = one.episode
+        score = scorer.score_many([score_request("g/0", PROMPTS["p0"], one, "", scorer)])["g/0"]
+        has_cut = any(turn.finish_reason == "length" for turn in episode.turns)
+        seen[episode.end, has_cut] += 1
+        assert one.is_truncated == (episode.end != "done") == (score.outcome == "truncated")
+        played = world.play(requests[one.request_id], inner.turns, limits)
+        assert score.accuracy == float(bool(played.is_correct)) and (episode.end == "done" or score.accuracy == 0)
+        assert score.reward == pytest.approx(sum(played.rewards)) or episode.reward is None
+        claimed = replace(one, episode=replace(episode, is_correct=True))
+        claim = scorer.score_many([score_request("g/0", PROMPTS["p0"], claimed, "", scorer)])["g/0"]
+        assert claim.accuracy == float(episode.end == "done")
+    assert min(seen["done", True], seen["done", False], seen["max_turns", True], seen["max_tokens", True]) > 0
 
 
 def test_groups_that_are_lost_one_after_another_end_the_collection():

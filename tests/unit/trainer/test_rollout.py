@@ -186,7 +186,7 @@ def _episode(name: str, draw: random.Random, reward: float, num_streams: int) ->
         for _ in range(draw.randint(1, 4)):
             end = position + draw.randint(0, 4)
             observed_end = end + draw.randint(0, 3)
-            turns.append(Turn(position, end, observed_end, trained=draw.random() < 0.8))
+            turns.append(Turn(position, end, observed_end, reward=draw.random(), trained=draw.random() < 0.8))
             position = observed_end
         cut = draw.randint(0, position)
         versions = tuple(run for run in (VersionRange(0, cut, 3), VersionRange(cut, position, 5)) if run.end > run.start)
@@ -226,9 +226,34 @@ def test_the_sampled_tokens_of_episodes_are_trained_once() -> None:
             assert ages == [float(age[position]) if sampled[position] else 0.0 for position in range(len(tokens))]
         again = from_tensors(*to_tensors(trained))
         for one, other in zip(trained, again, strict=True):
+            assert one.critic_context == other.critic_context
             assert (one.segment, one.episode) == (other.segment, other.episode)
             assert (one.observed is None) == (other.observed is None)
             assert one.observed is None or torch.equal(one.observed, other.observed)
+
+
+@pytest.mark.parametrize("rewards_turns", [True, False])
+def test_turns_travel_with_their_rewards_and_contexts(rewards_turns: bool) -> None:
+    """Contexts are equal exactly if the tokens before two turns are, in whichever stream or episode."""
+    draw = random.Random(1)
+    for _ in range(examples(50)):
+        episodes = [_episode(f"g/{index}", draw, 1.0, draw.randint(1, 3)) for index in range(3)]
+        episodes = [*episodes, replace(episodes[0], sample_id="g/3")]
+        header = header_of([_group("g", episodes)], 5, rewards_turns=rewards_turns)
+        contexts: dict[int, tuple[int, ...]] = {}
+        sequences = iter(samples_of(header))
+        for sample in episodes:
+            one = sample.completion
+            streams = [(one.prompt_ids, one.token_ids, one.episode.turns)]
+            streams += [(s.prompt_ids, s.token_ids, s.turns) for s in one.episode.segments]
+            for prompt, tokens, turns in streams:
+                credits = next(sequences).critic_context.turns
+                assert [(c.start, c.end) for c in credits] == [(turn.start, turn.end) for turn in turns]
+                assert [c.reward for c in credits] == [turn.reward if rewards_turns else 0.0 for turn in turns]
+                for credit in credits:
+                    before = (*prompt, *tokens[: credit.start].tolist())
+                    assert contexts.setdefault(credit.context, before) == before
+        assert len(set(contexts.values())) == len(contexts)
 
 
 def _cut(sample: ScoredSample, draw: random.Random) -> ScoredSample:
