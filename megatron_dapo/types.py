@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
 CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]  # of a tool call
-EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort"]
+# "abort", and "window" at the end of a window: it continues.
+EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort", "window"]
 # Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
 IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
@@ -258,14 +259,6 @@ class Completion:
         )
 
     @property
-    def awaits_answer(self) -> bool:
-        """True if its last turn is complete, and nothing of the environment's answer to it is known."""
-        if self.episode is None:
-            return False
-        *_, last = (self.episode.turns, *(segment.turns for segment in self.episode.segments))
-        return bool(last) and last[-1].finish_reason != "abort" and last[-1].observed_end == last[-1].end
-
-    @property
     def last_turn(self) -> np.ndarray:
         """Ids of the last turn, which verifiers read; of a response with one turn, all of them."""
         if self.episode is None:
@@ -429,6 +422,7 @@ class TurnCredit:
     end: int
     reward: float  # the environment's, if it rewards the episode
     context: int  # hash of the tokens before it
+    order: int = 0  # number among the turns of the episode
 
 
 @dataclass(frozen=True)

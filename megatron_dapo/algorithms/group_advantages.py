@@ -90,9 +90,10 @@ def estimate_group_advantages(
             per_token = [value.expand(one.num_response_tokens) for one, value in zip(samples, values, strict=True)]
         else:
             places = [_turn_places(sample) for sample in samples]
-            turns = _turns_of(samples, places, rewards, episodes)
+            turns, order = _turns_of(samples, places, rewards, episodes)
             advantages = turn_advantages(turns, index, credit.credit, credit.turn_discount, advantage)
-            values = (advantages.values * weights[turns.episodes]).float()
+            values = torch.empty_like(advantages.values)
+            values[order] = (advantages.values * weights[turns.episodes]).float()
             parts = values.split([len(each) for each in places])
             per_token = [_spread(*each) for each in zip(samples, places, parts, strict=True)]
         estimated = [replace(one, advantages=values) for one, values in zip(samples, per_token, strict=True)]
@@ -125,27 +126,28 @@ def _turns_of(
     places: Sequence[Sequence[TurnCredit]],
     rewards: torch.Tensor,
     episodes: torch.Tensor,
-) -> Turns:
-    """Return the turns of all episodes; what their environments did not give for a turn is the last one's.
+) -> tuple[Turns, torch.Tensor]:
+    """Return the turns of all episodes in order of time, and their numbers in the order of `places`, [V] int64.
 
-    `rewards` [E] of the episodes, `episodes` [S] of the samples.
+    What the environments did not give for a turn is the last one's. `rewards` [E] of the episodes, `episodes` [S] of the
+    samples.
     """
-    of_turns = torch.tensor([episode for episode, each in zip(episodes.tolist(), places, strict=True) for _ in each])
-    given = torch.tensor([turn.reward for each in places for turn in each], dtype=torch.float64)
-    of_turns = of_turns.to(torch.int64)
+    turns = [
+        (episode, turn.order, number, int(one.loss_mask[turn.start : turn.end].sum()), turn)
+        for number, (episode, one, each) in enumerate(zip(episodes.tolist(), samples, places, strict=True))
+        for turn in each
+    ]
+    order = sorted(range(len(turns)), key=lambda place: turns[place][:3])
+    in_time = [turns[place] for place in order]
+    of_turns = torch.tensor([episode for episode, *_ in in_time], dtype=torch.int64)
+    given = torch.tensor([turn.reward for *_, turn in in_time], dtype=torch.float64)
     rest = rewards.clone().index_add_(0, of_turns, -given)
     last = torch.full_like(rewards, -1, dtype=torch.int64).scatter_reduce_(0, of_turns, torch.arange(len(of_turns)), "amax")
     has_turns = last >= 0
     given[last[has_turns]] += rest[has_turns]
-    return Turns(
-        of_turns,
-        given,
-        torch.tensor([turn.context for each in places for turn in each], dtype=torch.int64),
-        torch.tensor(
-            [int(one.loss_mask[turn.start : turn.end].sum()) for one, each in zip(samples, places, strict=True) for turn in each],
-            dtype=torch.int64,
-        ),
-    )
+    contexts = torch.tensor([turn.context for *_, turn in in_time], dtype=torch.int64)
+    lengths = torch.tensor([count for *_, count, _ in in_time], dtype=torch.int64)
+    return Turns(of_turns, given, contexts, lengths), torch.tensor(order, dtype=torch.int64)
 
 
 def _spread(sample: TrainSample, turns: Sequence[TurnCredit], values: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@
 A whole response is a single finished window, so PPO and VAPO use the same computation as T-PPO. Every rank computes it
 for the whole batch, from the same numbers.
 
-The steps of an episode are its sampled tokens, in the order of its streams: an answer of its environment, or the begin of
-another stream, lies between two of them. So the estimates do not depend on how an episode is cut into sequences.
+The steps of an episode are its sampled tokens in the order of its turns, whichever streams they are in: an answer of its
+environment, or another stream, lies between two of them. So the estimates do not depend on how it is cut into sequences.
 """
 
 from __future__ import annotations
@@ -118,13 +118,6 @@ class _Sequence:
         """Tokens of the current window, an environment's included."""
         return self.sample.num_response_tokens - self.start
 
-    @property
-    def known_value_after(self) -> float:
-        """The critic's value of the state after the window; NaN if no answer or begin of a stream is its last token."""
-        observed = self.sample.observed
-        is_known = not self.sample.num_response_tokens or (observed is not None and bool(observed[-1]))
-        return self.sample.value_after if is_known else math.nan
-
 
 @dataclass(frozen=True)
 class _Batch:
@@ -137,15 +130,67 @@ class _Batch:
         """Sequences of each episode."""
         return [len(each) for each in _episodes([one.sample for one in self.sequences])]
 
+    @cached_property
+    def episodes(self) -> list[Sequence[_Sequence]]:
+        ends = list(accumulate(self.counts))
+        return [self.sequences[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+
     @property
-    def last(self) -> list[_Sequence]:
-        """The last sequence of each episode."""
-        return [self.sequences[end - 1] for end in accumulate(self.counts)]
+    def is_finished(self) -> torch.Tensor:
+        """[E] bool"""
+        return torch.tensor([each[0].is_finished for each in self.episodes], dtype=torch.bool)
+
+    @property
+    def values_after(self) -> torch.Tensor:
+        """[E], the critic's values of the states after the windows; NaN if the last token of one was sampled."""
+        return torch.tensor([_known_value_after(each) for each in self.episodes])
+
+    def in_time(self, starts: Sequence[int]) -> torch.Tensor | None:
+        """Return the positions of all tokens from `starts` on, [P] int64, episode by episode in the order of their turns.
+
+        None if that is the order in which they are.
+        """
+        if not any(one.sample.segment for one in self.sequences):
+            return None
+        episodes = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
+        keys = [
+            episode * _MOST_TURNS + _turn_numbers(one)[start:]
+            for episode, one, start in zip(episodes.tolist(), self.sequences, starts, strict=True)
+        ]
+        return torch.cat(keys).argsort(stable=True)
 
     def sums(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return [E] int64, the sums over the sequences of each episode."""
         parts = torch.tensor(numbers, dtype=torch.int64).split(self.counts)
         return torch.stack([part.sum() for part in parts]) if parts and self.counts else torch.zeros(0, dtype=torch.int64)
+
+
+_MOST_TURNS = 1 << 32
+
+
+def _turn_numbers(one: _Sequence) -> torch.Tensor:
+    """Return [R] int64, the number of each token's turn among those of the episode; an answer has that of its turn."""
+    numbers = torch.zeros(one.sample.num_response_tokens, dtype=torch.int64)
+    for turn in one.turns:
+        numbers[turn.start :] = turn.order
+    return numbers
+
+
+def _known_value_after(sequences: Sequence[_Sequence]) -> float:
+    """Return the value of the state after an episode's window: in a stream that has just begun, or after an answer."""
+    *_, current = sorted(sequences, key=lambda one: one.turns[-1].order if one.turns else _MOST_TURNS)
+    observed = current.sample.observed
+    if not current.sample.num_response_tokens or (observed is not None and bool(observed[-1])):
+        return current.sample.value_after
+    return math.nan
+
+
+def _arranged(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return tensor if index is None else tensor[index]
+
+
+def _put_back(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return tensor if index is None else torch.empty_like(tensor).index_copy_(0, index, tensor)
 
 
 def _policy_samples(
@@ -156,26 +201,24 @@ def _policy_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return advantages of the tokens of each window; earlier tokens get 0 and leave the loss."""
     batch = _Batch(sequences)
-    sizes = [one.num_window_tokens for one in sequences]
-    lengths = batch.sums(sizes)
-    is_finished = torch.tensor([one.is_finished for one in batch.last], dtype=torch.bool)
-    mask = _joined([one.sample.loss_mask[one.start :] for one in sequences])
-    rewards = _token_rewards(batch, mask, lengths, [one.start for one in sequences])
+    starts, sizes = [one.start for one in sequences], [one.num_window_tokens for one in sequences]
+    lengths, is_finished, index = batch.sums(sizes), batch.is_finished, batch.in_time(starts)
+    mask = _arranged(_joined([one.sample.loss_mask[one.start :] for one in sequences]), index)
     estimates = extended_estimates(
-        _joined([one.values[one.start :] for one in sequences]),
-        rewards,
+        _arranged(_joined([one.values[one.start :] for one in sequences]), index),
+        _token_rewards(batch, mask, lengths, starts, index),
         mask,
         lengths,
         is_finished,
         section.gamma,
         lambda_rule(batch.sums([one.sample.num_sampled for one in sequences]), is_finished),
-        torch.tensor([one.known_value_after for one in batch.last]),
+        batch.values_after,
     )
     trained = without_tail(mask, lengths, is_finished, ignored_tail_tokens)
     advantages = _scaled(estimates.advantages, trained, section)
-    parts = zip(sequences, trained.split(sizes), advantages.split(sizes), strict=True)
-    samples = [_of_window(one, window_mask, window_advantages) for one, window_mask, window_advantages in parts]
-    return samples, _advantage_metrics(estimates.advantages, advantages, trained)
+    metrics = _advantage_metrics(estimates.advantages, advantages, trained)
+    masks, values = (_put_back(each, index).split(sizes) for each in (trained, advantages))
+    return [_of_window(*each) for each in zip(sequences, masks, values, strict=True)], metrics
 
 
 def _scaled(advantages: torch.Tensor, mask: torch.Tensor, section: AdvantageEstimationConfig) -> torch.Tensor:
@@ -204,28 +247,22 @@ def _critic_samples(
     """
     finished = [
         one
-        for each in _split(sequences, _Batch(sequences).counts)
+        for each in _Batch(sequences).episodes
         if each[0].is_finished and any(bool(one.sample.loss_mask.any()) for one in each)
         for one in each
     ]
-    batch, sizes = _Batch(finished), [one.sample.num_response_tokens for one in finished]
-    lengths = batch.sums(sizes)
-    masks = [_whole_mask(one) for one in finished]
-    mask, values = _joined(masks), _joined([one.values for one in finished])
-    rewards = _token_rewards(batch, mask, lengths, [0] * len(finished))
+    batch, sizes, starts = _Batch(finished), [one.sample.num_response_tokens for one in finished], [0] * len(finished)
+    lengths, index, masks = batch.sums(sizes), batch.in_time(starts), [_whole_mask(one) for one in finished]
+    mask, values = (_arranged(_joined(each), index) for each in (masks, [one.values for one in finished]))
+    rewards = _token_rewards(batch, mask, lengths, starts, index)
     inputs = ValueInputs(values, rewards, mask, lengths, torch.zeros(len(lengths)))
     returns = estimate_values(inputs, section.gamma, section.critic_lambda).returns
     samples = [
         replace(one.sample, loss_mask=whole, values=one.values, returns=target.to(torch.float32))
-        for one, whole, target in zip(finished, masks, returns.split(sizes), strict=True)
+        for one, whole, target in zip(finished, masks, _put_back(returns, index).split(sizes), strict=True)
         if bool(whole.any())
     ]
     return samples, *_explained(values, returns, mask, lengths)
-
-
-def _split(sequences: Sequence[_Sequence], counts: Sequence[int]) -> list[Sequence[_Sequence]]:
-    ends = list(accumulate(counts))
-    return [sequences[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _whole_mask(one: _Sequence) -> torch.Tensor:
@@ -235,26 +272,29 @@ def _whole_mask(one: _Sequence) -> torch.Tensor:
 
 
 def _token_rewards(
-    batch: _Batch, mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int]
+    batch: _Batch, mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int], index: torch.Tensor | None
 ) -> torch.Tensor:
     """Return [P]: rewards of turns at their ends, the rest of the outcome on the last trained token of finished responses,
-    less the tokens' penalties."""
-    outcomes, ends, rewards = [], [], []
-    offset = 0
-    for each in _split(batch.sequences, batch.counts):
-        turns = [turn for one in each for turn in one.turns]
-        outcomes.append(each[0].reward - sum(turn.reward for turn in turns) if each[0].is_finished else 0.0)
-    for one, start in zip(batch.sequences, starts, strict=True):
-        # Turns that ended before the window were rewarded in theirs.
-        now = [turn for turn in one.turns if turn.reward and turn.end > start]
-        ends += [offset + turn.end - start - 1 for turn in now]
-        rewards += [turn.reward for turn in now]
-        offset += one.sample.num_response_tokens - start
-    placed = outcome_rewards(torch.tensor(outcomes), mask, lengths) + turn_rewards(
-        torch.tensor(rewards), torch.tensor(ends, dtype=torch.int64), mask, lengths
-    )
+    less the tokens' penalties. `mask` and the result are arranged by `index`."""
+    outcomes = torch.tensor([
+        each[0].reward - sum(turn.reward for one in each for turn in one.turns) if each[0].is_finished else 0.0
+        for each in batch.episodes
+    ])  # fmt: skip
+    sizes = [one.sample.num_response_tokens - start for one, start in zip(batch.sequences, starts, strict=True)]
+    # Turns that ended before the window were rewarded in theirs.
+    turns = [
+        (offset + turn.end - start - 1, turn.reward)
+        for one, start, offset in zip(batch.sequences, starts, accumulate(sizes, initial=0), strict=False)
+        for turn in one.turns
+        if turn.reward and turn.end > start
+    ]
+    ends = torch.tensor([end for end, _ in turns], dtype=torch.int64)
+    if index is not None:
+        ends = torch.empty_like(index).index_copy_(0, index, torch.arange(len(index)))[ends]
+    of_turns = turn_rewards(torch.tensor([reward for _, reward in turns]), ends, mask, lengths)
     penalties = _joined([one.penalties[start:] for one, start in zip(batch.sequences, starts, strict=True)])
-    return kl_shaped_rewards(placed, penalties, mask, beta=1.0)
+    rewards = outcome_rewards(outcomes, mask, lengths) + of_turns
+    return kl_shaped_rewards(rewards, _arranged(penalties, index), mask, beta=1.0)
 
 
 def _explained(

@@ -308,7 +308,8 @@ class WindowCollection:
 
     def _is_full(self, key: ResponseKey, so_far: Completion) -> bool:
         """Return True if the window of a response that continues has ended; an episode's turn does with its answer."""
-        return so_far.num_sampled >= self._limit(key) and not so_far.awaits_answer
+        is_waiting = so_far.episode is not None and so_far.episode.end != "window"
+        return so_far.num_sampled >= self._limit(key) and not is_waiting
 
     def _request(self, key: ResponseKey) -> GenerationRequest:
         group_id, index = key

@@ -10,7 +10,7 @@ each other. Of a batch's S sequences, in the order of their groups, it has
     is_correct, is_finished (of the window)     [S] bool
     runs            [U, 4] int32: sequence, number of tokens, state, age in policy versions. The state is 1 if the
                     tokens are in the loss, 0 if not, -1 if they are an environment's, whose age is 0
-    turns           [V, 3] int32: sequence, start, end of the turns of episodes
+    turns           [V, 4] int32: sequence, start, end, order of the turns of episodes
     turn_rewards    [V] float64
     turn_contexts   [V] int64: equal for equal tokens before a turn
     routing         [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
@@ -93,7 +93,9 @@ def header_of(
         "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
         "runs": np.array(runs, np.int32).reshape(-1, 4),
-        "turns": np.array([(number, turn.start, turn.end) for number, turn in turns], np.int32).reshape(-1, 3),
+        "turns": np.array(
+            [(number, turn.start, turn.end, turn.order) for number, turn in turns], np.int32
+        ).reshape(-1, 4),
         "turn_rewards": np.array([turn.reward for _, turn in turns], np.float64),
         "turn_contexts": np.array([turn.context for _, turn in turns], np.int64),
         "routing": np.array([_routing_of(each) for each in routing], np.int32).reshape(-1, 4),
@@ -115,7 +117,7 @@ def turn_credits(group: Group, sample: ScoredSample, segment: int, rewards_turns
         digest.update(stream.token_ids[position : turn.start].tobytes())
         position = turn.start
         context = int.from_bytes(digest.digest()[:8], "little", signed=True)
-        yield TurnCredit(turn.start, turn.end, turn.reward if rewards_turns else 0.0, context)
+        yield TurnCredit(turn.start, turn.end, turn.reward if rewards_turns else 0.0, context, turn.order)
 
 
 def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
@@ -129,8 +131,8 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
     runs, turns = arrays["runs"], arrays["turns"]
     bounds, turn_bounds = (np.searchsorted(table[:, 0], numbers) for table in (runs, turns))
     credits = [
-        TurnCredit(*place, reward, context)
-        for place, reward, context in zip(
+        TurnCredit(start, end, reward, context, order)
+        for (start, end, order), reward, context in zip(
             turns[:, 1:].tolist(), arrays["turn_rewards"].tolist(), arrays["turn_contexts"].tolist(), strict=True
         )
     ]

@@ -146,12 +146,12 @@ class _Episode:
     def is_owed(self) -> bool:
         return self.stage in (EpisodeStage.STARTING, EpisodeStage.ACTING)
 
-    def so_far(self) -> Completion:
+    def so_far(self, end: EpisodeEnd = "abort") -> Completion:
         """Return its tokens; of an episode that is played again, those that it had."""
         if self.record is not None:
             return self.record
         return (self.streams or EpisodeStreams(self.request.prompt_ids)).completion(
-            self.request, "abort", self.partial, **self.facts
+            self.request, end, self.partial, **self.facts
         )
 
     @property
@@ -477,8 +477,8 @@ class EpisodeEngine:
         return left if episode.request.window_end and left < self._budget(episode)[0] else None
 
     def _pause(self, episode: _Episode) -> None:
-        """Return the episode as an aborted one and hold it."""
-        self._finished.append(episode.so_far())
+        """Return the episode unfinished and hold it."""
+        self._finished.append(episode.so_far("window"))
         self._held[episode.name] = self._open.pop(episode.name)
         episode.is_paused = True
 

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_dapo.engines.base import merge_versions
 from megatron_dapo.types import Completion, Episode, EpisodeEnd, GenerationRequest, Segment, Turn, VersionRange
 
-_FINISH_REASONS: dict[EpisodeEnd, Any] = {"done": "stop", "abort": "abort"}  # any other end is a truncation
+_FINISH_REASONS: dict[EpisodeEnd, Any] = {"done": "stop", "abort": "abort", "window": "abort"}  # any other end is a truncation
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class EpisodeStreams:
     def observe(self, turn: int, token_ids: tuple[int, ...], reason: str = "") -> None:
         """Append the environment's answer to a turn, by its number; it counts as sampled by the turn's last version.
 
-        The turn's stream goes on. If the turn has been answered, a segment begins that has it and its context as the prompt.
+        The turn's stream continues. If the turn has been answered, a segment begins that has it and its context as the prompt.
         """
         number, end = self._turns[turn]
         stream, count = self._streams[number], len(token_ids)

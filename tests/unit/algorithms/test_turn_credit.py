@@ -59,7 +59,7 @@ def played(name: str, rewards: list[float], contexts: list[int], rest: float, le
     turns, kinds, position = [], [], 0
     for place, ((count, after), context) in enumerate(zip(lengths, contexts, strict=True)):
         reward = rewards[place] - (rest if place == len(rewards) - 1 else 0.0)
-        turns.append(TurnCredit(position, position + count, reward, context))
+        turns.append(TurnCredit(position, position + count, reward, context, place))
         kinds += [False] * count + [True] * after
         position += count + after
     one = judged(name, position, sum(rewards))

@@ -206,57 +206,77 @@ def test_an_environment_s_tokens_change_no_advantage_and_no_target(rule) -> None
         assert results[0].metrics == pytest.approx(results[1].metrics, rel=1e-5, abs=1e-6)
 
 
-def cut_in_streams(one, numbers, cuts, observed_after):
-    """The same sampled tokens in streams that end at `cuts`, each followed by observed tokens, whose numbers are wild.
+def in_streams(one, numbers, draw):
+    """The same sampled tokens as turns of up to three streams that take turns, with observed tokens of wild numbers between.
 
-    `numbers`: per-token tensors of the response. The window's start is that of each stream.
+    `numbers`: per-token tensors of the response. Return pairs of a sequence and its numbers, and where each token went.
     """
-    start, parts = one.critic_context.window.start, []
-    bounds = [0, *cuts, one.num_response_tokens]
-    for segment, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        count = observed_after[segment]
-        own = judged(one.sample_id, end - begin + count, 0.0, start=min(max(start - begin, 0), end - begin))
-        context = replace(one.critic_context, window=replace(one.critic_context.window, start=min(max(start - begin, 0), end - begin)))
-        observed = torch.arange(end - begin + count) >= end - begin
-        mask = torch.where(observed, 0.0, own.loss_mask)
-        name = f"{one.sample_id}#{segment}" if segment else one.sample_id
-        sample = replace(own, sample_id=name, segment=segment, observed=observed, loss_mask=mask, critic_context=context)
-        parts.append((sample, [torch.cat([each[begin:end], torch.full((count,), 1e6)]) for each in numbers]))
-    return parts
+    length, start = one.num_response_tokens, one.critic_context.window.start
+    bounds = sorted({0, length, *(draw.randint(0, length) for _ in range(draw.randint(0, 4)))})
+    streams: list[list[int]] = []  # for each position the token's number, or -1
+    turns: list[list[TurnCredit]] = []
+    for order, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        number = draw.randint(0, min(len(streams), 2))
+        if number == len(streams):
+            streams.append([])
+            turns.append([])
+        at = len(streams[number])
+        turns[number].append(TurnCredit(at, at + end - begin, 0.0, 0, order))
+        is_last_cut = end == length and not one.critic_context.window.is_finished
+        streams[number] += [*range(begin, end), *[-1] * (0 if is_last_cut else draw.randint(0, 2))]
+    parts = []
+    for segment, (places, own) in enumerate(zip(streams, turns, strict=True)):
+        first = next((at for at, place in enumerate(places) if place >= start), len(places))
+        context = replace(one.critic_context, window=replace(one.critic_context.window, start=first), turns=tuple(own))
+        observed = torch.tensor([place < 0 for place in places])
+        base = judged(one.sample_id, len(places), 0.0)
+        sample = replace(
+            base,
+            sample_id=f"{one.sample_id}#{segment}" if segment else one.sample_id,
+            segment=segment,
+            observed=observed,
+            loss_mask=torch.tensor([float(place >= start) for place in places]),
+            critic_context=context,
+        )
+        parts.append((sample, [torch.tensor([float(each[place]) if place >= 0 else 1e6 for place in places]) for each in numbers]))
+    return parts, streams
 
 
 @pytest.mark.parametrize("rule", [FixedLambda(0.9), LengthAdaptiveLambda(0.2, 0.0), WindowLambda(0.2, 0.5, 4)])
 def test_cutting_an_episode_into_streams_changes_no_advantage_and_no_target(rule) -> None:
-    """GAE goes on from a stream's last sampled token to the next stream's first one, in this order."""
+    """GAE goes from turn to turn in their order, whichever streams they are in."""
     draw = random.Random(7)
-    for _ in range(examples(40)):
-        whole, cut = [], []
+    num_streams = 0
+    for _ in range(examples(60)):
+        whole, cut, streams = [], [], {}
         for index in range(5):
             length = draw.randint(1, 10)
             start = draw.randrange(length) if index % 2 else 0
             one = judged(f"{index}/0", length, draw.choice((1.0, -1.0)), start=start, is_finished=index % 3 > 0)
             numbers = [torch.tensor([draw.random() for _ in range(length)]) for _ in range(2)]
-            cuts = sorted(draw.randint(0, length) for _ in range(draw.randint(0, 3)))
-            observed = [draw.randint(0, 2) for _ in range(len(cuts) + 1)]
-            observed[-1] = 0 if cuts[-1:] != [length] else 1  # a last stream without tokens is the state after an answer
-            whole.append((replace(one, value_after=3.0), *numbers))
-            parts = cut_in_streams(one, numbers, cuts, observed)
-            after = float(numbers[0][-1])
-            cut.append([(replace(sample, value_after=after), *each) for sample, each in parts])
-        before = estimate(*map(list, zip(*whole, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
-        flat = [each for parts in cut for each in parts]
-        after = estimate(*map(list, zip(*flat, strict=True)), rule, ignored_tail_tokens=2, whiten=True, gamma=0.99)
+            whole.append((one, *numbers))
+            parts, places = in_streams(one, numbers, draw)
+            cut += [(sample, *each) for sample, each in parts]
+            streams |= {sample.sample_id: where for (sample, _), where in zip(parts, places, strict=True)}
+            num_streams = max(num_streams, len(parts))
+        options = {"lambda_rule": rule, "ignored_tail_tokens": 2, "whiten": True, "gamma": 0.99}
+        before, after = (estimate(*map(list, zip(*batch, strict=True)), **options) for batch in (whole, cut))
         for kind, names in (("policy_samples", ("advantages", "loss_mask")), ("critic_samples", ("returns", "loss_mask"))):
-            joined: dict[str, dict[str, list[float]]] = {}
-            for one in getattr(after, kind):
-                sampled = ~one.observed
+            found = {
+                (sample.episode, place, name): float(getattr(sample, name)[at])
+                for sample in getattr(after, kind)
+                for name in names
+                for at, place in enumerate(streams[sample.sample_id])
+                if place >= 0
+            }
+            for sample in getattr(before, kind):
                 for name in names:
-                    joined.setdefault(one.episode, {}).setdefault(name, []).extend(getattr(one, name)[sampled].tolist())
-            for one in getattr(before, kind):
-                for name in names:
-                    assert joined[one.sample_id][name] == pytest.approx(getattr(one, name).tolist(), rel=1e-6, abs=1e-6)
-            assert len(joined) == len(getattr(before, kind))
+                    for place, number in enumerate(getattr(sample, name).tolist()):
+                        key = (sample.sample_id, place, name)
+                        # The critic's batch leaves out streams without a token to train.
+                        assert found.get(key, 0.0) == pytest.approx(number, rel=1e-5, abs=1e-6), key
         assert before.metrics == pytest.approx(after.metrics, rel=1e-5, abs=1e-6)
+    assert num_streams == 3
 
 
 def test_a_window_that_ends_with_an_answer_takes_the_value_after_it() -> None:

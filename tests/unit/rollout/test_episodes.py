@@ -25,7 +25,8 @@ def assert_is(completion: Completion, played: world.Played, engine: world.FakeTu
         stream = completion.stream(number)
         assert stream.prompt_ids == prompt and stream.token_ids.tolist() == tokens
         assert [run.is_sampled for run in stream.runs for _ in range(run.start, run.end)] == [one is not None for one in places]
-        assert stream.sampled.logprobs.tolist() == [world.logprob(*place) for place in places if place]
+        sampled = [stream.logprobs[run.start : run.end] for run in stream.runs if run.is_sampled]
+        assert np.concatenate(sampled).tolist() == [world.logprob(*place) for place in places if place]
         versions = [run.version for run in stream.versions for _ in range(run.start, run.end)]
         assert len(versions) == len(tokens)
         for place, version, before in zip(places, versions, [None, *versions]):

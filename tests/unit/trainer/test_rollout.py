@@ -186,7 +186,7 @@ def _episode(name: str, draw: random.Random, reward: float, num_streams: int) ->
         for _ in range(draw.randint(1, 4)):
             end = position + draw.randint(0, 4)
             observed_end = end + draw.randint(0, 3)
-            turns.append(Turn(position, end, observed_end, reward=draw.random(), trained=draw.random() < 0.8))
+            turns.append(Turn(position, end, observed_end, reward=draw.random(), trained=draw.random() < 0.8, order=draw.randint(0, 9)))
             position = observed_end
         cut = draw.randint(0, position)
         versions = tuple(run for run in (VersionRange(0, cut, 3), VersionRange(cut, position, 5)) if run.end > run.start)
@@ -248,7 +248,8 @@ def test_turns_travel_with_their_rewards_and_contexts(rewards_turns: bool) -> No
             streams += [(s.prompt_ids, s.token_ids, s.turns) for s in one.episode.segments]
             for prompt, tokens, turns in streams:
                 credits = next(sequences).critic_context.turns
-                assert [(c.start, c.end) for c in credits] == [(turn.start, turn.end) for turn in turns]
+                places = [(turn.start, turn.end, turn.order) for turn in turns]
+                assert [(credit.start, credit.end, credit.order) for credit in credits] == places
                 assert [c.reward for c in credits] == [turn.reward if rewards_turns else 0.0 for turn in turns]
                 for credit in credits:
                     before = (*prompt, *tokens[: credit.start].tolist())
