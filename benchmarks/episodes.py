@@ -1,6 +1,7 @@
 """Cost of episodes: worker processes, the episode engine, and a simulated rollout engine.
 
     python benchmarks/episodes.py [--json] [--tiny]
+    python benchmarks/episodes.py --chaos [--episodes N] [--json]    accounting, replies and leftovers under faults
 
 Environments wait for a log-normal time in each step, as tools do; they run in real worker processes. The simulated engine has
 slots, and a turn takes one for a fixed time.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import episode_chaos
 import numpy as np
 import options
 import waiting_environment
@@ -171,7 +173,12 @@ def round_trip(size: Size, count: int) -> float:
 def main() -> None:
     """Print the figures."""
     parser = options.parser(__doc__, "48 episodes whose tools wait 20 ms")
+    parser.add_argument("--chaos", action="store_true", help="play episodes under injected faults, and check every one")
+    parser.add_argument("--episodes", type=int, default=5000, help="number of episodes of --chaos")
     arguments = parser.parse_args()
+    if arguments.chaos:
+        options.show(episode_chaos.play_chaos(200 if arguments.tiny else arguments.episodes, quickstart_turns()), arguments)
+        return
     size = TINY if arguments.tiny else FULL
     result: dict[str, Any] = {"size": vars(size), **play(size, quickstart_turns())}
     result["round_trip_ms"] = round_trip(size, 50 if arguments.tiny else 1000)

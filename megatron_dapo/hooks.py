@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +107,19 @@ def import_place(place: str) -> ModuleType:
     """Import the module before the colon of a user's path: "package.module" or "path/to/file.py". Errors of the import
     propagate."""
     return _file_module(Path(place)) if place.endswith(".py") else _module(place)
+
+
+def source_file(place: str) -> Path | None:
+    """Return the file of the module before the colon of a user's path, without running it; None if it is not found."""
+    if place.endswith(".py"):
+        return Path(place)
+    spec, path = None, None
+    for end in [index for index, each in enumerate(f"{place}.") if each == "."]:
+        spec = PathFinder.find_spec(place[:end], path if path is not None else [*sys.path, os.getcwd()])
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _module(name: str) -> ModuleType:

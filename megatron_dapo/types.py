@@ -197,6 +197,7 @@ class Episode:
     num_retries: int = field(default=0, compare=False)  # times a lost environment was started again
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # generating, acting
     lost: str = ""  # the reason, if its end is "lost"
+    state: str = ""  # JSON, of an unfinished episode with environment.resume = "state"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,8 @@ priority  the scores of each prompt, by which the next ones are chosen
 filter    the history of each prompt, and which prompts wait
 vapo      a critic on another layout, with its optimizer
 tppo      the same, and unfinished windows; each window must be trained exactly once
+episodes  unfinished conversations with an environment, held in any turn, and their workers' processes
+tools     the same with a tool, which the base model calls
 
 --to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,
 counters and collector, saved again by that layout, are compared bit by bit.
@@ -95,8 +97,32 @@ learning_rate = 1e-3
 warmup_steps = 2
 """
 
+# Episodes of up to five turns, of which a batch leaves many unfinished.
+EPISODES = """
+[environment]
+path = "{games}:{name}"
+processes = 1
+max_turns = 5
+max_turn_tokens = {max_turn_tokens}
+max_context_tokens = 512
+
+[turns]
+parser = "line"
+on_cut = "observe"
+
+[reward]
+verifier = "environment"
+
+[algorithm.off_policy]
+correction = "tis"
+"""
+GAMES = (ROOT / "tools" / "resume_proof" / "games.py").as_posix()
+CARRIED = "oversample = 2.0\nmax_staleness = 1\npartial_rollout = true"
+
 # Algorithm -> (further keys of [rollout], further sections).
 ALGORITHMS = {
+    "episodes": (CARRIED, EPISODES.format(games=GAMES, name="Letters", max_turn_tokens=12)),
+    "tools": (CARRIED, EPISODES.format(games=GAMES, name="Answers", max_turn_tokens=0)),
     "budget": ("budget = { enabled = true, min_size = 2, max_size = 12 }", ""),
     "priority": ('prompt_order = "priority"', ""),
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),

@@ -41,6 +41,13 @@ ENVIRONMENT_RULES = (
         reason="routing is not recorded over several turns",
     ),
     Rule(
+        'environment.resume != "state" or turns.history != "rewrite"',
+        'set environment.resume = "replay", or turns.history = "keep"',
+        path="environment.resume",
+        when=_ON,
+        reason="a template that rewrites history needs the messages, which only a repetition gives",
+    ),
+    Rule(
         "environment.max_context_tokens > data.max_prompt_tokens",
         "set environment.max_context_tokens = {data.max_prompt_tokens + rollout.max_response_tokens} or more, or 0",
         when=_CONTEXT,

@@ -76,15 +76,15 @@ class EnvironmentConfig(Section):
     """Seconds that it may take for an answer."""
 
     episode_seconds: PositiveFloat = 600.0
-    """Seconds that it may take for all answers of an episode: then the episode ends truncated; if an answer is still
-    missing, it is lost."""
+    """Seconds that it may take for all answers of an episode: then the episode ends truncated, with the answer or without."""
 
     on_step_timeout: Literal["observe", "end", "lost"] = "observe"
     """A tool that takes longer than step_seconds. observe: the model is told so and continues. end: the
     episode ends without a reward. lost: it is lost."""
 
     memory_limit_mb: PositiveInt = 2048
-    """Memory limit of one worker process, in MiB."""
+    """Memory limit in MiB: of the address space of a worker process, and of what it and everything it has started hold. A worker
+    that holds three quarters of it after an episode is replaced."""
 
     max_processes: PositiveInt = 64
     """Most processes that a worker process and everything it has started may have at a time."""
@@ -96,12 +96,19 @@ class EnvironmentConfig(Section):
     """Sum of an episode's rewards from which on it counts as correct if its environment does not say it."""
 
     retries: NonNegativeInt = 2
-    """Times that a lost environment (its process died, or missed a deadline) is started again with the same seed, and the turns
-    so far are played again. After them, on_lost applies."""
+    """Times that a lost environment (its process died, or missed a deadline) is started again with the same seed; then the
+    episode is lost, and on_lost applies. A prompt is queued again as many times in a row."""
 
-    on_lost: Literal["requeue", "fail"] = "requeue"
-    """requeue: the group of a lost episode is dropped and its prompt queued again; after as many such groups in a row as a
-    train step has, the run ends with the reason. fail: it ends at the first one. A lost episode is never scored."""
+    resume: Literal["replay", "state", "restart"] = "replay"
+    """How an episode continues whose environment was lost, or that a checkpoint holds. replay: the turns so far are played again
+    without a new token; if the environment does not repeat them, the episode begins anew. state: the environment's set_state
+    gets what its get_state returned after the last answer. restart: the episode begins anew."""
+
+    on_lost: Literal["requeue", "shrink", "fail"] = "requeue"
+    """A lost episode is never scored. requeue: its group is dropped and its prompt queued again; a prompt whose groups are lost
+    more than `retries` times in a row is left out until the next epoch, with its reason in the log. shrink: the group is trained
+    without it if two episodes are left, otherwise requeue. fail: the run ends. It also ends if as many groups in a row as a train
+    step has are dropped."""
 
     order: Order = "auto"
     """rounds: an answer enters in the round of generation after the turn's, which waits for it, so that a run repeats bit for
@@ -112,6 +119,13 @@ class EnvironmentConfig(Section):
         return bool(self.path or self.function or self.command or self.agent)
 
     def broken_rules(self) -> Iterator[Rule]:
+        if self.resume == "state" and self.is_on and not self.path:
+            yield Rule(
+                'environment.resume != "state" or environment.path',
+                'set environment.resume = "replay", or write the environment as a class with get_state and set_state',
+                path="environment.resume",
+                reason="only an Environment has a state that can be saved",
+            )
         if sum(map(bool, (self.path, self.function, self.command, self.agent))) > 1:
             yield Rule(
                 'len([one for one in (environment.path, environment.function, environment.command, environment.agent) if one]) <= 1',

@@ -92,7 +92,7 @@ def play_all(
         for reply in pool.poll(_WAIT_S):
             index, play = int(reply.episode_id), plays[int(reply.episode_id)]
             play.add(reply)
-            if reply.done or reply.lost or len(play.replies) > max_turns:
+            if reply.done or reply.lost or reply.timed_out or len(play.replies) > max_turns:
                 pool.end(reply.episode_id)
                 open_episodes.remove(index)
             else:

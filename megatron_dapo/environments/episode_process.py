@@ -25,11 +25,12 @@ class OpenEpisode:
     episode_id: str
     task: Task
     directory: Path
-    state: Literal["pending", "acting", "idle", "ending"] = "pending"
+    state: Literal["pending", "acting", "idle", "timed_out", "ending"] = "pending"
     deadline: float = math.inf  # end of the open reset, step or close
     seconds: float = 0.0  # time that its environment has taken
     has_begun: bool = False  # its reset has been answered
     lost: str = ""  # why its worker has gone, until the next `act` learns of it
+    is_cause: bool = True  # False: another episode took its worker down
 
 
 @dataclass(eq=False)
@@ -47,13 +48,14 @@ class EnvironmentProcess(WorkerProcess):
 
 
 def start_line(episode: OpenEpisode) -> dict[str, Any]:
-    return {
+    line = {
         "op": "start",
         "episode": episode.number,
         "task": dict(episode.task.fields),
         "seed": episode.task.seed,
         "directory": str(episode.directory),
     }
+    return line if episode.task.state is None else {**line, "state": episode.task.state}
 
 
 def act_line(episode: OpenEpisode, action: Action) -> dict[str, Any]:
@@ -81,7 +83,8 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
     done, is_correct = message.get("done", False), message.get("is_correct")
     if not isinstance(done, bool) or not isinstance(is_correct, (bool, type(None))):
         raise ValueError("done and is_correct are truth values")
-    if not messages and not done:
+    is_restored = episode.task.state is not None and not episode.has_begun
+    if not messages and not done and not is_restored:
         raise ValueError("it has no messages and is not done")
     after, begins = message.get("after"), message.get("begins", "")
     if not isinstance(after, (int, type(None))) or not isinstance(begins, str):
@@ -102,6 +105,7 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
         after=after,
         begins=begins,
         seconds=_number(message.get("seconds", 0.0), "seconds"),
+        state=message.get("state"),
     )
 
 

@@ -44,13 +44,14 @@ from megatron_dapo.environments.remote.worker import OUT_OF_MEMORY
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.workers.owner import WorkerOwner
 from megatron_dapo.workers.process import worker_environment
-from megatron_dapo.workers.supervisor import TOO_MANY_PROCESSES
+from megatron_dapo.workers.supervisor import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 _START_SECONDS = 120.0  # until a worker has imported the user's file, which may import torch
 _LATE_S = 1.0  # between a step's limit, which a worker keeps for tools, and its end by force
+_HIGH_SHARE = 0.75  # of the memory limit: a worker that holds more is replaced when an episode of it ends
 _SCRATCH = "megatron-dapo-episodes-"
 
 
@@ -71,6 +72,7 @@ class WorkerSettings:
     memory_limit_mb: int = 2048
     max_processes: int = 64
     on_step_timeout: str = "observe"
+    with_state: bool = False  # replies have the environments' states
     variables: tuple[str, ...] = ()  # environment variables that workers get besides a short allow-list
 
     @property
@@ -89,6 +91,7 @@ class WorkerSettings:
                 "max_processes": self.max_processes,
                 "on_step_timeout": self.on_step_timeout,
                 "step_seconds": self.step_seconds,
+                "with_state": self.with_state,
             }
         ).encode() + b"\n"  # fmt: skip
 
@@ -300,7 +303,7 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
 
     def _lose(self, episode: OpenEpisode, reason: str) -> None:
         self._open.pop(episode.number, None)
-        self._put(episode.number, Reply(episode.episode_id, lost=reason))
+        self._put(episode.number, Reply(episode.episode_id, lost=reason, is_cause=episode.is_cause))
 
     # ---- lines of workers
 
@@ -336,8 +339,10 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
     def _handle_reply(self, worker: EnvironmentProcess, episode: OpenEpisode, message: Mapping[str, Any]) -> None:
         if episode.state == "ending":
             if "ended" in message:
-                self._ended(worker, episode, bool(message.get("stuck")))
+                self._ended(worker, episode, message)
             return  # another reply crossed the end
+        if episode.state == "timed_out":
+            return  # it came too late
         if episode.state != "acting":
             raise ValueError("nothing was sent that it answers")
         reply = reply_of(message, episode)
@@ -348,10 +353,18 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
             self._end(episode.number)
         self._put(episode.number, reply)
 
-    def _ended(self, worker: EnvironmentProcess, episode: OpenEpisode, is_stuck: bool) -> None:
+    def _ended(self, worker: EnvironmentProcess, episode: OpenEpisode, message: Mapping[str, Any]) -> None:
         del worker.episodes[episode.number]
         _remove_directory(episode.directory)
-        if is_stuck and not worker.is_leaving:
+        memory_mb, limit_mb = message.get("memory_mb", 0), self._settings.memory_limit_mb
+        has_grown = isinstance(memory_mb, int) and memory_mb > _HIGH_SHARE * limit_mb
+        if has_grown and not worker.is_leaving:
+            logger.warning(
+                "environment %s: a process holds %d MiB after %d episodes, it is replaced before it meets "
+                "environment.memory_limit_mb = %d",
+                *(self._settings.name, memory_mb, worker.num_begun, limit_mb),
+            )
+        if (has_grown or message.get("stuck")) and not worker.is_leaving:
             worker.is_leaving = True
             self.counts["replaced"] += 1
         if worker.is_leaving and not worker.episodes:
@@ -383,20 +396,25 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
                 self._worker_is_gone(worker, f"its worker did not start in {_START_SECONDS:g} s")
 
     def _is_late(self, worker: EnvironmentProcess, late: OpenEpisode) -> None:
-        self.counts["killed"] += 1
         settings = self._settings
+        if late.state == "acting" and late.has_begun and settings.episode_seconds - late.seconds < settings.step_seconds:
+            # The step itself may still be in time, so nothing says that the machine failed: `end` gives it step_seconds.
+            late.state, late.deadline = "timed_out", float("inf")
+            self._put(late.number, Reply(late.episode_id, timed_out=True, seconds=settings.episode_seconds - late.seconds))
+            return
+        self.counts["killed"] += 1
         if late.state == "ending":
             reason = f"close took longer than environment.step_seconds = {settings.step_seconds:g}"
         elif not late.has_begun:
             reason = f"reset took longer than environment.reset_seconds = {settings.reset_seconds:g}"
-        elif settings.episode_seconds - late.seconds < settings.step_seconds:
-            reason = f"its steps took longer than environment.episode_seconds = {settings.episode_seconds:g}"
         else:
             reason = f"step took longer than environment.step_seconds = {settings.step_seconds:g}"
         del worker.episodes[late.number]
         worker.directories.append(late.directory)
         if late.state != "ending":
             self._lose(late, reason)
+        for other in worker.episodes.values():
+            other.is_cause = False
         self._lose_all(worker, f"its worker was killed, because another episode's {reason}")
 
     def _worker_is_gone(self, worker: EnvironmentProcess, reason: str | None = None) -> None:
@@ -413,6 +431,11 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
         if exit_code == OUT_OF_MEMORY:
             return (
                 f"its worker met its limit of memory (environment.memory_limit_mb = {self._settings.memory_limit_mb})"
+            )
+        if exit_code == TOO_MUCH_MEMORY:
+            return (
+                f"{self._settings.name}: its worker and the processes that it had started held more than "
+                f"environment.memory_limit_mb = {self._settings.memory_limit_mb} MiB of memory"
             )
         if exit_code == TOO_MANY_PROCESSES:
             return f"its worker had more than environment.max_processes = {self._settings.max_processes} processes"

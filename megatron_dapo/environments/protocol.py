@@ -24,6 +24,7 @@ class Task:
 
     fields: Mapping[str, Any]  # JSON: the data row's task, with the prompt's `messages` and `answer`
     seed: int  # the same seed gives the same environment
+    state: Any = None  # JSON: the environment continues from it, as an earlier reply had it; None: from its begin
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Reply:
     episode_id: str
     messages: tuple[
         Mapping[str, Any], ...
-    ] = ()  # the begin of the conversation in answer to `start`, then what is appended
+    ] = ()  # the begin of the conversation in answer to `start`, then what is appended; empty in answer to a `start` with a state
     tools: tuple[
         Mapping[str, Any], ...
     ] = ()  # JSON schemas for the chat template, in answer to `start`; see `data.tool_calls.Tool`
@@ -58,8 +59,11 @@ class Reply:
     max_tokens: int | None = None  # limit of the next turn; None: what the episode's limits leave
     after: int | None = None  # turn that the messages follow, from 0; None: the last one
     begins: str = ""  # the messages are another conversation of the episode, with `tools`: the reason
-    lost: str = ""  # the reason if the infrastructure failed, not the policy; nothing else is set then
+    lost: str = ""  # the reason if the infrastructure failed, not the policy
+    is_cause: bool = True  # False: it is lost because another episode took their process down
+    timed_out: bool = False  # its environment has used up the episode's seconds, without an answer; it is still open
     seconds: float = 0.0  # time that the environment took
+    state: Any = None  # JSON: what `Task.state` may be later
 
 
 class EnvironmentPool(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.schema import Config
@@ -12,6 +14,7 @@ from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.data.sources import eval_sources
 from megatron_dapo.data.template import StopTokens
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
+from megatron_dapo.hooks import source_file
 
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
@@ -48,4 +51,33 @@ def evaluation_protocol(
         chat_template_sha256=report.template_hash,
         verifier=config.reward.verifier,
         verifier_version=verifier_version,
+        **_environment(config),
     )
+
+
+# Keys of [environment] on which an episode's end or reward depends.
+_LIMITS = (
+    *("max_turns", "max_turn_tokens", "max_context_tokens", "reset_seconds", "step_seconds", "episode_seconds"),
+    *("on_step_timeout", "memory_limit_mb", "max_processes", "success", "other_sampling"),
+)
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Return the protocol's fields of an environment. Files are known by their names and contents, wherever they are."""
+    environment, turns = config.environment, config.turns
+    if not environment.is_on:
+        return {}
+    place = environment.path or environment.function
+    module, _, name = place.rpartition(":")
+    words = [place and f"{Path(module).name}:{name}", *(Path(word).name for word in (*environment.command, *environment.agent))]
+    files = [source_file(module)] if place else [Path(word) for word in (*environment.command, *environment.agent)]
+    digest = hashlib.sha256()
+    for file in files:
+        if file is not None and file.is_file():
+            digest.update(file.read_bytes())
+    return {
+        "environment": " ".join(filter(None, words)),
+        "environment_sha256": digest.hexdigest(),
+        "environment_limits": ", ".join(f"{key} = {getattr(environment, key)!r}" for key in _LIMITS),
+        "turns": f"history = {turns.history}, parser = {turns.parser}, on_cut = {turns.on_cut}",
+    }

@@ -45,6 +45,10 @@ class EvaluationProtocol:
     chat_template_sha256: str
     verifier: str
     verifier_version: str
+    environment: str = ""  # class, function or program that plays; "": none
+    environment_sha256: str = ""  # hash of the files that it names
+    environment_limits: str = ""
+    turns: str = ""  # how turns are joined and read; with the chat template it decides the proof of the token stream
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.num_problems < 1:

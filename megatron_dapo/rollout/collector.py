@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_dapo.data.prompt_stream import PromptStream
@@ -26,7 +26,7 @@ class PromptAccounting:
     buffered: int
     unfinished: int  # kept to continue in the next collection
     in_flight: int
-    lost: int = 0  # queued again because an episode was lost
+    lost: int = 0  # dropped because an episode was lost
 
     @property
     def is_balanced(self) -> bool:
@@ -63,11 +63,12 @@ class GroupCounters:
     num_trained: int = 0
     num_filtered: int = 0
     num_queued_again: int = 0
-    num_lost: int = 0  # queued again because an episode was lost; not among those above
+    num_lost: int = 0  # dropped because an episode was lost; not among those above
     generation_step: int = 0  # rounds of generation begun
     train_step: int = 0  # batches handed out
     num_recent_decided: float = 0.0  # groups the filter decided on; older collections weigh less
     num_recent_kept: float = 0.0
+    lost_in_row: dict[str, int] = field(default_factory=dict)  # lost groups since the last whole one, by prompt id
 
 
 @dataclass
@@ -84,6 +85,15 @@ class WindowCounters:
 
 
 @dataclass(frozen=True)
+class LossLimits:
+    """What is done about groups with a lost episode."""
+
+    max_in_row: int = 1  # such groups dropped (windows: such episodes), one after another, that end a collection
+    max_of_prompt: int = 2  # times in a row that a prompt is queued again
+    shrinks: bool = False  # groups are trained without their lost episodes
+
+
+@dataclass(frozen=True)
 class CollectorInputs:
     """Everything a collector works with.
 
@@ -96,7 +106,7 @@ class CollectorInputs:
     engine: RolloutEngine
     scorer: SampleScorer
     on_progress: Callable[[CollectProgress], None] | None = None
-    max_lost_in_row: int = 1  # groups with a lost episode (windows: such episodes), one after another, that end a collection
+    losses: LossLimits = LossLimits()
 
 
 class EpisodesLost(RuntimeError):

@@ -69,6 +69,8 @@ MAX_FRUITLESS_ROUNDS = 100
 # Weight of a collection's filter decisions in the estimate of the next one's.
 _RECENT = 0.5
 
+MIN_SHRUNK_SIZE = 2  # a group without its lost episodes: one episode has no advantage
+
 _MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
 
 
@@ -107,7 +109,7 @@ class GroupCollector(Collector):
         self._first_number = 0  # number of the first group that this collection starts
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
-        self._max_lost_in_row = inputs.max_lost_in_row
+        self._losses = inputs.losses
         self._num_lost_in_row = 0
         self._reported: set[Exhaustion] = set()  # shortages that this process has warned of
         self._shown: list[Group] = []  # the first groups that this collection left out
@@ -294,23 +296,38 @@ class GroupCollector(Collector):
             self._engine.submit(requests)
 
     def _give_up_lost(self) -> None:
-        """Queue the prompts of groups with a lost episode again, once their other episodes have ended."""
+        """Drop groups with a lost episode, or only the episode, once their other episodes have ended."""
         for group in self._at(GroupStage.IN_FLIGHT):
             if not group.is_complete or not (lost := group.lost_episodes):
                 continue
+            if self._losses.shrinks and len(group.completions) - len(lost) >= MIN_SHRUNK_SIZE:
+                group.leave_out(lost)
+                self._builder.add_left_out(lost)
+                continue
             del self._open[group.group_id]
-            self._stream.requeue(group.prompt.prompt_id)
             self._counters.num_lost += 1
             self._num_lost_in_row += 1
             self._builder.add_aborted(group.completions.values())
             self._builder.num_lost += 1
             assert lost[0].episode is not None, "a lost episode is an episode"
-            if self._num_lost_in_row >= self._max_lost_in_row:
-                raise EpisodesLost(
-                    f"{self._num_lost_in_row} groups in a row lost an episode to a failure of its environment, the last one of "
-                    f"prompt {group.prompt.prompt_id}: {lost[0].episode.lost}; mend the environment, or what it needs, and start "
-                    "again"
-                )
+            self._queue_lost(group.prompt.prompt_id, lost[0].episode.lost)
+
+    def _queue_lost(self, prompt_id: str, reason: str) -> None:
+        """Queue a prompt again whose group was lost, unless it was lost too often: then the cause is the prompt's."""
+        counts, limits = self._counters.lost_in_row, self._losses
+        counts[prompt_id] = counts.get(prompt_id, 0) + 1
+        if counts[prompt_id] <= limits.max_of_prompt:
+            self._stream.requeue(prompt_id)
+        else:
+            logger.warning(
+                "prompt %s is left out until the next epoch: an episode of it was lost in %d groups in a row: %s",
+                *(prompt_id, counts.pop(prompt_id), reason),
+            )
+        if self._num_lost_in_row >= limits.max_in_row:
+            raise EpisodesLost(
+                f"{self._num_lost_in_row} groups in a row lost an episode to a failure of its environment, the last one of "
+                f"prompt {prompt_id}: {reason}; mend the environment, or what it needs, and start again"
+            )
 
     def _decide(self, complete: Sequence[OpenGroup]) -> None:
         """Score complete groups and keep or drop each."""
@@ -319,6 +336,7 @@ class GroupCollector(Collector):
         for group in score_groups(self._scorer, complete, self._engine.policy_version):
             del self._open[group.group_id]
             self._num_lost_in_row = 0
+            self._counters.lost_in_row.pop(group.prompt.prompt_id, None)
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
             if decision != UNSCORED:  # a lost score says nothing about the prompt

@@ -14,7 +14,7 @@ long; a fresh draw would favor short ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -63,6 +63,13 @@ class OpenGroup:
     def lost_episodes(self) -> list[Completion]:
         """Episodes that a failure of the machine ended: they say nothing about the policy."""
         return [one for one in self.completions.values() if is_lost(one)]
+
+    def leave_out(self, completions: Sequence[Completion]) -> None:
+        """Make the group smaller. Its samples keep their ids."""
+        names = {one.request_id for one in completions}
+        kept = [self.completions[index] for index in sorted(self.completions)]
+        self.completions = dict(enumerate(one for one in kept if one.request_id not in names))
+        self.size = len(self.completions)
 
     @property
     def has_returned(self) -> bool:

@@ -126,7 +126,7 @@ def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], serving: i
         [(group.prompt, group.completions[index]) for group in complete for index in sorted(group.completions)]
     )
     for group in complete:
-        samples = tuple(scored[f"{group.group_id}/{index}"] for index in range(len(group.completions)))
+        samples = tuple(scored[group.completions[index].request_id] for index in sorted(group.completions))
         versions = [run.version for sample in samples for run in sample.completion.versions]
         # A group is as old as its oldest token.
         yield Group(group.group_id, group.prompt, samples, min(versions, default=serving), group.generation_step)

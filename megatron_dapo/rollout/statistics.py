@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -83,6 +83,7 @@ class CollectStatistics:
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_lost: int = 0  # aborted groups with an episode whose environment was lost
+    num_left_out: int = 0  # lost episodes without which their groups go on
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
@@ -100,6 +101,7 @@ class StatisticsBuilder:
     num_started: int = 0
     num_aborted: int = 0
     num_lost: int = 0
+    num_left_out: int = 0
     num_stale: int = 0
     num_continued: int = 0
     num_tokens: int = 0  # generated
@@ -135,6 +137,11 @@ class StatisticsBuilder:
         lengths = [completion.num_sampled for completion in completions]
         self.lengths["aborted"] += lengths
         self.num_discarded_tokens += sum(lengths)
+
+    def add_left_out(self, completions: Sequence[Completion]) -> None:
+        """Count lost episodes of a group that goes on without them."""
+        self.num_left_out += len(completions)
+        self.num_discarded_tokens += sum(completion.num_sampled for completion in completions)
 
     def add_stale(self, group: Group) -> None:
         """Count one buffered group dropped for its age."""

@@ -80,7 +80,7 @@ class WindowCollector(Collector):
         self._pool = WindowPool()
         self._collection: WindowCollection | None = None  # the current one
         self._given_back: list[RolloutBatch] = []
-        self._max_lost_in_row = inputs.max_lost_in_row
+        self._max_lost_in_row = inputs.losses.max_in_row
         self._lost_in_row: list[Completion] = []
         self._num_scored = 0  # in the current collection, when it was last looked at
 

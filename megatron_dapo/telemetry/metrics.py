@@ -168,8 +168,13 @@ _STEP = [
         ("generating_seconds_mean", "s", "seconds that an episode's turns were with the engine"),
         ("acting_seconds_mean", "s", "seconds that its environment took"),
         ("retries", "times", "lost environments of the trained episodes that were started again"),
-        ("begun_anew", "times", "trained episodes begun anew because their environment did not repeat its answers"),
+        (
+            "begun_anew",
+            "times",
+            "trained episodes begun anew because their environment did not repeat its answers (or environment.resume = restart)",
+        ),
         ("groups_lost", "groups", "groups dropped for a lost episode; their prompts were queued again"),
+        ("left_out", "episodes", "lost episodes without which their groups were trained (environment.on_lost = shrink)"),
     ),
     *_section(
         "reward",

@@ -64,6 +64,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
         success=environment.success,
         max_environments=workers.num_processes * workers.episodes_per_process,
         retries=environment.retries,
+        resume=environment.resume,
         order=order,
         parser=config.turns.parser,
         on_cut="observe" if environment.agent else config.turns.on_cut,
@@ -87,6 +88,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         memory_limit_mb=environment.memory_limit_mb,
         max_processes=environment.max_processes,
         on_step_timeout=environment.on_step_timeout,
+        with_state=environment.resume == "state",
         variables=environment.variables,
     )
 

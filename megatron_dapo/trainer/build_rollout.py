@@ -31,7 +31,7 @@ from megatron_dapo.rewards.pool.pool import VerifierPool
 from megatron_dapo.rewards.verifiers.format import has_form
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
-from megatron_dapo.rollout.collector import Collector, CollectorInputs
+from megatron_dapo.rollout.collector import Collector, CollectorInputs, LossLimits
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import FailureStreak, RewardAddend, SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
@@ -108,8 +108,13 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
-    max_lost_in_row = config.rollout.prompts_per_step if config.environment.on_lost == "requeue" else 1
-    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, max_lost_in_row)
+    environment = config.environment
+    losses = LossLimits(
+        1 if environment.on_lost == "fail" else config.rollout.prompts_per_step,
+        environment.retries,
+        environment.on_lost == "shrink",
+    )
+    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, losses)
     collector: Collector
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)

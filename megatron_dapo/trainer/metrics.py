@@ -294,6 +294,7 @@ def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         "episodes/retries": sum(episode.num_retries for _, episode in played),
         "episodes/begun_anew": sum(episode.attempt for _, episode in played),
         "episodes/groups_lost": batch.statistics.num_lost,
+        "episodes/left_out": batch.statistics.num_left_out,
     }
 
 

@@ -16,18 +16,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 TOO_MANY_PROCESSES = 77  # exit code of a supervisor that ended everything for their number
+TOO_MUCH_MEMORY = 78  # the same for their memory
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _TICK_S = 0.1  # between counts of the processes
 _END_S = 5.0
 
 
-def start_supervised(max_processes: int) -> None:
+def start_supervised(max_processes: int, max_resident_mb: int = 0) -> None:
     """Fork: return in the child. The calling process watches it, ends what it leaves and ends as the child did.
 
-    More than `max_processes` descendants end them all, with exit code TOO_MANY_PROCESSES.
+    More than `max_processes` descendants end them all, with exit code TOO_MANY_PROCESSES; so do descendants that hold more
+    than `max_resident_mb` MiB of memory together (0: no limit), with TOO_MUCH_MEMORY.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -52,11 +55,41 @@ def start_supervised(max_processes: int) -> None:
             status = signal.SIGKILL
         if status is None and os.getppid() != pool:
             status = signal.SIGKILL
-        if status is None and len(descendants(supervisor)) > max_processes:
-            status = TOO_MANY_PROCESSES << 8
+        if status is None:
+            below = descendants(supervisor)
+            if len(below) > max_processes:
+                status = TOO_MANY_PROCESSES << 8
+            elif max_resident_mb and _hold_more_than(max_resident_mb * 2**20, below):
+                status = TOO_MUCH_MEMORY << 8
         if status is not None:
             end_descendants(supervisor)
             _end_like(status)
+
+
+def _hold_more_than(limit: int, processes: Iterable[int]) -> bool:
+    """Return True if processes hold more than `limit` bytes of memory together.
+
+    Pages that several of them share count once, for which the kernel needs time: only if the plain sum is above the limit.
+    """
+    resident = sum(map(resident_pages, processes)) * os.sysconf("SC_PAGE_SIZE")
+    return resident > limit and sum(_proportional_kib(pid) for pid in processes) * 1024 > limit
+
+
+def resident_pages(pid: int) -> int:
+    """Return the pages of memory that a process holds; 0 for one that has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def _proportional_kib(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
+    except OSError:
+        return 0
 
 
 def _take_precedence() -> None:

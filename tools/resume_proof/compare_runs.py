@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 # Values that a clock decides. Everything else a run records is a function of its configuration.
-CLOCK_KEYS = frozenset({"train_seconds", "eval/seconds"})
+# "seconds" are those of an episode in collector.json: generating and acting.
+CLOCK_KEYS = frozenset(
+    {"train_seconds", "eval/seconds", "seconds", "episodes/generating_seconds_mean", "episodes/acting_seconds_mean"}
+)
 CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/", "nodes/")
 COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared
 EXACT_IN_ANY_LAYOUT = frozenset({"train_step", "actor/learning_rate", "critic/learning_rate"})

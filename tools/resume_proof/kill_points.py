@@ -71,6 +71,7 @@ class KillPoint:
     trained_steps: int  # on record at the kill
     checkpoints: tuple[str, ...]  # directories at the kill, unfinished ones included
     resumed_from: str  # the checkpoint; "": it began anew
+    episodes_continued: int  # unfinished episodes with turns in that checkpoint
     difference: str
     wall_seconds: float  # of the point
 
@@ -86,6 +87,7 @@ class ResumeProofReport:
     phases: Mapping[str, int]  # number of kills by phase
     restarts_from_a_checkpoint: int
     checkpoints_with_carried_groups: int  # of the reference: groups in the buffer, or unfinished windows
+    episodes_continued: int  # unfinished episodes with turns in the checkpoints from which runs were resumed
     train_steps: int
     start_up_seconds: float  # of the reference
     run_seconds: float  # of the reference, after start-up
@@ -255,6 +257,7 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
         phases=dict(Counter(kill.phase for kill in kills).most_common()),
         restarts_from_a_checkpoint=sum(bool(kill.resumed_from) for kill in kills),
         checkpoints_with_carried_groups=_num_carrying(reference / "checkpoints"),
+        episodes_continued=sum(kill.episodes_continued for kill in kills),
         train_steps=steps[-1],
         start_up_seconds=round(start_up, 2),
         run_seconds=round(duration, 2),
@@ -349,7 +352,10 @@ def _kill_point(
     resumed, problem = resume_and_compare(settings, reference, directory)
     orphans = f"processes outlived the kill: {killed.left}" if killed.left else ""
     wall = round(time.monotonic() - start, 1)
-    point = KillPoint(aim, killed.phase, killed.trained_steps, killed.checkpoints, resumed, orphans or problem, wall)
+    continued = _num_held_episodes(reference / "checkpoints" / resumed) if resumed else 0
+    point = KillPoint(
+        aim, killed.phase, killed.trained_steps, killed.checkpoints, resumed, continued, orphans or problem, wall
+    )
     if not point.difference:
         shutil.rmtree(directory)
     return point
@@ -406,6 +412,12 @@ def _differences_after_move(
         settings.run_timeout_s,
     )
     shutil.rmtree(moved)
+
+
+def _num_held_episodes(checkpoint: Path) -> int:
+    state = json.loads((checkpoint / "collector.json").read_text(encoding="utf-8"))
+    held = [one for group in state.get("open_groups", ()) for one in group["completions"].values()]
+    return sum(one["finish_reason"] == "abort" and bool((one.get("episode") or {}).get("turns")) for one in held)
 
 
 def _num_carrying(checkpoints: Path) -> int:

@@ -50,6 +50,18 @@ class EpisodeTask(Mapping[str, Any]):
         self._fields = dict(fields)
 
     @property
+    def random_state(self) -> Any:
+        """The state of `random` as JSON; None: that of the seed, as it is before the first draw."""
+        state = self.random.getstate()
+        return None if state == random.Random(self.seed).getstate() else state
+
+    @random_state.setter
+    def random_state(self, state: Any) -> None:
+        if state is not None:
+            version, numbers, gauss = state
+            self.random.setstate((version, tuple(numbers), gauss))
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The data row's prompt."""
         return [dict(message) for message in self["messages"]]
@@ -144,6 +156,14 @@ class Environment:
     def close(self) -> None | Awaitable[None]:
         """Clean up. Called once, however the episode ends, unless its process is killed."""
         return None
+
+    def get_state(self) -> Any:
+        """Return the state after `reset` or a `step` as JSON, for environment.resume = "state"; `task.random` is saved with it."""
+        raise NotImplementedError(f"{type(self).__name__} has no method get_state(self)")
+
+    def set_state(self, state: Any) -> None | Awaitable[None]:
+        """Continue from a state of `get_state`, in a new object whose `reset` is not called."""
+        raise NotImplementedError(f"{type(self).__name__} has no method set_state(self, state)")
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """Return JSON schemas of the tools that the model is shown."""

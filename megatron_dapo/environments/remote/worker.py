@@ -8,11 +8,12 @@
                       {"op": "end", "episode": n}
     worker -> owner   {"episode": n, "messages": [...], "tools": [...], "done": bool, "reward": ..., "is_correct": ...,
                        "parts": {...}, "calls": [...], "seconds": s,
-                       "max_tokens": n}                                   one for each start and act
+                       "max_tokens": n, "state": ...}                     one for each start and act
                       {..., "after": turn}: the messages follow an earlier turn, by its number from 0
                       {..., "begins": reason, "tools": [...]}: they are another conversation of the episode
                       {"episode": n, "lost": reason}                      instead of it
-                      {"episode": n, "ended": true, "stuck": bool}        one for each end, after everything is closed
+                      {"episode": n, "ended": true, "stuck": bool, "memory_mb": n}
+                                                                          one for each end, after everything is closed
 
 An external program (`command`) speaks the same lines without the first, which is for this file. Whatever a user's Python
 code prints goes to /dev/null.
@@ -51,7 +52,7 @@ from megatron_dapo.environments.remote.api import (
 from megatron_dapo.hooks import load_hook
 from megatron_dapo.untrusted import one_line
 from megatron_dapo.workers.pipes import claim_pipes, limit_resources, send
-from megatron_dapo.workers.supervisor import start_supervised
+from megatron_dapo.workers.supervisor import resident_pages, start_supervised
 
 MAX_REPLY_BYTES = 2**19  # longest line
 OUT_OF_MEMORY = 71  # exit code of a worker that met its limit: any of its episodes may have caused it
@@ -68,7 +69,7 @@ def main() -> None:
         _become(settings)
         return
     requests, replies = claim_pipes()
-    start_supervised(settings["max_processes"])
+    start_supervised(settings["max_processes"], settings["memory_limit_mb"])
     limit_resources(settings["memory_limit_mb"], 0)
     threading.stack_size(_STACK_BYTES)
     try:
@@ -83,7 +84,7 @@ def main() -> None:
 
 def _become(settings: Mapping[str, Any]) -> None:
     """Run the user's program in place of this one, with its pipes."""
-    start_supervised(settings["max_processes"])
+    start_supervised(settings["max_processes"], settings["memory_limit_mb"])
     limit_resources(settings["memory_limit_mb"], 0)
     try:
         os.execvp(settings["command"][0], settings["command"])
@@ -98,8 +99,8 @@ def _become(settings: Mapping[str, Any]) -> None:
 class Play:
     """How to play an episode: an environment's class or a function."""
 
-    def __init__(self, subject: Any, is_function: bool) -> None:
-        self._subject, self._is_function = subject, is_function
+    def __init__(self, subject: Any, is_function: bool, with_state: bool = False) -> None:
+        self._subject, self._is_function, self._with_state = subject, is_function, with_state
         self.tools = [] if is_function or not issubclass(subject, ToolEnvironment) else list(subject.all_tools())
 
     async def __call__(self, task: EpisodeTask, episode: _Episode) -> None:
@@ -118,18 +119,33 @@ class Play:
         environment: Environment = self._subject()
         environment.task = task
         try:
-            messages = checked_messages(await awaited(environment.reset(task, task.seed)))
-            if not messages:
-                raise ValueError("reset returned no message")
-            turn = episode.exchange({"messages": messages, "tools": environment.tool_schemas()})
+            begin = {"messages": await self._begin(environment, task, episode.state), "tools": environment.tool_schemas()}
+            turn = episode.exchange({**begin, **self._state_of(environment, task)})
             while True:
                 step = await awaited(environment.step(turn))
                 if not isinstance(step, Step):
                     raise ValueError(f"step returned {type(step).__name__}, not a Step")
-                turn = episode.exchange(_reply_of(step))
+                state = {} if step.done else self._state_of(environment, task)
+                turn = episode.exchange({**_reply_of(step), **state})
         finally:
             episode.is_stuck = getattr(environment, "is_stuck", False)
             await awaited(environment.close())
+
+    async def _begin(self, environment: Environment, task: EpisodeTask, state: Any) -> list[dict[str, Any]]:
+        """Return the begin of the conversation, or nothing if it goes on from a state."""
+        if state is not None:
+            task.random_state = state["random"]
+            await awaited(environment.set_state(state["environment"]))
+            return []
+        messages = checked_messages(await awaited(environment.reset(task, task.seed)))
+        if not messages:
+            raise ValueError("reset returned no message")
+        return messages
+
+    def _state_of(self, environment: Environment, task: EpisodeTask) -> dict[str, Any]:
+        if not self._with_state:
+            return {}
+        return {"state": {"environment": environment.get_state(), "random": task.random_state}}
 
 
 def load(settings: Mapping[str, Any]) -> Play:
@@ -150,7 +166,11 @@ def load(settings: Mapping[str, Any]) -> Play:
         raise ValueError(f"{what}: it is created without arguments ({error})") from error
     if issubclass(subject, ToolEnvironment):
         subject.on_timeout, subject.timeout_s = settings["on_step_timeout"], settings["step_seconds"]
-    return Play(subject, False)
+    if settings["with_state"] and (
+        subject.get_state is Environment.get_state or subject.set_state is Environment.set_state
+    ):
+        raise ValueError(f'{what} has no get_state(self) and set_state(self, state), which environment.resume = "state" needs')
+    return Play(subject, False, settings["with_state"])
 
 
 def _check_function(subject: Any, what: str) -> None:
@@ -223,6 +243,7 @@ class _Episode(threading.Thread):
         self.is_stuck = False
         self._worker, self._number = worker, start["episode"]
         self._task = EpisodeTask(start["task"], start["seed"], start["directory"])
+        self.state = start.get("state")
         self._since = time.monotonic()
         self._is_open = True  # the owner expects more of it
 
@@ -244,7 +265,8 @@ class _Episode(threading.Thread):
         while self._is_open:
             self._is_open = self.inbox.get()["op"] != "end"
         self._worker.forget(self._number)
-        self._say({"ended": True, "stuck": self.is_stuck})
+        memory_mb = resident_pages(os.getpid()) * os.sysconf("SC_PAGE_SIZE") // 2**20
+        self._say({"ended": True, "stuck": self.is_stuck, "memory_mb": memory_mb})
 
     def exchange(self, reply: Mapping[str, Any]) -> ModelTurn:
         """Send a reply and wait for the model's next turn. Raises EpisodeEnded when the episode is over."""

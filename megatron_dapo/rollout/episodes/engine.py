@@ -10,8 +10,10 @@
                  +-----------------------------+
                    its environment was lost, or the process is another one: the recorded turns are played again
 
-An environment that is lost to a failure of the machine is started again with the same seed, and the turns so far are
-played again; no token is sampled for it. If an answer then differs from the recorded one, the episode begins anew.
+An environment that is lost to a failure of the machine is started again with the same seed. `resume` "replay": the turns
+so far are played again; no token is sampled for it. If an answer, a reward or a call then differs from the recorded one,
+the episode begins anew. "state": the environment is given the state that it had after its last answer, and only a turn that
+had no answer is played again. "restart": the episode begins anew.
 After `retries` losses the episode ends as lost: it says nothing about the policy.
 
 A request with a `window_end` (T-PPO) comes back as an aborted one does once its episode has that many sampled tokens, in
@@ -62,6 +64,7 @@ class EpisodeSettings:
     success: float = 0.5  # sum of rewards from which on it is correct, if its environment does not say it
     max_environments: int = 256  # most episodes that the processes hold at a time; further ones wait
     retries: int = 2  # losses after which it is given up, less one
+    resume: Literal["replay", "state", "restart"] = "replay"
     order: Literal["rounds", "arrival"] = "rounds"
     parser: str = "auto"
     on_cut: Literal["end", "observe"] = "end"
@@ -88,6 +91,7 @@ class EpisodeAccounting:
     open: Mapping[str, int]  # keyed by the name of the stage
     retried: int = 0  # times an environment was lost and started again
     diverged: int = 0  # times a repeated environment answered differently
+    restarted: int = 0  # times one began anew because `resume` says so
     discarded_tokens: int = 0  # sampled in episodes that began anew
 
     @property
@@ -126,6 +130,7 @@ class _Episode:
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
     max_tokens: int | None = None  # limit of the next turn, if the environment sets one
+    state: dict[str, Any] | None = None  # of the environment after its last answer, see `_state_of`
     num_lost: int = 0
     attempt: int = 0
     num_fruitless: int = 0
@@ -151,7 +156,7 @@ class _Episode:
         if self.record is not None:
             return self.record
         return (self.streams or EpisodeStreams(self.request.prompt_ids)).completion(
-            self.request, end, self.partial, **self.facts
+            self.request, end, self.partial, state=json.dumps(self.state) if self.state else "", **self.facts
         )
 
     @property
@@ -271,6 +276,7 @@ class EpisodeEngine:
             open=dict(stages),
             retried=self._counts["retried"],
             diverged=self._counts["diverged"],
+            restarted=self._counts["restarted"],
             discarded_tokens=self._counts["discarded_tokens"],
         )
 
@@ -301,11 +307,25 @@ class EpisodeEngine:
         """Start the environment, to play the turns of `record` again if there is one."""
         episode.stage, episode.streams, episode.partial, episode.is_rewarded = EpisodeStage.STARTING, None, None, False
         episode.turn_ends = []
-        episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
+        episode.reply, episode.seconds["acting"] = None, 0.0
         if record is not None and record.episode is not None:
             episode.attempt = max(episode.attempt, record.episode.attempt)
+            if self._settings.resume == "restart":
+                self._counts["restarted"] += 1
+                self._discard(episode, record)
+                record = None
+        episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
+        episode.state = None
+        if record is not None and record.episode is not None and record.episode.state:
+            episode.state = json.loads(record.episode.state)
         assert episode.request.task is not None, f"{episode.name} has no task"
-        self._pool.start(episode.name, Task(episode.request.task, episode.request.seed))
+        state = episode.state["environment"] if episode.state else None
+        self._pool.start(episode.name, Task(episode.request.task, episode.request.seed, state))
+
+    def _discard(self, episode: _Episode, record: Completion) -> None:
+        """Count the tokens of an episode that begins anew."""
+        self._counts["discarded_tokens"] += sum(turn.num_tokens for turn in recorded_turns(record))
+        episode.attempt += 1
 
     def _drop_held(self, episodes: Iterable[_Episode]) -> int:
         """Drop episodes that are held; return their number."""
@@ -354,7 +374,9 @@ class EpisodeEngine:
         episode.seconds["acting"] += reply.seconds
         episode.max_tokens = reply.max_tokens
         if reply.lost:
-            self._lose(episode, reply.lost)
+            self._lose(episode, reply.lost, reply.is_cause)
+        elif reply.timed_out:
+            self._time_out(episode)
         elif episode.stage is EpisodeStage.STARTING:
             self._open_conversation(episode, reply)
         else:
@@ -362,6 +384,14 @@ class EpisodeEngine:
 
     def _open_conversation(self, episode: _Episode, reply: Reply) -> None:
         episode.turn_format = self._turn_format(reply.tools)
+        if episode.state is not None and episode.record is not None:
+            num_turns, episode.is_rewarded = episode.state["turns"], episode.state["is_rewarded"]
+            episode.streams = EpisodeStreams.restored(episode.record, episode.request.prompt_ids, num_turns)
+            for _ in range(num_turns):
+                episode.recorded.popleft()
+                episode.turn_ends.append(_TurnEnd(episode.turn_format, episode.history))
+            self._make_ready(episode)
+            return
         prompt_ids = episode.turn_format.turns.template.render(reply.messages)
         if len(prompt_ids) > self._settings.max_prompt_tokens:
             raise ValueError(
@@ -370,20 +400,23 @@ class EpisodeEngine:
             )
         episode.streams = EpisodeStreams(prompt_ids)
         episode.history = self._remembered((), reply.messages)
+        episode.state = _state_of(episode, reply)
         self._make_ready(episode)
 
     def _answer(self, episode: _Episode, reply: Reply) -> None:
         streams, _ = _playing(episode)
         streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
         episode.is_rewarded |= reply.reward is not None
-        if reply.done:
+        if episode.record is not None and not streams.judged_as(episode.record, is_answered=not reply.done):
+            self._diverge(episode, episode.record)
+        elif reply.done:
             is_correct = reply.is_correct
             if is_correct is None and episode.is_rewarded:
                 is_correct = streams.reward >= self._settings.success
             self._finish(episode, "done", is_correct=is_correct, parts=dict(reply.parts))
         elif streams.num_turns >= self._settings.max_turns:
             self._finish(episode, "max_turns")
-        elif episode.seconds["acting"] > self._settings.max_seconds:
+        elif episode.seconds["acting"] > self._settings.max_seconds and episode.record is None:
             self._finish(episode, "seconds")
         elif reply.begins:
             self._begin_conversation(episode, reply)
@@ -407,6 +440,7 @@ class EpisodeEngine:
         else:
             streams.observe(turn, new.token_ids)
         episode.turn_format, episode.history = end.turn_format, self._remembered(end.history, reply.messages)
+        episode.state = _state_of(episode, reply)
         self._make_ready(episode)
 
     def _begin_conversation(self, episode: _Episode, reply: Reply) -> None:
@@ -420,6 +454,7 @@ class EpisodeEngine:
             return
         streams.begin_segment(prompt_ids, streams.segment, reply.begins)
         episode.turn_format, episode.history = turn_format, self._remembered((), reply.messages)
+        episode.state = _state_of(episode, reply)
         self._make_ready(episode)
 
     def _make_ready(self, episode: _Episode) -> None:
@@ -429,12 +464,7 @@ class EpisodeEngine:
             return
         streams, _ = _playing(episode)
         if not streams.agree_with(episode.record, episode.request.prompt_ids):
-            logger.warning("episode %s: its environment did not repeat its answers; it begins anew", episode.name)
-            self._counts["diverged"] += 1
-            self._counts["discarded_tokens"] += sum(turn.num_tokens for turn in recorded_turns(episode.record))
-            episode.attempt += 1
-            self._pool.end(episode.name)
-            self._start(episode, None)
+            self._diverge(episode, episode.record)
             return
         if not episode.recorded:
             episode.record = None
@@ -445,9 +475,25 @@ class EpisodeEngine:
         else:
             self._end_turn(episode, turn)
 
-    def _lose(self, episode: _Episode, reason: str) -> None:
-        """Start a lost environment again, or give the episode up."""
-        episode.num_lost += 1
+    def _diverge(self, episode: _Episode, record: Completion) -> None:
+        """Begin an episode anew whose environment, played again, was another one."""
+        logger.warning("episode %s: its environment did not repeat its answers; it begins anew", episode.name)
+        self._counts["diverged"] += 1
+        self._discard(episode, record)
+        self._pool.end(episode.name)
+        self._start(episode, None)
+
+    def _time_out(self, episode: _Episode) -> None:
+        """End an episode whose environment has used up its seconds. In a repetition the machine is slower than it was."""
+        if episode.record is None:
+            self._finish(episode, "seconds")
+            return
+        self._pool.end(episode.name)
+        self._lose(episode, f"played again, it took longer than environment.episode_seconds = {self._settings.max_seconds:g}")
+
+    def _lose(self, episode: _Episode, reason: str, is_cause: bool = True) -> None:
+        """Start a lost environment again, or give the episode up if that happened too often and not through others."""
+        episode.num_lost += is_cause
         if episode.num_lost > self._settings.retries:
             logger.warning("episode %s is given up: lost %d times: %s", episode.name, episode.num_lost, reason)
             self._finish(episode, "lost", lost=reason)
@@ -596,6 +642,14 @@ class EpisodeEngine:
 def _playing(episode: _Episode) -> tuple[EpisodeStreams, _TurnFormat]:
     assert episode.streams is not None and episode.turn_format is not None, f"{episode.name} has not begun"
     return episode.streams, episode.turn_format
+
+
+def _state_of(episode: _Episode, reply: Reply) -> dict[str, Any] | None:
+    """Return what `resume` "state" needs besides the tokens, after an answer."""
+    if reply.state is None or (episode.streams is not None and episode.streams.num_streams > 1):
+        return None  # one with several streams is played again
+    num_turns = episode.streams.num_turns if episode.streams else 0
+    return {"environment": reply.state, "turns": num_turns, "is_rewarded": episode.is_rewarded}
 
 
 def _same_tokens(prefix: Completion | None, held: Completion) -> bool:

@@ -61,6 +61,22 @@ class EpisodeStreams:
         self._current = 0
         self._turns: list[tuple[int, int]] = []  # stream and end of each turn, in order
 
+    @classmethod
+    def restored(cls, record: Completion, group_prompt: tuple[int, ...], num_turns: int) -> EpisodeStreams:
+        """Return the streams as they were when the first `num_turns` turns of `record`, which has one stream, were answered."""
+        assert record.episode is not None and not record.num_segments, f"{record.request_id} has several streams"
+        streams = cls(group_prompt if record.prompt_ids is None else record.prompt_ids)
+        turns = record.episode.turns[:num_turns]
+        end = turns[-1].observed_end if turns else 0
+        versions = _clipped(record.versions, 0, end)
+        streams._streams = [streams._streams[0].grown(record.token_ids[:end], record.logprobs[:end], versions, turns)]
+        streams._turns = [(0, turn.end) for turn in turns]
+        return streams
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
     @property
     def segment(self) -> int:
         """Number of the current stream, which grows; 0 is the completion's."""
@@ -156,6 +172,22 @@ class EpisodeStreams:
                 return False
         return bool(turns) or record.num_segments < len(self._streams)
 
+    def judged_as(self, record: Completion, is_answered: bool) -> bool:
+        """Return True if the last turn has the reward and the calls that it has in `record`, if it was answered there.
+
+        `is_answered`: it has been answered, and so has a turn of `record` that has observed tokens or others after it.
+        """
+        turns, place = record.ordered_turns, self.num_turns - 1
+        if place >= len(turns):
+            return True
+        ours, theirs = self._streams[self._current].turns[-1], turns[place][1]
+        was_answered = (
+            place + 1 < len(turns) or theirs.observed_end > theirs.end or record.num_segments >= self.num_streams
+        )
+        if not is_answered and was_answered:
+            return False
+        return not was_answered or (ours.reward, ours.calls) == (theirs.reward, theirs.calls)
+
     def completion(
         self, request: GenerationRequest, end: EpisodeEnd, partial: Completion | None = None, **facts: Any
     ) -> Completion:
@@ -180,19 +212,23 @@ class EpisodeStreams:
         )
 
 
+def _clipped(versions: Sequence[VersionRange], start: int, end: int) -> list[VersionRange]:
+    """Return the ranges of tokens [start, end), counted from `start`."""
+    return [
+        VersionRange(max(entry.start, start) - start, min(entry.end, end) - start, entry.version)
+        for entry in versions
+        if entry.start < end and entry.end > start
+    ]
+
+
 def recorded_turns(record: Completion) -> Iterator[Completion]:
     """Yield the turns of an episode in order, as an engine returned them; one that was interrupted has "abort"."""
     for number, turn in record.ordered_turns:
         stream = record.stream(number)
-        ranges = [
-            VersionRange(max(entry.start, turn.start) - turn.start, min(entry.end, turn.end) - turn.start, entry.version)
-            for entry in stream.versions
-            if entry.start < turn.end and entry.end > turn.start
-        ]
         yield Completion(
             record.request_id,
             stream.token_ids[turn.start : turn.end],
             stream.logprobs[turn.start : turn.end],
             turn.finish_reason,
-            tuple(ranges),
+            tuple(_clipped(stream.versions, turn.start, turn.end)),
         )

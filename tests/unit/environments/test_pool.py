@@ -218,8 +218,40 @@ def test_siblings_of_a_late_episode_are_lost_at_their_next_turn(nothing_left, mo
         assert next_reply(pool).lost.startswith("step took longer")
         assert pool.poll(0.0) == []  # nothing was sent to the sibling that has no answer
         pool.act("sibling", say("go"))
-        assert next_reply(pool).lost.startswith("its worker was killed, because another episode's step took longer")
+        reply = next_reply(pool)
+        assert reply.lost.startswith("its worker was killed, because another episode's step took longer")
+        assert not reply.is_cause
         assert pool.counts == {"started": 2, "killed": 1} or pool.counts == {"started": 1, "killed": 1}
+
+
+def test_an_episode_without_time_is_told_so_and_takes_no_other_down(nothing_left, monkeypatch):
+    """episode_seconds is a limit of the episode: its worker goes on, and what it says later is dropped."""
+    monkeypatch.setattr(pool_module, "_LATE_S", 0.1)
+    with WorkerPool(settings("Misbehaving", episode_seconds=0.3)) as pool:
+        pool.start("late", Task({"fault": "slow", "at": 1}, 1))
+        pool.start("sibling", Task({}, 1))
+        replies = pool.poll(BUSY_S)
+        replies += pool.poll(BUSY_S) if len(replies) < 2 else []
+        pool.act("late", say("go"))
+        late = next_reply(pool)
+        assert (late.timed_out, late.lost, late.done, late.messages) == (True, "", False, ())
+        assert pool.poll(1.0) == []  # its step ends meanwhile
+        pool.end("late")
+        pool.act("sibling", say("go"))
+        assert next_reply(pool).messages and not pool.counts["killed"]
+
+
+def test_an_environment_goes_on_from_a_state(nothing_left):
+    """Also random numbers do; `reset` is not called again."""
+    with WorkerPool(settings("Restorable", with_state=True)) as pool:
+        first, second, third, last = play(pool, Task({}, 3), say("a"), say("b"), say("c"))
+        assert last.done and last.state is None and first.state["environment"] == {"num_steps": 0}
+        for state, expected in ((first.state, [second, third]), (second.state, [third])):
+            begun, *again = play(pool, Task({}, 3, state), *[say("a"), say("b")][-len(expected) :])
+            assert begun.messages == () and [reply.messages for reply in again] == [reply.messages for reply in expected]
+    assert settings("Misbehaving").with_state is False
+    with pytest.raises(ValueError, match=r"Misbehaving' has no get_state\(self\) and set_state\(self, state\), which environment.resume"):
+        WorkerPool(settings("Misbehaving", with_state=True))
 
 
 def test_processes_are_replaced_and_directories_removed(nothing_left):
@@ -232,6 +264,19 @@ def test_processes_are_replaced_and_directories_removed(nothing_left):
         while list(scratch.iterdir()) and time.monotonic() < end:
             time.sleep(0.01)
         assert not list(scratch.iterdir())
+
+
+def test_a_worker_that_grows_is_replaced_or_ended_with_its_memory_named(nothing_left, caplog):
+    """Below the limit, once its episodes have ended; above it, with the processes that it has started, at once."""
+    with WorkerPool(settings("Misbehaving", memory_limit_mb=500, num_processes=1)) as pool:
+        end = time.monotonic() + BUSY_S
+        while not pool.counts["replaced"] and time.monotonic() < end:
+            play(pool, Task({"fault": "grow", "at": 1}, 1), say("a"))
+        lost = play(pool, Task({"fault": "children", "at": 1}, 1), say("a"))[1].lost
+    assert re.search(r"environment .*:Misbehaving: a process holds \d+ MiB after \d episodes, .*memory_limit_mb = 500", caplog.text)
+    assert re.fullmatch(
+        r".*:Misbehaving: its worker and the processes that it had started held more than environment.memory_limit_mb = 500 MiB of memory", lost
+    )
 
 
 def test_directories_of_a_killed_pool_are_removed_by_the_next(nothing_left):

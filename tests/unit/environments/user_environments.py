@@ -104,6 +104,16 @@ class Misbehaving(Environment):
             FAULTS[self.task["fault"]]()
 
 
+class Restorable(Misbehaving):
+    """A `Misbehaving` with a state."""
+
+    def get_state(self):
+        return {"num_steps": self.num_steps}
+
+    def set_state(self, state):
+        self.num_steps = state["num_steps"]
+
+
 def _fork_daemon(loop="time.sleep(600)"):
     """Leave a process in a session of its own, forked twice, that ignores SIGTERM and holds no pipe."""
     code = f"import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.setsid()\nif os.fork(): os._exit(0)\n{loop}"
@@ -133,6 +143,16 @@ def _hang_with_daemon():
     time.sleep(600)
 
 
+_HOARD = []
+
+
+def _grow_in_children():
+    """Take more memory in several processes than one may have, with less in each."""
+    for _ in range(3):
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; x = b'x' * (200 * 2**20); time.sleep(600)"], close_fds=True)
+    time.sleep(600)
+
+
 def _stop_everything():
     os.kill(os.getppid(), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -145,6 +165,9 @@ FAULTS = {
     "exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(600),
+    "grow": lambda: _HOARD.append(b"x" * (60 * 2**20)),
+    "children": _grow_in_children,
+    "slow": lambda: time.sleep(0.8),
     "daemon": _hang_with_daemon,
     "stop": _stop_everything,
     "fill": lambda: [print("x" * 10_000) for _ in range(100_000)] and time.sleep(600),

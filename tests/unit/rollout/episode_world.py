@@ -7,12 +7,12 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_dapo.data.tool_calls import Tool, TurnParser
+from megatron_dapo.data.tool_calls import Tool, ToolCall, TurnParser
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import PrefixReuse, finish_reason_of, is_complete, aborted
 from megatron_dapo.environments.protocol import Action, Reply, Task
@@ -139,6 +139,15 @@ def answer_of(task: Task, actions: Sequence[Action], has_tools: bool = True) -> 
     return {"messages": said, "reward": reward, "calls": calls, **branch}
 
 
+def row_of(action: Action) -> list[Any]:
+    """What an answer depends on, as JSON."""
+    return [action.text, [asdict(call) for call in action.calls], action.finish_reason]
+
+
+def action_of(row: Sequence[Any]) -> Action:
+    return Action(row[0], tuple(ToolCall(**call) for call in row[1]), row[2])
+
+
 @dataclass
 class ScriptedPool:
     """`EnvironmentPool` over `answer_of`: answers come late and in any order, and some are losses."""
@@ -146,6 +155,8 @@ class ScriptedPool:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     loss_rate: float = 0.0
     changes: bool = False  # each start has another environment
+    with_state: bool = False
+    num_others_losses: int = 0  # the first losses, which other episodes cause
     tasks: dict[str, Task] = field(default_factory=dict)
     actions: dict[str, list[Action]] = field(default_factory=dict)
     open_calls: dict[str, Reply] = field(default_factory=dict)
@@ -158,7 +169,9 @@ class ScriptedPool:
         if self.changes:
             task = replace(task, seed=task.seed + self.num_starts[episode_id])
         self.tasks[episode_id], self.actions[episode_id] = task, []
-        self._reply(episode_id)
+        if task.state is not None:
+            self.actions[episode_id] = [action_of(row) for row in task.state]
+        self._reply(episode_id, is_restored=task.state is not None)
 
     def act(self, episode_id: str, action: Action) -> None:
         assert episode_id in self.tasks and episode_id not in self.open_calls
@@ -184,10 +197,12 @@ class ScriptedPool:
     def close(self) -> None:
         self.tasks.clear()
 
-    def _reply(self, name: str) -> None:
-        facts = answer_of(self.tasks[name], self.actions[name])
+    def _reply(self, name: str, is_restored: bool = False) -> None:
+        facts = {"tools": (LOOKUP,)} if is_restored else answer_of(self.tasks[name], self.actions[name])
+        if self.with_state and not is_restored and not facts.get("done"):
+            facts["state"] = [row_of(action) for action in self.actions[name]]
         if self.draw.random() < self.loss_rate:
-            facts = {"lost": "the worker died"}
+            facts = {"lost": "the worker died", "is_cause": self.num_starts[name] > self.num_others_losses}
         self.open_calls[name] = Reply(name, seconds=0.5, **facts)
 
 

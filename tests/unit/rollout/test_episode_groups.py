@@ -18,7 +18,7 @@ from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import build_requests, generate, unique_problems
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
 from megatron_dapo.rewards.pool.pool import ScoreRequest, score_request
-from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost
+from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost, LossLimits
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.trainer.metrics import episode_metrics
@@ -32,12 +32,12 @@ PROMPTS = {
 ROLLOUT = {"prompts_per_step": 3, "group_size": 2, "filter_groups": False, "on_exhausted": "train_partial"}
 
 
-def collecting(seed: int, loss_rate: float, retries: int, max_lost: int = 1000, **rollout: object):
+def collecting(seed: int, loss_rate: float, retries: int, losses: LossLimits = LossLimits(1000, 1000), **rollout: object):
     limits = world.settings(retries=retries)
     engine, inner, pool = world.world(seed, limits, loss_rate=loss_rate)
     scorer = SampleScorer(EnvironmentRewards(RewardConfig(verifier="environment")), lambda ids: " ".join(map(str, ids)))
     stream = PromptStream(list(PROMPTS), 3, 2)
-    inputs = CollectorInputs(stream, PROMPTS, engine, scorer, max_lost_in_row=max_lost)
+    inputs = CollectorInputs(stream, PROMPTS, engine, scorer, losses=losses)
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=inner.turns.stop_token_ids)
     return GroupCollector(inputs, RolloutConfig(**{**ROLLOUT, **rollout}), sampling, 5), engine, inner, pool
 
@@ -126,10 +126,64 @@ def test_an_episode_is_truncated_by_its_limits_and_not_by_a_cut_turn() -> None:
 
 
 def test_groups_that_are_lost_one_after_another_end_the_collection():
-    collector, _, _, _ = collecting(1, 1.0, 0, max_lost=3)
+    collector, _, _, _ = collecting(1, 1.0, 0, LossLimits(3, 1000))
     with pytest.raises(EpisodesLost, match="3 groups in a row lost an episode .* the worker died; mend the environment"):
         collector.collect(3)
     assert collector.accounting().is_balanced and collector.accounting().lost == 3
+
+
+def losing_for(monkeypatch, prompts: set[str]) -> None:
+    """Lose each episode of `prompts`."""
+    reply = world.ScriptedPool._reply
+
+    def reply_or_lose(pool, name, is_restored=False):
+        pool.loss_rate = float(pool.tasks[name].fields["question"] in prompts)
+        reply(pool, name, is_restored)
+
+    monkeypatch.setattr(world.ScriptedPool, "_reply", reply_or_lose)
+
+
+def test_a_prompt_that_is_always_lost_is_left_out_with_its_reason(monkeypatch, caplog):
+    """It would come back before every other prompt, without an end; what it has been through survives a checkpoint."""
+    losing_for(monkeypatch, {"q4"})
+    collector, engine, inner, _ = collecting(1, 0.0, 1, LossLimits(1000, 2))
+    trained = Counter()
+    for _ in range(12):
+        batch = collector.collect(2)
+        trained.update(group.prompt.prompt_id for group in batch.groups)
+        assert collector.accounting().is_balanced
+        state = json.loads(json.dumps(collector.state_dict(), default=np.ndarray.tolist))
+        inner.policy_version += 1
+        version = inner.policy_version
+        collector, engine, inner, _ = collecting(1, 0.0, 1, LossLimits(1000, 2))
+        inner.policy_version = version
+        collector.load_state_dict(state)
+        if batch.should_stop:
+            break
+    assert trained == {f"p{index}": 2 for index in range(12) if index != 4}, "two epochs of the others"
+    assert collector.accounting().lost == 6, "three groups in each epoch"
+    message = "prompt p4 is left out until the next epoch: an episode of it was lost in 3 groups in a row: the worker died"
+    assert [record.getMessage() for record in caplog.records if "left out" in record.getMessage()] == [message] * 2
+
+
+def test_a_group_goes_on_without_its_lost_episodes():
+    """on_lost = "shrink": what is left of a group is trained with its ids, if it is two episodes or more."""
+    collector, _, inner, _ = collecting(3, 0.12, 0, LossLimits(1000, 1000, True), group_size=4)
+    sizes, left_out, lost = Counter(), 0, 0
+    for _ in range(4):
+        batch = collector.collect(3)
+        for group in batch.groups:
+            names = [sample.sample_id for sample in group.samples]
+            assert len(set(names)) == len(names) and all(name.startswith(f"{group.group_id}/") for name in names)
+            assert all(sample.completion.episode.end != "lost" for sample in group.samples)
+            sizes[len(names)] += 1
+        left_out += batch.statistics.num_left_out
+        assert collector.accounting().is_balanced
+        kept = sum(sample.completion.num_sampled for group in batch.groups for sample in group.samples)
+        assert kept + batch.statistics.num_discarded_tokens == batch.statistics.num_tokens
+        lost = collector.accounting().lost
+    assert set(sizes) >= {2, 3} and max(sizes) <= 4 and left_out >= sizes[2] * 2 + sizes[3]
+    assert episode_metrics(batch)["episodes/left_out"] == batch.statistics.num_left_out and lost >= 0
 
 
 def test_an_evaluation_with_a_lost_episode_has_no_score():

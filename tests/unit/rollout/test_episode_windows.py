@@ -15,7 +15,7 @@ from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
-from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost, sample_seed
+from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost, sample_seed, LossLimits
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.rollout.windows import sampled_in
@@ -34,7 +34,7 @@ TOKENS, LIMIT, SEED = 7, 40, 5
 def collecting(seed: int, loss_rate: float = 0.0, retries: int = 1000, max_lost: int = 1000, abort_rate: float = 0.0, **limits):
     engine, inner, pool = world.world(seed, world.settings(retries=retries, **limits), loss_rate=loss_rate, abort_rate=abort_rate)
     scorer = SampleScorer(EnvironmentRewards(RewardConfig(verifier="environment")), lambda ids: " ".join(map(str, ids)))
-    inputs = CollectorInputs(PromptStream(list(PROMPTS), 3, 1), PROMPTS, engine, scorer, max_lost_in_row=max_lost)
+    inputs = CollectorInputs(PromptStream(list(PROMPTS), 3, 1), PROMPTS, engine, scorer, losses=LossLimits(max_lost))
     rollout = RolloutConfig(prompts_per_step=3, group_size=2, on_exhausted="train_partial")
     sampling = SamplingParams(max_new_tokens=LIMIT, stop_token_ids=inner.turns.stop_token_ids)
     return WindowCollector(inputs, rollout, WindowConfig(tokens=TOKENS), sampling, SEED), engine, inner, pool

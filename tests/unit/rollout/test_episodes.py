@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
 from megatron_dapo.rollout.episodes.stream import EpisodeStreams
-from megatron_dapo.types import Completion, VersionRange
+from megatron_dapo.types import Completion, TurnCall, VersionRange
 from tests.examples import examples
 
 
@@ -53,9 +54,11 @@ def test_streams_are_the_conversation_played_straight(order, branches):
             on_cut=draw.choice(["end", "observe"]),
             max_context_tokens=draw.choice([420, 700]),
             max_environments=draw.choice([1, 2, 9]),
+            resume=draw.choice(["replay", "state"]),
         )
         name = draw.choice(["qwen3", "llama3", "glm4moe", "gptoss"])
         engine, inner, pool = world.world(number, limits, name, loss_rate=draw.choice([0, 0.1]), abort_rate=draw.choice([0, 0.1]))
+        pool.with_state = limits.resume == "state"
         requests = {
             one.request_id: one
             for one in (
@@ -74,7 +77,7 @@ def test_streams_are_the_conversation_played_straight(order, branches):
                 assert engine.num_unfinished == inner.num_unfinished == 0 and engine.accounting().is_balanced
                 inner.policy_version += 1
                 if draw.random() < 0.5:  # another process, from what was saved
-                    pool = world.ScriptedPool(pool.draw, pool.loss_rate)
+                    pool = world.ScriptedPool(pool.draw, pool.loss_rate, with_state=pool.with_state)
                     engine = EpisodeEngine(inner, pool, inner.turns, limits)
                     returned = [completion_from_json(completion_to_json(one)) for one in returned]
                 finished += [one for one in returned if one.finish_reason != "abort"]
@@ -211,6 +214,107 @@ def test_an_environment_that_does_not_repeat_begins_anew():
     accounting = engine.accounting()
     assert accounting.diverged == 1 and accounting.discarded_tokens == held.num_sampled
     assert done.episode.attempt == 1 and pool.num_starts["g/0"] == 2
+
+
+def held_after_a_reward(pool: world.ScriptedPool) -> tuple[EpisodeEngine, world.FakeTurnEngine, object, Completion]:
+    """An episode that was stopped after two answers, the first of them with a reward."""
+    for seed in range(100):
+        engine, inner, _ = world.world(6, world.settings(resume="state" if pool.with_state else "replay"))
+        engine._pool = pool
+        one = world.request("g/0", inner.turns, seed)
+        engine.submit([one])
+        for _ in range(1000):
+            engine.poll()
+            if not engine.num_unfinished or pool.num_acts["g/0"] == 3:
+                break
+        held = [one for one in engine.abort() if one.finish_reason == "abort"]
+        if held and held[0].episode.turns[0].reward:
+            return engine, inner, one, held[0]
+        pool.num_acts.clear()
+        pool.end("g/0")
+    raise AssertionError("no episode has a reward in its first turn")
+
+
+@pytest.mark.parametrize("change", [{"reward": 0.123}, {"done": True}, {"calls": (TurnCall("other", "ok"),)}])
+def test_an_answer_with_the_same_text_and_another_judgement_is_another(change, monkeypatch):
+    """Rewards and ends count, not only what the model reads."""
+    _, inner, one, held = held_after_a_reward(world.ScriptedPool(random.Random(1)))
+    answer_of, is_first = world.answer_of, True
+
+    def changed(task, actions, has_tools=True):
+        nonlocal is_first
+        answer = answer_of(task, actions, has_tools)
+        if len(actions) == 1 and is_first:
+            is_first = False
+            return {**answer, **change}
+        return answer
+
+    monkeypatch.setattr(world, "answer_of", changed)
+    engine = EpisodeEngine(inner, world.ScriptedPool(random.Random(1)), inner.turns, world.settings())
+    engine.submit([replace(one, prefix=held)])
+    (done,) = world.drain(engine)
+    assert engine.accounting().diverged == 1 and done.episode.attempt == 1
+    monkeypatch.setattr(world, "answer_of", answer_of)
+    assert_is(done, world.play(one, inner.turns, world.settings()), inner)
+
+
+def test_resume_restart_begins_anew_and_counts_it():
+    _, inner, one, held = held_after_a_reward(world.ScriptedPool(random.Random(1)))
+    pool = world.ScriptedPool(random.Random(2))
+    engine = EpisodeEngine(inner, pool, inner.turns, world.settings(resume="restart"))
+    engine.submit([replace(one, prefix=held)])
+    (done,) = world.drain(engine)
+    accounting = engine.accounting()
+    assert (accounting.restarted, accounting.diverged) == (1, 0)
+    assert accounting.discarded_tokens == held.num_sampled and done.episode.attempt == held.episode.attempt + 1
+    played = world.play(one, inner.turns, world.settings())
+    assert_is(done, played, inner)
+    assert pool.num_acts["g/0"] == played.num_acts
+
+
+def test_resume_state_asks_no_environment_twice():
+    """Turns that had an answer are not played again; the state is in what a checkpoint has, and in nothing that is trained."""
+    _, inner, one, held = held_after_a_reward(world.ScriptedPool(random.Random(1), with_state=True))
+    assert json.loads(held.episode.state)["turns"] >= 2
+    held = completion_from_json(json.loads(json.dumps(completion_to_json(held), default=np.ndarray.tolist)))
+    pool = world.ScriptedPool(random.Random(2), with_state=True)
+    engine = EpisodeEngine(inner, pool, inner.turns, world.settings(resume="state"))
+    engine.submit([replace(one, prefix=held)])
+    (done,) = world.drain(engine)
+    played = world.play(one, inner.turns, world.settings())
+    assert_is(done, played, inner)
+    assert pool.num_acts["g/0"] == played.num_acts - json.loads(held.episode.state)["turns"] and not done.episode.state
+
+
+def test_a_repetition_does_not_use_up_the_seconds_of_an_episode():
+    """Answers of half a second: two losses and their repetitions are not the policy's."""
+    limits = world.settings(max_seconds=2.9, retries=1000)
+    engine, inner, pool = world.world(1, limits, loss_rate=0.3)
+    requests = {f"g/{index}": world.request(f"g/{index}", inner.turns, index) for index in range(10)}
+    engine.submit(list(requests.values()))
+    for done in world.drain(engine):
+        assert_is(done, world.play(requests[done.request_id], inner.turns, limits), inner)
+    assert engine.accounting().retried > 5
+
+
+def test_an_episode_without_an_answer_in_its_seconds_ends_truncated_and_is_not_repeated(monkeypatch):
+    engine, inner, pool = world.world(2, world.settings(retries=2))
+    answer_of = world.answer_of
+    monkeypatch.setattr(
+        world, "answer_of", lambda task, actions: {"timed_out": True} if len(actions) == 1 else answer_of(task, actions)
+    )
+    engine.submit([world.request("g/0", inner.turns, 3)])
+    (done,) = world.drain(engine)
+    assert (done.episode.end, done.finish_reason, len(done.episode.turns)) == ("seconds", "length", 1)
+    assert pool.num_starts["g/0"] == 1 and not pool.tasks and engine.accounting().retried == 0
+
+
+def test_losses_by_another_episode_do_not_count():
+    engine, inner, pool = world.world(5, world.settings(retries=0), loss_rate=1.0)
+    pool.num_others_losses = 8
+    engine.submit([world.request("g/0", inner.turns, 3)])
+    (done,) = world.drain(engine)
+    assert done.episode.end == "lost" and done.episode.num_retries == 1 and pool.num_starts["g/0"] == 9
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])

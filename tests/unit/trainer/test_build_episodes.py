@@ -44,16 +44,16 @@ def test_every_key_of_the_section_is_used():
         "python": "bin/python", "processes": 3, "episodes_per_process": 5, "max_episodes_per_process": 7, "max_turns": 4,
         "max_turn_tokens": 9, "max_context_tokens": 99, "reset_seconds": 1.5, "step_seconds": 2.5, "episode_seconds": 3.5,
         "on_step_timeout": "lost", "memory_limit_mb": 77, "max_processes": 11, "variables": ["KEY"], "success": 0.25,
-        "retries": 6, "order": "arrival",
+        "retries": 6, "resume": "state", "order": "arrival",
     }  # fmt: skip
     overrides = [f"environment.{name}={json.dumps(value)}" for name, value in changes.items()]
     config = make(" ".join([ON, *overrides, "turns.parser=line", "turns.on_cut=observe"]))
     engine, workers = episode_settings(config), worker_settings(config)
-    assert engine == EpisodeSettings(99, config.data.max_prompt_tokens, 4, 9, 3.5, 0.25, 15, 6, "arrival", "line", "observe")
+    assert engine == EpisodeSettings(99, config.data.max_prompt_tokens, 4, 9, 3.5, 0.25, 15, 6, "state", "arrival", "line", "observe")
     assert workers == WorkerSettings(
         "environment", config.environment.path, python="bin/python", num_processes=3, episodes_per_process=5,
         max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
-        memory_limit_mb=77, max_processes=11, variables=("KEY",),
+        memory_limit_mb=77, max_processes=11, with_state=True, variables=("KEY",),
     )  # fmt: skip
     assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "max_branches", "on_lost"} == set(EnvironmentConfig.model_fields)
     assert worker_settings(make("environment.function=games.py:play")).kind == "function"
