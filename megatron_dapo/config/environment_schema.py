@@ -83,8 +83,8 @@ class EnvironmentConfig(Section):
     episode ends without a reward. lost: it is lost."""
 
     memory_limit_mb: PositiveInt = 2048
-    """Memory limit in MiB: of the address space of a worker process, and of what it and everything it has started hold. A worker
-    that holds three quarters of it after an episode is replaced."""
+    """Memory limit in MiB: of the address space of a worker process, and for each of its episodes of what it and everything it
+    has started hold. A worker that holds three quarters of it after an episode is replaced."""
 
     max_processes: PositiveInt = 64
     """Most processes that a worker process and everything it has started may have at a time."""

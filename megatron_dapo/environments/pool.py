@@ -81,6 +81,11 @@ class WorkerSettings:
         return one_line(" ".join(self.command), 100) if self.kind == "command" else self.place
 
     @property
+    def max_resident_mb(self) -> int:
+        """Memory of a worker and everything it has started: each of its episodes may have as large a process."""
+        return self.memory_limit_mb * self.episodes_per_process
+
+    @property
     def hello(self) -> bytes:
         return json.dumps(
             {
@@ -88,6 +93,7 @@ class WorkerSettings:
                 "place": self.place,
                 "command": self.command,
                 "memory_limit_mb": self.memory_limit_mb,
+                "max_resident_mb": self.max_resident_mb,
                 "max_processes": self.max_processes,
                 "on_step_timeout": self.on_step_timeout,
                 "step_seconds": self.step_seconds,
@@ -435,7 +441,7 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
         if exit_code == TOO_MUCH_MEMORY:
             return (
                 f"{self._settings.name}: its worker and the processes that it had started held more than "
-                f"environment.memory_limit_mb = {self._settings.memory_limit_mb} MiB of memory"
+                f"{self._settings.max_resident_mb} MiB of memory (environment.memory_limit_mb for each of its episodes)"
             )
         if exit_code == TOO_MANY_PROCESSES:
             return f"its worker had more than environment.max_processes = {self._settings.max_processes} processes"

@@ -69,7 +69,7 @@ def main() -> None:
         _become(settings)
         return
     requests, replies = claim_pipes()
-    start_supervised(settings["max_processes"], settings["memory_limit_mb"])
+    start_supervised(settings["max_processes"], settings["max_resident_mb"])
     limit_resources(settings["memory_limit_mb"], 0)
     threading.stack_size(_STACK_BYTES)
     try:
@@ -84,7 +84,7 @@ def main() -> None:
 
 def _become(settings: Mapping[str, Any]) -> None:
     """Run the user's program in place of this one, with its pipes."""
-    start_supervised(settings["max_processes"], settings["memory_limit_mb"])
+    start_supervised(settings["max_processes"], settings["max_resident_mb"])
     limit_resources(settings["memory_limit_mb"], 0)
     try:
         os.execvp(settings["command"][0], settings["command"])
