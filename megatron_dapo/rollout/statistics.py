@@ -83,7 +83,7 @@ class CollectStatistics:
     # By source: groups, kept, responses, correct.
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_lost: int = 0  # aborted groups with an episode whose environment was lost
-    num_left_out: int = 0  # lost episodes without which their groups go on
+    num_left_out: int = 0  # lost episodes without which their groups are trained
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
@@ -139,7 +139,7 @@ class StatisticsBuilder:
         self.num_discarded_tokens += sum(lengths)
 
     def add_left_out(self, completions: Sequence[Completion]) -> None:
-        """Count lost episodes of a group that goes on without them."""
+        """Count lost episodes of a group that continues without them."""
         self.num_left_out += len(completions)
         self.num_discarded_tokens += sum(completion.num_sampled for completion in completions)
 

@@ -108,19 +108,20 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
-    environment = config.environment
-    losses = LossLimits(
-        1 if environment.on_lost == "fail" else config.rollout.prompts_per_step,
-        environment.retries,
-        environment.on_lost == "shrink",
-    )
-    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, losses)
+    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, loss_limits(config))
     collector: Collector
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
     return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, proof=proof)
+
+
+def loss_limits(config: Config) -> LossLimits:
+    """Return what becomes of groups with a lost episode."""
+    environment = config.environment
+    max_in_row = 1 if environment.on_lost == "fail" else config.rollout.prompts_per_step
+    return LossLimits(max_in_row, environment.retries, environment.on_lost == "shrink")
 
 
 def _example_data(

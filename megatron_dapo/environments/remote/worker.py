@@ -132,7 +132,7 @@ class Play:
             await awaited(environment.close())
 
     async def _begin(self, environment: Environment, task: EpisodeTask, state: Any) -> list[dict[str, Any]]:
-        """Return the begin of the conversation, or nothing if it goes on from a state."""
+        """Return the begin of the conversation, or nothing if it continues from a state."""
         if state is not None:
             task.random_state = state["random"]
             await awaited(environment.set_state(state["environment"]))

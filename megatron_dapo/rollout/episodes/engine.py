@@ -529,10 +529,11 @@ class EpisodeEngine:
         episode.is_paused = True
 
     def _submit_turns(self) -> None:
-        requests = []
-        for name in sorted(self._open):
+        requests, in_rounds = [], self._settings.order == "rounds"
+        ready = [name for name, episode in self._open.items() if episode.stage is EpisodeStage.READY]
+        for name in sorted(ready):
             episode = self._open[name]
-            if episode.stage is not EpisodeStage.READY or (self._settings.order == "rounds" and episode.due > self._round):
+            if in_rounds and episode.due > self._round:
                 continue
             streams, _ = _playing(episode)
             num_tokens, end = self._budget(episode)

@@ -16,6 +16,8 @@ from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import StopTokens
 from megatron_dapo.environments.pool import WorkerSettings
 from megatron_dapo.rollout.episodes.engine import EpisodeSettings
+from megatron_dapo.rollout.collector import LossLimits
+from megatron_dapo.trainer.build_rollout import loss_limits
 from megatron_dapo.trainer.build_episodes import episode_settings, template_proof, worker_settings
 from tests.unit.config.small import make
 from tests.unit.data.published_templates import turn_template
@@ -59,6 +61,15 @@ def test_every_key_of_the_section_is_used():
     assert worker_settings(make("environment.function=games.py:play")).kind == "function"
     assert episode_settings(make(ON)).order == "rounds" and episode_settings(make(f"{ON} rollout.engine=sglang")).order == "arrival"
     assert episode_settings(make(ON)).max_context_tokens == make(ON).longest_trained
+
+
+@pytest.mark.parametrize(
+    ("on_lost", "expected"),
+    [("requeue", LossLimits(3, 5, False)), ("shrink", LossLimits(3, 5, True)), ("fail", LossLimits(1, 5, False))],
+)
+def test_what_becomes_of_groups_with_lost_episodes(on_lost, expected):
+    config = make(f"{ON} environment.on_lost={on_lost} environment.retries=5 rollout.prompts_per_step=3 training.mini_batch_prompts=3")
+    assert loss_limits(config) == expected
 
 
 def test_an_agent_s_command_runs_in_a_worker_of_the_trainer_s_interpreter(tmp_path):
