@@ -15,7 +15,7 @@ from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
-from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost, sample_seed, LossLimits
+from megatron_dapo.rollout.collector import CollectorInputs, EpisodesLost, LossLimits, sample_seed
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.rollout.windows import sampled_in
