@@ -32,6 +32,7 @@ _COLLAPSE_STEPS = 5  # number of steps averaged at the start and the end
 _JUMP = 10.0  # times the median gradient norm
 _JUMP_HISTORY = 50  # train steps in the median
 _MIN_HISTORY = 5
+_MOST_LOST = 0.01  # share of a step's groups
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Anomaly:
 def find_anomalies(run: RunFiles, comparisons: Sequence[Comparison] = ()) -> list[Anomaly]:
     """Return the anomalies of a run, by train step."""
     found = [anomaly for alarm in RUN_ALARMS for anomaly in _alarms(run, alarm)]
-    for search in (_mismatch_trend, _entropy, _gradients, _skipped, _not_finite, _attempts, _nodes, _evaluations):
+    for search in (_mismatch_trend, _entropy, _episodes, _gradients, _skipped, _not_finite, _attempts, _nodes, _evaluations):
         found += search(run)
     found += [_left(run, comparison) for comparison in comparisons if comparison.off_since is not None]
     if lost := (run.summary.get("extra") or {}).get("lost_records"):
@@ -129,6 +130,28 @@ def _entropy(run: RunFiles) -> Iterator[Anomaly]:
         cause = f"{metric} {means[end - 1]:.3g} nats, {means[end - 1] / start:.0%} of {start:.3g} in the first steps"
         advice = "raise clip_ratio_high (clip-higher) or the temperature, or lower the learning rate; sampling repeats itself"
         yield Anomaly("alarm", steps[first], steps[end - 1], "entropy collapse", cause, advice, metric)
+
+
+def _episodes(run: RunFiles) -> Iterator[Anomaly]:
+    steps, lost = _steps(run), run.column("episodes/groups_lost")
+    shares = [
+        count / (count + generated) if count else 0.0
+        for count, generated in zip(lost, run.column("rollout/groups_generated"), strict=True)
+    ]
+    for first, end in _spans([share > _MOST_LOST for share in shares]):
+        worst = max(range(first, end), key=shares.__getitem__)
+        cause = f"{lost[worst]:g} groups, {shares[worst]:.1%} at step {steps[worst]}, above {_MOST_LOST:.0%}"
+        advice = "the log has the reason of each loss: mend the environment or what it needs, or raise its deadlines"
+        yield Anomaly("warning", steps[first], steps[end - 1], "episodes are lost", cause, advice, "episodes/groups_lost")
+    metric = "episodes/calls_mean"
+    calls = [value for value in run.column(metric) if math.isfinite(value)]
+    if len(calls) < 2 * _COLLAPSE_STEPS:
+        return
+    before, now = (sum(part) / _COLLAPSE_STEPS for part in (calls[:_COLLAPSE_STEPS], calls[-_COLLAPSE_STEPS:]))
+    if now < _COLLAPSE * before:
+        cause = f"{metric} {now:.2g} in the last steps, {before:.2g} in the first"
+        advice = "the policy has stopped calling tools: read samples, and reward answers that need them or lower the learning rate"
+        yield Anomaly("warning", steps[-_COLLAPSE_STEPS], steps[-1], "tool calls vanish", cause, advice, metric)
 
 
 def _gradients(run: RunFiles) -> Iterator[Anomaly]:

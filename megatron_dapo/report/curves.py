@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from megatron_dapo.evaluation.reference import AVERAGE, Record
 from megatron_dapo.report.anomalies import train_steps_of
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
-from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, EVALUATION_METRICS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.types import CallStatus
 
 EVALUATED = "eval/"
 BY_PART, BY_SOURCE = "Reward by part", "Accuracy by source"  # charts that include run-specific metrics
@@ -112,6 +113,26 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             is_log=True,
         ),
         Chart("Importance weights", {"mismatch/ess": "effective sample size", "mismatch/bounded_share": "bounded"}),
+    ),
+    "Episodes": (
+        Chart("Turns and calls", {"episodes/turns_mean": "turns", "episodes/calls_mean": "tool calls"}),
+        Chart(
+            "Tokens of an episode",
+            {"episodes/sampled_tokens_mean": "sampled", "episodes/observed_tokens_mean": "observed"},
+        ),
+        Chart("Ends", {f"episodes/end_{name}_share": name.replace("_", " ") for name in ("done", *EPISODE_LIMITS)}),
+        Chart(
+            "Tool calls by status",
+            {f"episodes/calls_{name}_share": name.replace("_", " ") for name in get_args(CallStatus)},
+        ),
+        Chart(
+            "Seconds of an episode",
+            {f"episodes/{name}_seconds_mean": name for name in ("generating", "acting", "waiting")},
+        ),
+        Chart(
+            "Failures of environments",
+            {"episodes/retries": "retried", "episodes/begun_anew": "begun anew", "episodes/groups_lost": "groups lost"},
+        ),
     ),
     "Critic": (
         Chart(

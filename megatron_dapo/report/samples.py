@@ -133,9 +133,31 @@ def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, A
     }
     if columns[0]:
         found |= {"chars": "".join(map(_count, columns[0])), "logprobs": "".join(map(_surprise, columns[1]))}
+    if turns := (record.get("episode") or {}).get("turns"):
+        found["end"], found["turns"] = record["episode"].get("end"), _turns(turns, cut)
     if advantages:
         found |= {"advantages": "".join(_signed(value / largest) for value in advantages), "scale": largest}
     return found | ({"cut": cut} if cut else {})
+
+
+def _turns(turns: Sequence[Row], cut: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the turns of the main stream by the tokens that are shown of it: [start, end, observed_end], reward and calls.
+
+    `cut`: the number of tokens shown at the head, and of those left out after it.
+    """
+
+    def shown(place: int) -> int:
+        return place if not cut or place <= cut[0] else max(cut[0], place - cut[1])
+
+    return [
+        {
+            "tokens": [shown(place) for place in turn["tokens"]],
+            "reward": turn.get("reward") or 0,
+            "calls": turn.get("calls") or [],
+        }
+        for turn in turns
+        if not turn.get("segment")
+    ]
 
 
 def _count(count: int) -> str:

@@ -152,7 +152,7 @@ _STEP = [
         ("sampled_tokens_mean", "tokens", "tokens that the policy sampled in one"),
         ("observed_tokens_mean", "tokens", "tokens of the environment's answers in one, which are not trained"),
         ("segments_mean", "sequences", "sequences besides the main one: an agent's other conversations, or turns.history = rewrite"),
-        ("end_done_share", "fraction", "share of the trained episodes that their environment ended"),
+        ("end_done_share", "fraction", "share of the trained episodes that their environment ended; windows: of those that ended"),
         *(
             (f"end_{name}_share", "fraction", f"share of those that ended truncated, at {limit}")
             for name, limit in EPISODE_LIMITS.items()
@@ -167,6 +167,7 @@ _STEP = [
         ("calls_refused_share", "fraction", "share of them that the environment refused"),
         ("generating_seconds_mean", "s", "seconds that an episode's turns were with the engine"),
         ("acting_seconds_mean", "s", "seconds that its environment took"),
+        ("waiting_seconds_mean", "s", "seconds that it waited for a place in an environment's process"),
         ("retries", "times", "lost environments of the trained episodes that were started again"),
         (
             "begun_anew",

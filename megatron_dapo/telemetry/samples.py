@@ -51,7 +51,8 @@ def sample_record(
         "advantage": advantage,
         "versions": [asdict(part) for part in sample.completion.versions],
         "generation_step": group.generation_step,
-        "window": asdict(sample.window),
+        "window": {"start": sample.window.start, "is_finished": sample.window.is_finished},
+        **_episode_record(sample),
         **(tokens or {}),
     }
 
@@ -65,6 +66,25 @@ def _parts(sample: ScoredSample) -> dict[str, float]:
     """Return the parts of a reward; one from a user's function with a built-in name becomes verifier/NAME."""
     built_in, own = sample.reward_parts, sample.score.detail.get("parts", {})
     return {**built_in, **{f"verifier/{name}" if name in built_in else name: value for name, value in own.items()}}
+
+
+def _episode_record(sample: ScoredSample) -> dict[str, Any]:
+    """Return how an episode ended and its turns, {} for a response of one turn.
+
+    A turn has its tokens [start, end) of its stream's response, sampled, and [end, observed_end), its environment's answer.
+    """
+    if sample.completion.episode is None:
+        return {}
+    turns = [
+        {
+            "segment": segment,
+            "tokens": [turn.start, turn.end, turn.observed_end],
+            "reward": turn.reward,
+            "calls": [f"{call.name}: {call.status}" for call in turn.calls],
+        }
+        for segment, turn in sample.completion.ordered_turns
+    ]
+    return {"episode": {"end": sample.completion.episode.end, "turns": turns}}
 
 
 def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:

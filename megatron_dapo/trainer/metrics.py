@@ -279,17 +279,18 @@ def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     num_sampled = sum(turn.end - turn.start for turn in turns)
     num_observed = sum(turn.observed_end - turn.end for turn in turns)
     num_played, num_calls = max(1, len(played)), max(1, statuses.total())
+    num_ended = max(1, ends.total() - ends["window"])
     return {
         "episodes/turns_mean": len(turns) / num_played,
         "episodes/sampled_tokens_mean": num_sampled / num_played,
         "episodes/observed_tokens_mean": num_observed / num_played,
         "episodes/segments_mean": sum(len(episode.segments) for _, episode in played) / num_played,
-        **{f"episodes/end_{name}_share": ends[name] / num_played for name in ("done", *EPISODE_LIMITS)},
+        **{f"episodes/end_{name}_share": ends[name] / num_ended for name in ("done", *EPISODE_LIMITS)},
         "episodes/calls_mean": statuses.total() / num_played,
         **{f"episodes/calls_{name}_share": statuses[name] / num_calls for name in get_args(CallStatus)},
         **{
             f"episodes/{name}_seconds_mean": sum(episode.seconds.get(name, 0.0) for _, episode in played) / num_played
-            for name in ("generating", "acting")
+            for name in ("generating", "acting", "waiting")
         },
         "episodes/retries": sum(episode.num_retries for _, episode in played),
         "episodes/begun_anew": sum(episode.attempt for _, episode in played),

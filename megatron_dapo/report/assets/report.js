@@ -497,12 +497,18 @@
     detailBox.replaceChildren(...detail(shownSamples[at]));
   }
 
+  // The edge before a turn of an episode: its number, its reward and its calls.
+  function turnEdge(turn, index) {
+    const facts = ["turn " + (index + 1), ...(turn.reward ? ["reward " + number(turn.reward)] : []), ...turn.calls];
+    return make("small", { class: "turn-edge" }, facts.join(", "));
+  }
+
   function detail(sample) {
     const facts = {
       outcome: sample.outcome, "answer expected": sample.answer, "answer found": sample.extracted ?? "none", reward: number(sample.reward), "why it failed": sample.error,
       ...Object.fromEntries(Object.entries(sample.parts).filter(([, value]) => value && Object.values(sample.parts).filter(Boolean).length > 1).map(([name, value]) => ["reward: " + name, typeof value === "number" ? number(value) : String(value)])),
       advantage: sample.advantage === null ? "not trained" : number(sample.advantage), tokens: sample.num_tokens.toLocaleString("en"),
-      "finish reason": sample.finish, "policy version": sample.versions.join(", "), source: sample.source, id: sample.id,
+      "finish reason": sample.finish, "end of the episode": sample.end, "policy version": sample.versions.join(", "), source: sample.source, id: sample.id,
     };
     const tokens = decoded(sample);
     const largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token.advantage || 0)), sample.advantages ? 0 : 2);
@@ -511,7 +517,10 @@
       const [head, dropped] = sample.cut || [];
       tokens.forEach((token, at) => {
         if (sample.cut && at === head) text.append(make("span", { class: "cut" }, " … " + dropped.toLocaleString("en") + " tokens left out … "));
-        text.append(tokenSpan(token, largest));
+        const turn = (sample.turns || []).findIndex((each) => each.tokens[0] <= at && at < each.tokens[2]);
+        if (turn >= 0 && sample.turns[turn].tokens[0] === at) text.append(turnEdge(sample.turns[turn], turn));
+        const isObserved = sample.turns && (turn < 0 || at >= sample.turns[turn].tokens[1]);
+        text.append(isObserved ? make("span", { class: "token observed", title: "the environment's, not trained" }, token.text) : tokenSpan(token, largest));
       });
     } else text.textContent = sample.text;
     const prompt = data.samples.prompts[sample.prompt];

@@ -136,8 +136,8 @@ class _Episode:
     num_fruitless: int = 0
     is_rewarded: bool = False
     is_paused: bool = False  # held at the end of its window
-    begun_s: float = 0.0  # when the current turn was submitted
-    seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0})
+    begun_s: float = field(default_factory=time.perf_counter)  # when it was submitted, then its current turn
+    seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0, "waiting": 0.0})
 
     @property
     def name(self) -> str:
@@ -301,6 +301,7 @@ class EpisodeEngine:
             episode = self._waiting.popleft()
             # One with a record enters in the round in which a process that holds it would continue it.
             episode.due = self._round + (episode.record is None)
+            episode.seconds["waiting"] += time.perf_counter() - episode.begun_s
             self._start(episode, episode.record)
 
     def _start(self, episode: _Episode, record: Completion | None) -> None:

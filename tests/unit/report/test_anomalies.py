@@ -126,6 +126,20 @@ def test_collapse_jumps_skips_and_gaps(tmp_path: Path) -> None:
     assert verdict.level == "alarm" and verdict.health == "not healthy: entropy collapse since step 19"
 
 
+def test_episodes_that_are_lost_and_calls_that_vanish(tmp_path: Path) -> None:
+    """Lost: more than a hundredth of a step's groups. Calls: the last five steps below a tenth of the first five."""
+    rows: dict[int, dict[str, Any]] = {
+        step: {"episodes/calls_mean": 2.0 if step < 24 else 0.1, "rollout/groups_generated": 256} for step in range(1, 31)
+    }
+    rows[7]["episodes/groups_lost"] = 2.0  # 0.8 %
+    for step in (12, 13):
+        rows[step]["episodes/groups_lost"] = 3.0
+    found = spans(make_run(tmp_path / "run", rows=rows))
+    assert found["episodes are lost"] == (12, 13) and found["tool calls vanish"] == (26, 30)
+    few = {step: {**row, "episodes/calls_mean": 2.0 if step < 28 else 0.1} for step, row in rows.items()}
+    assert "tool calls vanish" not in spans(make_run(tmp_path / "few", rows=few))
+
+
 def test_mismatch_that_grows_below_the_alarm(tmp_path: Path) -> None:
     rows = {step: {"mismatch/abs_logprob_diff_mean": 1e-3 * 1.04**step} for step in range(1, 81)}
     found = list(find_anomalies(read_run(make_run(tmp_path / "run", 80, rows=rows))))

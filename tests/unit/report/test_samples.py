@@ -76,3 +76,17 @@ def test_groups_stay_whole(tmp_path: Path) -> None:
     found = samples_for_page([read_run(make_run(tmp_path / "run", samples=records, filtered=[]))], 30_000)
     counts = Counter(each["step"] for each in found["list"])
     assert len(counts) > 5 and set(sorted(counts.values())[1:]) == {4}, "the page is full within one group at most"
+
+
+def test_turns_of_an_episode_are_those_of_the_tokens_that_are_shown(tmp_path: Path) -> None:
+    """Of a long one the places after the gap move; turns of other streams are left out."""
+    turn = {"segment": 0, "tokens": [0, 2, 4], "reward": -0.2, "calls": ["look: ok"]}
+    turns = [turn, {**turn, "segment": 1}, {**turn, "tokens": [4, 4900, 5000], "reward": 0.0}]
+    short = a_sample(1, text="abcdef", token_chars=[1] * 6, logprobs=[-1.0] * 6, response_ids=list(range(6)))
+    short["episode"] = {"end": "done", "turns": turns[:2]}
+    long = a_sample(2, text="a" * 5000, token_chars=[1] * 5000, logprobs=[-1.0] * 5000, response_ids=list(range(5000)))
+    long["episode"] = {"end": "max_turns", "turns": turns}
+    run = read_run(make_run(tmp_path / "run", samples=[short, long], filtered=[]))
+    shown = {one["step"]: one for one in samples_for_page([run], 10**6)["list"]}
+    assert shown[1]["turns"] == [{"tokens": [0, 2, 4], "reward": -0.2, "calls": ["look: ok"]}] and shown[1]["end"] == "done"
+    assert shown[2]["cut"] == [2000, 2000] and [one["tokens"] for one in shown[2]["turns"]] == [[0, 2, 4], [4, 2900, 3000]]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry import samples as module
 from megatron_dapo.telemetry.samples import SampleWriter, TokenTexts, choose, sample_record
-from megatron_dapo.types import Group
+from megatron_dapo.types import Episode, Group, Segment, Turn, TurnCall, VersionRange
 
 
 def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
@@ -38,6 +38,22 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
         "versions": [{"start": 0, "end": 1, "version": 3}, {"start": 1, "end": 2, "version": 4}],
         "generation_step": 9,
         "window": {"start": 0, "is_finished": True},
+    }
+
+
+def test_the_record_of_an_episode_has_its_turns_in_order(groups: list[Group]) -> None:
+    sample = groups[1].samples[2]
+    turns = (Turn(0, 1, 1, reward=0.5, order=0), Turn(1, 2, 2, calls=(TurnCall("look", "ok"),), order=2))
+    segment = Segment((3,), (5, 8), (-1.0, -1.0), (VersionRange(0, 2, 4),), (Turn(0, 1, 2, order=1),))
+    played = replace(sample.completion, episode=Episode("done", turns, (segment,)))
+    record = sample_record(12, replace(groups[1], samples=(replace(sample, completion=played),)), 0, advantage=None)
+    assert json.loads(json.dumps(record["episode"])) == {
+        "end": "done",
+        "turns": [
+            {"segment": 0, "tokens": [0, 1, 1], "reward": 0.5, "calls": []},
+            {"segment": 1, "tokens": [0, 1, 2], "reward": 0.0, "calls": []},
+            {"segment": 0, "tokens": [1, 2, 2], "reward": 0.0, "calls": ["look: ok"]},
+        ],
     }
 
 
