@@ -9,15 +9,20 @@ slots, and a turn takes one for a fixed time.
 `concurrency_vs_bound`: seconds until all episodes have ended / max(engine's work, longest episode). `driver_ms_per_turn`:
 processor time of this process (the engine's and the pool's threads) a turn, the tokens of a turn included.
 `round_trip_ms`: median time from sending a turn to its answer, with an environment that does not wait and nothing else to do.
+`open_bytes_per_episode`: resident memory of this process for an open episode of eight turns of 1,024 tokens, less 8 bytes a token (its id and log-prob);
+`open_poll_ms`: median time of a poll with 16,384 open episodes of which none has an answer.
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
+import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +39,10 @@ from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
-from megatron_dapo.environments.protocol import Action, Task
+from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.workers.supervisor import resident_pages
 
 RECIPE = Path(__file__).parent.parent / "examples/quickstart/quickstart.toml"
 TURN_TOKENS = 64
@@ -68,6 +74,7 @@ class SlottedEngine:
     slots: int
     turn_s: float
     stop_token: int
+    turn_tokens: int = TURN_TOKENS
     policy_version: int = 0
     prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)
     _waiting: list[GenerationRequest] = field(default_factory=list)
@@ -100,10 +107,11 @@ class SlottedEngine:
             heapq.heappush(self._running, (start + self.turn_s, next(self._numbers), self._waiting.pop(0)))
 
     def _completion(self, request: GenerationRequest) -> Completion:
-        ids = np.full(TURN_TOKENS, self.stop_token, np.int32)
-        ids[:-1] = np.random.default_rng(request.seed).integers(0, 200, TURN_TOKENS - 1)
-        versions = (VersionRange(0, TURN_TOKENS, self.policy_version),)
-        return Completion(request.request_id, ids, np.zeros(TURN_TOKENS, np.float32), "stop", versions)
+        count = self.turn_tokens
+        ids = np.full(count, self.stop_token, np.int32)
+        ids[:-1] = np.random.default_rng(request.seed).integers(0, 200, count - 1)
+        versions = (VersionRange(0, count, self.policy_version),)
+        return Completion(request.request_id, ids, np.zeros(count, np.float32), "stop", versions)
 
 
 def quickstart_turns() -> TurnTemplate:
@@ -155,6 +163,61 @@ def play(size: Size, turns: TurnTemplate) -> dict[str, float]:
     }
 
 
+@dataclass
+class SilentPool:
+    """An `EnvironmentPool` that answers at once, but never the last of `turns` turns."""
+
+    turns: int
+    _num_acts: Counter[str] = field(default_factory=Counter)
+    _replies: list[Reply] = field(default_factory=list)
+
+    def start(self, episode_id: str, task: Task) -> None:
+        self._replies.append(Reply(episode_id, messages=({"role": "user", "content": "Begin."},)))
+
+    def act(self, episode_id: str, action: Action) -> None:
+        self._num_acts[episode_id] += 1
+        if self._num_acts[episode_id] < self.turns:
+            self._replies.append(Reply(episode_id, messages=({"role": "user", "content": "Go on."},)))
+
+    def end(self, episode_id: str) -> None:
+        raise AssertionError(f"{episode_id} has ended")
+
+    def poll(self, timeout: float = 0.0) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(count == self.turns for count in self._num_acts.values())
+
+
+def open_episodes(count: int, num_turns: int, turn_tokens: int, turns: TurnTemplate) -> tuple[float, float]:
+    """Return bytes of memory of an open episode less 8 a token, and milliseconds of a poll, once all episodes wait."""
+    inner = SlottedEngine(count, 0.0, turns.stop_token_ids[0], turn_tokens)
+    pool = SilentPool(num_turns)
+    limits = EpisodeSettings(10**6, 1000, max_turns=num_turns + 1, max_environments=count, order="arrival", parser="none")
+    engine = EpisodeEngine(inner, pool, turns, limits)
+    sampling = SamplingParams(max_new_tokens=10**6, stop_token_ids=turns.stop_token_ids)
+    gc.collect()
+    before = resident_pages(os.getpid())
+    engine.submit([GenerationRequest(f"open/{index:06d}", (), sampling, index, task={}) for index in range(count)])
+    while pool.num_waiting < count:
+        engine.poll()
+    gc.collect()
+    grown = (resident_pages(os.getpid()) - before) * os.sysconf("SC_PAGE_SIZE") / count
+    inner.turn_s = 3600.0
+    engine.submit([GenerationRequest("other", (1,), sampling, 0)])  # a poll waits for environments if the engine has nothing
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        engine.poll()
+        seconds.append(time.perf_counter() - started - _IDLE_S)
+    return round(grown - 8 * num_turns * turn_tokens), round(1000 * statistics.median(seconds), 2)
+
+
 def round_trip(size: Size, count: int) -> float:
     """Return the median milliseconds between a turn and its answer."""
     seconds = []
@@ -182,6 +245,9 @@ def main() -> None:
     size = TINY if arguments.tiny else FULL
     result: dict[str, Any] = {"size": vars(size), **play(size, quickstart_turns())}
     result["round_trip_ms"] = round_trip(size, 50 if arguments.tiny else 1000)
+    small = arguments.tiny
+    result["open_bytes_per_episode"], _ = open_episodes(16 if small else 1024, 8, 1024, quickstart_turns())
+    _, result["open_poll_ms"] = open_episodes(64 if small else 16384, 1, 64, quickstart_turns())
     options.show(result, arguments)
 
 

@@ -42,6 +42,9 @@ BENCHMARKS: dict[str, Check] = {
     "collector_waste.py": lambda r: 0.5 < r["waste_ratio"] < 2.0,  # near 1; so few groups are off by chance
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
     "episodes.py": lambda r: r["num_turns"] == 192 and r["concurrency_vs_bound"] > 0.9 and r["driver_ms_per_turn"] > 0,
+    "episodes.py --chaos": lambda r: (
+        r["episodes"] == 200 and sum(r["faults"].values()) > 10 and not any({**r["deviations"], **r["leftovers"]}.values())
+    ),
     "length_bias.py": lambda r: r["length_bias"] <= 0.02 and r["discarded_share"] <= 0.05 and r["throughput"] > 1.5,
     "prompt_filter.py": lambda r: r["saved"] > 0 and r["precision"] > 0.7 and r["calibration_error"] < 0.2,
     "faulty_nodes.py": lambda r: (
