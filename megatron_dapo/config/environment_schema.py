@@ -36,7 +36,7 @@ class EnvironmentConfig(Section):
 
     agent: tuple[CommandWord, ...] = ()
     """An agent's program and its arguments, started for each episode. It plays against a chat endpoint, whose address and key
-    are in OPENAI_BASE_URL and OPENAI_API_KEY. []: none."""
+    are in OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. []: none."""
 
     other_sampling: Literal["refuse", "ignore"] = "refuse"
     """An agent that wants another temperature or top_p than the rollout's. refuse: its request is an error that says so.

@@ -6,7 +6,7 @@
                                +--------- requests -----+             HTTP on loopback
 
 It speaks the lines of `environments.remote.worker`. The program has the task as JSON on its standard input, the session in
-OPENAI_BASE_URL and OPENAI_API_KEY, and an empty directory. Its last line of output may be its reward: a number, a truth
+OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and an empty directory. Its last line of output may be its reward: a number, a truth
 value, or {"reward": number, "correct": bool, "parts": {name: number}}. A program that fails is a lost episode.
 
 Requests of a program at the same time are answered one after another, in the order in which they came.
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 from aiohttp import web
 
-from megatron_dapo.engines.endpoint.chat import ChatAnswer
+from megatron_dapo.engines.endpoint.format import ChatAnswer
 from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
 from megatron_dapo.engines.endpoint.tree import ServedTurn, arguments_of
 from megatron_dapo.types import SamplingParams
@@ -67,7 +67,7 @@ class _AgentWorker:
         runner = web.AppRunner(self._endpoint.application(), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         loop = asyncio.get_running_loop()
         lines = asyncio.StreamReader(limit=2**26)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
@@ -155,7 +155,13 @@ class _Agent:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=self._directory,
-            env={**inherited, "OPENAI_BASE_URL": url, _KEY: self.key},
+            env={
+                **inherited,
+                "OPENAI_BASE_URL": f"{url}/v1",
+                _KEY: self.key,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": self.key,
+            },
             start_new_session=True,
         )
         if self._is_killed or self._lost:  # while it was started

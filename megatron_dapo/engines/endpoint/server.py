@@ -1,4 +1,4 @@
-"""HTTP server of a policy for chat clients: a session is an episode, and its API key says which.
+"""HTTP server of a policy for clients of chat APIs: a session is an episode, and its API key says which.
 
     client --request--> tree: which turn is it, on which stream? --> source: sample it --> answer --> client
 
@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from megatron_dapo.engines.endpoint import chat
-from megatron_dapo.engines.endpoint.chat import ChatAnswer, ChatRequest, Sampling
+from megatron_dapo.engines.endpoint import chat, messages, responses
+from megatron_dapo.engines.endpoint.format import ChatAnswer, ChatRequest, APIFormat, Sampling
 from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, RequestError, ServedTurn, TooManyBranches
 from megatron_dapo.types import SamplingParams
 
 _MAX_BODY_BYTES = 64 << 20
+_FORMATS: Mapping[str, APIFormat] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
 _RETRIES = "x-stainless-retry-count"  # how often the OpenAI and Anthropic clients have sent this request before
 
 
@@ -87,7 +93,7 @@ class ChatEndpoint:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._chat),
+                *(web.post(path, self._turn) for path in _FORMATS),
             ]
         )
         return application
@@ -100,13 +106,13 @@ class ChatEndpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_dapo"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
+    async def _turn(self, http: web.Request) -> web.StreamResponse:
         session = self._session_of(http)
         try:
             body = await http.json()
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from None
-        request, ignored = chat.parse(body, self._sampling, self._on_other_sampling)
+        request, ignored = _FORMATS[http.path].parse(body, self._sampling, self._on_other_sampling)
         session.ignored.update(ignored)
         try:
             turn = session.tree.ask(
@@ -139,7 +145,9 @@ class ChatEndpoint:
 
     def _session_of(self, http: web.Request) -> Session:
         scheme, _, key = http.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            key = http.headers.get("x-api-key", "")  # as Anthropic's clients send it
+        session = self._sessions.get(key)
         if session is None:
             raise web.HTTPUnauthorized(text="the API key belongs to no open episode")
         return session
@@ -149,13 +157,14 @@ async def _respond(
     http: web.Request, request: ChatRequest, turn: ServedTurn, answer: ChatAnswer
 ) -> web.StreamResponse:
     """Write a response here and not by returning it, so that a connection that was lost is noticed."""
+    form = _FORMATS[http.path]
     if request.is_streamed:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        for event in chat.answer_events(answer, turn.number, request):
+        for event in form.answer_events(answer, turn.number, request):
             await response.write(event)
     else:
-        response = web.json_response(chat.answer_body(answer, turn.number, request.model))
+        response = web.json_response(form.answer_body(answer, turn.number, request))
         await response.prepare(http)
     await response.write_eof()
     return response
@@ -172,16 +181,13 @@ _STATUS: dict[type[Exception], tuple[int, str]] = {
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors in OpenAI's form, in one line."""
+    """Answer errors in the form of the API, in one line."""
+    form = _FORMATS.get(request.path, chat)
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _error(error.status, error.text or error.reason, "authentication_error" if error.status == 401 else "error")
+        kind = "authentication_error" if error.status == 401 else "error"
+        return web.json_response(form.error_body(error.text or error.reason, kind), status=error.status)
     except tuple(_STATUS) as error:
         status, kind = next(_STATUS[base] for base in type(error).__mro__ if base in _STATUS)
-        return _error(status, str(error), kind)
-
-
-def _error(status: int, message: str, kind: str) -> web.Response:
-    body: dict[str, Any] = chat.error_body(message, kind)
-    return web.json_response(body, status=status)
+        return web.json_response(form.error_body(str(error), kind), status=status)

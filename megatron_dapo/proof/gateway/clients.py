@@ -49,7 +49,7 @@ class RandomClient:
         self._draw = draw
         system = ({"role": "system", "content": "Be brief."},) if draw.random() < 0.5 else ()
         tools = (TOOL,) if draw.random() < 0.5 else ()
-        self._told: list[Asked] = [Asked("", (*system, self._said("user")), tools)]  # conversations it may go on with
+        self._told: list[Asked] = [Asked("", (*system, self._said("user")), tools)]  # conversations it may continue
         self._asked: list[Asked] = []
         self.unread: list[Asked] = []  # requests whose answers it has not read
 

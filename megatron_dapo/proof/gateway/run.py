@@ -117,7 +117,7 @@ def _check(session: ClientSession, completion: Completion, engine: ScriptedEngin
     streams: dict[int, tuple[list[int], list[bool]]] = {}  # ids of a stream; was a token sampled in it
     for request in session.sampled:
         if not request.ids:
-            raise GatewayViolation(f"{session.name}: a turn that was asked for was not sampled")
+            raise GatewayViolation(f"{session.name}: turn {session.sampled.index(request)} was not sampled")
         ids, kinds = streams.setdefault(request.stream, (list(request.context), [False] * len(request.context)))
         ids += request.context[len(ids) :]
         ids += request.ids

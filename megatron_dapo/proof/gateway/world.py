@@ -1,5 +1,5 @@
-"""A world for the endpoint without HTTP, processes and models: the requests of random clients go through the dialect's
-parser, the tree, the worker's lines and the episode engine; the turns are random ids.
+"""A world for the endpoint without HTTP, processes and models: the requests of random clients go through the
+parser of Chat Completions, the tree, the worker's lines and the episode engine; the turns are random ids.
 
     client --body--> chat.parse, ConversationTree --line--> EpisodeEngine --ids--> ScriptedEngine
            <-answer- ChatAnswer, tree.answered    <--line--               <-ids--

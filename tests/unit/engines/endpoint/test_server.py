@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megatron_dapo.engines.endpoint.chat import ChatAnswer
+from megatron_dapo.engines.endpoint.format import ChatAnswer
 from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
 from megatron_dapo.engines.endpoint.tree import ServedTurn
 from megatron_dapo.types import SamplingParams
@@ -60,10 +60,17 @@ def served(script: Script, body: Callable[[ChatEndpoint, str, Post], Awaitable[N
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
 
-            async def post(messages: Any, key_: str = key, retries: int = 0, **fields: Any) -> tuple[int, Any]:
-                headers = {"Authorization": f"Bearer {key_}", "x-stainless-retry-count": str(retries)}
-                body = {"model": "policy", "messages": messages, **fields}
-                async with client.post("/v1/chat/completions", json=body, headers=headers) as response:
+            async def post(
+                messages: Any = None,
+                key_: str = key,
+                retries: int = 0,
+                path: str = "/v1/chat/completions",
+                key_in: str = "Authorization",
+                **fields: Any,
+            ) -> tuple[int, Any]:
+                headers = {key_in: key_ if key_in == "x-api-key" else f"Bearer {key_}", "x-stainless-retry-count": str(retries)}
+                body = {"model": "policy", **({} if messages is None else {"messages": messages}), **fields}
+                async with client.post(path, json=body, headers=headers) as response:
                     text = await response.text()
                     return response.status, text if fields.get("stream") else json.loads(text)
 
@@ -141,7 +148,7 @@ def test_a_client_that_went_away_gets_the_answer_that_was_sampled_for_it() -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": 0.2}, "temperature = 0.2, but the run samples its policy at 1, which is what it trains; leave"),
+        ({"temperature": 0.2}, "temperature = 0.2, but the run samples its policy at 1, and trains that; leave"),
         ({"n": 2}, "n = 2 is not supported; leave it out"),
         ({"logprobs": True}, "logprobs = true is not supported"),
         ({"seed": 3}, "seed: the run gives each episode its own"),
