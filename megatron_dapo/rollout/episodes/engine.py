@@ -489,12 +489,12 @@ class EpisodeEngine:
         if episode.record is None:
             self._finish(episode, "seconds")
             return
-        self._pool.end(episode.name)
         self._lose(episode, f"played again, it took longer than environment.episode_seconds = {self._settings.max_seconds:g}")
 
     def _lose(self, episode: _Episode, reason: str, is_cause: bool = True) -> None:
         """Start a lost environment again, or give the episode up if that happened too often and not through others."""
         episode.num_lost += is_cause
+        self._pool.end(episode.name)  # it may be open: what it said was wrong, or too late
         if episode.num_lost > self._settings.retries:
             logger.warning("episode %s is given up: lost %d times: %s", episode.name, episode.num_lost, reason)
             self._finish(episode, "lost", lost=reason)

@@ -309,6 +309,20 @@ def test_an_episode_without_an_answer_in_its_seconds_ends_truncated_and_is_not_r
     assert pool.num_starts["g/0"] == 1 and not pool.tasks and engine.accounting().retried == 0
 
 
+def test_an_environment_that_answers_a_turn_that_is_not_there_is_started_again(monkeypatch):
+    engine, inner, pool = world.world(2, world.settings(retries=1))
+    answer_of = world.answer_of
+    monkeypatch.setattr(
+        world, "answer_of",
+        lambda task, actions: {**answer_of(task, actions), "done": False, "messages": ({"role": "user", "content": "x"},), "after": 9}
+        if actions else answer_of(task, actions),
+    )  # fmt: skip
+    engine.submit([world.request("g/0", inner.turns, 3)])
+    (done,) = world.drain(engine)
+    assert done.episode.end == "lost" and "answered turn 9 of 1, which are numbered from 0" in done.episode.lost
+    assert pool.num_starts["g/0"] == 2 and not pool.tasks
+
+
 def test_losses_by_another_episode_do_not_count():
     engine, inner, pool = world.world(5, world.settings(retries=0), loss_rate=1.0)
     pool.num_others_losses = 8
