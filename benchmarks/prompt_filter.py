@@ -7,7 +7,7 @@ them. `saved` is the share of tokens per trained group that the filter saves aga
 mean |predicted - observed| share of groups that disagree, `precision` the share of the prompts tried as an audit whose groups
 did not disagree, as the filter said; `flagged_tried` counts those prompts, `flagged_useful` those of them that the filter would
 have left out wrongly, and `precision_interval` is the 95 % Wilson interval of what they show. Figures are the worst over the
-populations.
+populations; `precision` is that over those in which an audit has tried a prompt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
             rows.append({"population": name, "filter": kind, **row, "precision_interval": interval, "saved": saved})
             print(rows[-1], file=sys.stderr, flush=True)
     model = [row for row in rows if row["filter"] == "model"]
-    worst = min(model, key=lambda row: (row["filter_precision"], row["precision_interval"]))
+    tried = [row for row in model if row["flagged_tried"]] or model
+    worst = min(tried, key=lambda row: (row["filter_precision"], row["precision_interval"]))
     result = {
         "saved": min(row["saved"] for row in model),
         "calibration_error": max(row["calibration_error"] for row in model),

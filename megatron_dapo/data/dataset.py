@@ -136,7 +136,9 @@ def load_sources(
     """
     collected = _collect_sources(sources, deduplicate, begin_episodes)
     if not collected.rows:
-        raise ValueError("data.train_paths has too few prompts to hold some out: set data.held_out_share = 0 or data.eval_paths")
+        raise ValueError(
+            "data.train_paths and data.sources have too few prompts to hold some out: set data.held_out_share = 0 or data.eval_paths"
+        )
     _check_answers(collected.rows, validate_answers)
     prompts = [
         Prompt(

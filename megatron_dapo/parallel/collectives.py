@@ -72,14 +72,15 @@ def broadcast_tensors(
     device = communication_device(group)
     places, size = _places(header)
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    if is_source and tensors is not None:
-        for tensor, place in zip(tensors.values(), places, strict=True):
-            buffer[place] = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
-    dist.broadcast(buffer, group=group, group_src=source)
-    return {
+    views = {
         name: buffer[place].view(BROADCAST_DTYPES[dtype]).view(shape)
         for (name, dtype, shape), place in zip(header, places, strict=True)
     }
+    if is_source and tensors is not None:
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor.detach())
+    dist.broadcast(buffer, group=group, group_src=source)
+    return views
 
 
 def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import numpy as np
 import torch
 import torch.distributed as dist
 from launcher import run_distributed, target_in
@@ -14,6 +15,7 @@ from megatron_dapo.parallel.coordination import Coordination
 
 TENSORS = {
     "empty": torch.zeros(0, 3),
+    "empty of numpy": torch.from_numpy(np.zeros(0)),  # its stride is 0
     "scalar": torch.tensor(7, dtype=torch.int64),
     "odd": torch.tensor([True, False, True]),
     "half": torch.tensor([[1.5, -2.0], [0.25, 3.0]], dtype=torch.bfloat16),

@@ -95,6 +95,7 @@ DRAWN_RECIPE = """
 path = "{model}"
 [data]
 max_prompt_tokens = 256
+held_out_share = 0.0
 [[data.sources]]
 path = "first.jsonl"
 {other}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_runs import ROOT, train
+from whole_runs import ROOT, run_command, sets, train
 
 from tools import check_smoke, make_smoke_model
 
@@ -28,7 +28,8 @@ def test_two_steps_a_resume_and_an_evaluation_in_emulated_fp8(tmp_path: Path, ca
     overrides = (*SMALL, f'data.eval_paths=["{tmp_path / "heldout.jsonl"}"]', f"model.path={tmp_path / 'model'}")
     first = train(recipe, run, "", *overrides, "run.total_steps=2")
     assert first.code == 0, first.text
-    second = train(recipe, run, "", *overrides, "checkpoint.resume=must")
+    resumed = sets([*overrides, "checkpoint.resume=must"])
+    second = run_command("train", str(recipe), "--output-dir", str(run), "--verbose", *resumed)
     assert second.code == 0, second.text
     assert check_smoke.main([str(run)]) == 0, capsys.readouterr().err
     assert "precision: fp8_blockwise, 1 of 2 layers, linear products by emulation in fp32" in second.text
