@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import episode_world as world
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -13,6 +12,7 @@ from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSetting
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
 from megatron_dapo.types import Completion, GenerationRequest
+from tests.unit.rollout import episode_world as world
 
 TURNS = world.template("llama3")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
