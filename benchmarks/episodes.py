@@ -9,6 +9,8 @@ slots, and a turn takes one for a fixed time.
 `concurrency_vs_bound`: seconds until all episodes have ended / max(engine's work, longest episode). `driver_ms_per_turn`:
 processor time of this process (the engine's and the pool's threads) a turn, the tokens of a turn included.
 `round_trip_ms`: median time from sending a turn to its answer, with an environment that does not wait and nothing else to do.
+`endpoint_ms`: processor time of the chat endpoint for a request of a program with 32 turns; `endpoint_p50_ms`, `endpoint_p99_ms`:
+what the program waits for an answer that is there at once, the way to this process and back included; 8 programs at a time.
 `open_bytes_per_episode`: resident memory of this process for an open episode of eight turns of 1,024 tokens, less 8 bytes a token (its id and log-prob);
 `open_poll_ms`: median time of a poll with 16,384 open episodes of which none has an answer.
 """
@@ -18,9 +20,11 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
+import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ from typing import Any
 import episode_chaos
 import numpy as np
 import options
+import psutil
 import waiting_environment
 
 from megatron_dapo.config.loader import load_config
@@ -38,6 +43,7 @@ from megatron_dapo.data.dataset import prompt_template
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
@@ -163,6 +169,35 @@ def play(size: Size, turns: TurnTemplate) -> dict[str, float]:
     }
 
 
+def endpoint(num_programs: int, num_turns: int) -> dict[str, float]:
+    """Return the figures of programs that ask the chat endpoint as fast as it answers."""
+    program = [sys.executable, str(Path(__file__).with_name("busy_agent.py"))]
+    rules = {"command": program, "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 2}
+    command = (sys.executable, "-m", AGENTS, json.dumps(rules))
+    waits: dict[str, list[float]] = {"p50": [], "p99": []}
+    with WorkerPool(WorkerSettings("command", command=command)) as pool:
+        (server,) = (one for pid in pool.processes() for one in psutil.Process(pid).children())
+        for index in range(num_programs):
+            pool.start(str(index), Task({"turns": num_turns}, index))
+        started = sum(server.cpu_times()[:2])
+        left = num_programs
+        while left:
+            for reply in pool.poll(60.0):
+                assert not reply.lost, reply.lost
+                if reply.done:
+                    left -= 1
+                    for name, values in waits.items():
+                        values.append(reply.parts[name])
+                    pool.end(reply.episode_id)
+                else:
+                    pool.act(reply.episode_id, Action("Yes, certainly.", (), "stop"))
+        cpu_s = sum(server.cpu_times()[:2]) - started
+    return {
+        "endpoint_ms": round(1000 * cpu_s / (num_programs * num_turns), 4),
+        **{f"endpoint_{name}_ms": round(1000 * statistics.median(values), 3) for name, values in waits.items()},
+    }
+
+
 @dataclass
 class SilentPool:
     """An `EnvironmentPool` that answers at once, but never the last of `turns` turns."""
@@ -246,6 +281,7 @@ def main() -> None:
     result: dict[str, Any] = {"size": vars(size), **play(size, quickstart_turns())}
     result["round_trip_ms"] = round_trip(size, 50 if arguments.tiny else 1000)
     small = arguments.tiny
+    result |= endpoint(2, 4) if small else endpoint(8, 32)
     result["open_bytes_per_episode"], _ = open_episodes(16 if small else 1024, 8, 1024, quickstart_turns())
     _, result["open_poll_ms"] = open_episodes(64 if small else 16384, 1, 64, quickstart_turns())
     options.show(result, arguments)

@@ -1,0 +1,24 @@
+"""The program of `episodes.py` for the chat endpoint: asks for turns and says how long they took. Standard library only."""
+
+import http.client
+import json
+import os
+import sys
+import time
+from urllib.parse import urlsplit
+
+task = json.load(sys.stdin)
+place = urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(place.hostname, place.port)
+headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+messages, seconds = [{"role": "user", "content": "Begin."}], []
+for _ in range(task["turns"]):
+    started = time.perf_counter()
+    body = json.dumps({"model": "policy", "messages": messages})
+    connection.request("POST", f"{place.path}/chat/completions", body, headers)
+    answer = json.load(connection.getresponse())["choices"][0]["message"]
+    seconds.append(time.perf_counter() - started)
+    messages += [answer, {"role": "user", "content": "Go on."}]
+seconds.sort()
+parts = {"p50": seconds[len(seconds) // 2], "p99": seconds[len(seconds) * 99 // 100]}
+print(json.dumps({"reward": 0.0, "parts": parts}))
