@@ -80,6 +80,9 @@ class EpisodeStage(enum.Enum):
     ACTING = "the environment's answer"
 
 
+_OWED = (EpisodeStage.STARTING, EpisodeStage.ACTING)  # stages in which the environment owes an answer
+
+
 @dataclass(frozen=True)
 class EpisodeAccounting:
     """Counts every episode begun by its place. One that is begun from a saved record counts once more."""
@@ -146,10 +149,6 @@ class _Episode:
     @property
     def turn_name(self) -> str:
         return f"{self.name}@{self.streams.num_turns if self.streams else 0}"
-
-    @property
-    def is_owed(self) -> bool:
-        return self.stage in (EpisodeStage.STARTING, EpisodeStage.ACTING)
 
     def so_far(self, end: EpisodeEnd = "abort") -> Completion:
         """Return its tokens; of an episode that is played again, those that it had."""
@@ -349,7 +348,7 @@ class EpisodeEngine:
             for reply in replies:
                 if (known := self._open.get(reply.episode_id) or self._held.get(reply.episode_id)) is not None:
                     known.reply = reply
-            owed = [one for one in self._open.values() if one.is_owed and (not in_rounds or one.due <= self._round)]
+            owed = [one for one in self._open.values() if one.stage in _OWED and (not in_rounds or one.due <= self._round)]
             entering = sorted((one for one in owed if one.reply is not None), key=lambda one: one.name)
             if entering and (not in_rounds or len(entering) == len(owed)):
                 for episode in entering:
