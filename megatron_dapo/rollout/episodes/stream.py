@@ -53,6 +53,18 @@ class _Stream:
         return self.grown(turn.token_ids, turn.logprobs, turn.versions, (*self.turns, added))
 
 
+    def up_to_turn(self) -> _Stream:
+        """Return the stream up to its last turn, without an answer that no turn has read."""
+        *before, last = self.turns
+        return replace(
+            self,
+            token_ids=self.token_ids[: last.end],
+            logprobs=self.logprobs[: last.end],
+            versions=tuple(_clipped(self.versions, 0, last.end)),
+            turns=(*before, replace(last, observed_end=last.end)),
+        )
+
+
 class EpisodeStreams:
     """What was sampled and observed in an episode so far."""
 
@@ -196,6 +208,8 @@ class EpisodeStreams:
         if partial is not None and partial.num_tokens:
             interrupted = replace(partial, finish_reason="abort")
             streams[self._current] = streams[self._current].with_turn(interrupted, self.num_turns)
+        if end not in ("abort", "window"):  # an answer that no turn reads may be longer than a sequence can be
+            streams = [one.up_to_turn() if one.turns else one for one in streams if one.turns or one is streams[0]]
         main, *others = streams
         segments = tuple(
             Segment(one.prompt_ids, one.token_ids, one.logprobs, one.versions, one.turns, one.parent, one.reason)

@@ -249,7 +249,11 @@ def play(one: GenerationRequest, turns: TurnTemplate, limits: EpisodeSettings) -
         if limits.max_turn_tokens:
             left["length"] = limits.max_turn_tokens
         played.end = min(left, key=lambda name: left[name])
-        if left[played.end] < 1:
+        if left[played.end] < 1:  # no turn reads the last answer
+            while played.places[current] and played.places[current][-1] is None:
+                del played.places[current][-1], tokens[-1]
+            if current and not tokens:
+                del played.places[current], played.streams[current]
             return played
         seed = stream_seed(one.seed, current)
         turn = turn_of(turns, seed, len(prompt) + len(tokens))

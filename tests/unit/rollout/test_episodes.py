@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
 from megatron_dapo.rollout.episodes.stream import EpisodeStreams
 from megatron_dapo.types import Completion, TurnCall, VersionRange
 from tests.examples import examples
 
 
-def assert_is(completion: Completion, played: world.Played, engine: world.FakeTurnEngine) -> None:
+def assert_is(
+    completion: Completion, played: world.Played, engine: world.FakeTurnEngine, limits: EpisodeSettings = world.settings()
+) -> None:
     episode = completion.episode
     assert episode is not None and episode.end == played.end
     assert completion.finish_reason == ("stop" if played.end == "done" else "length")
@@ -25,6 +27,7 @@ def assert_is(completion: Completion, played: world.Played, engine: world.FakeTu
     for number, ((prompt, tokens), places) in enumerate(zip(played.streams, played.places, strict=True)):
         stream = completion.stream(number)
         assert stream.prompt_ids == prompt and stream.token_ids.tolist() == tokens
+        assert len(prompt) + len(tokens) <= limits.max_context_tokens, "a micro-batch holds it"
         assert [run.is_sampled for run in stream.runs for _ in range(run.start, run.end)] == [one is not None for one in places]
         sampled = [stream.logprobs[run.start : run.end] for run in stream.runs if run.is_sampled]
         assert np.concatenate(sampled).tolist() == [world.logprob(*place) for place in places if place]
@@ -88,7 +91,7 @@ def test_streams_are_the_conversation_played_straight(order, branches):
         total = 0
         for one in finished:
             played = world.play(requests[one.request_id], inner.turns, limits)
-            assert_is(one, played, inner)
+            assert_is(one, played, inner, limits)
             total += len(played.sampled)
             num_segments += one.num_segments
         assert set(inner.sampled.values()) <= {1} and sum(inner.sampled.values()) == total
