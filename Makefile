@@ -2,6 +2,7 @@
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
 # make quickstart-smollm2 [LAYOUT=...] [ARGS=...]              a pretrained model, SmolLM2-135M-Instruct, on one-digit sums
 # make quickstart-calculator [LAYOUT=...] [ARGS=...]           the same model learns to call a calculator, over turns
+# make quickstart-guess [LAYOUT=...] [ARGS=...]                a small model learns a game over turns, with a reward for each
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
@@ -52,7 +53,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -105,6 +106,12 @@ quickstart-smollm2: .venv runs/models/smollm2
 
 quickstart-calculator: .venv runs/models/smollm2
 	$(RUN) .venv/bin/megatron-dapo train examples/agents/calculator/calculator.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+# The form of the game is learned first, from turns of blind play.
+quickstart-guess: .venv
+	$(RUN) .venv/bin/megatron-dapo sft examples/agents/guess/guess.toml --output-dir runs/guess-start $(if $(LAYOUT),--layout $(LAYOUT))
+	$(RUN) .venv/bin/megatron-dapo train examples/agents/guess/guess.toml $(if $(LAYOUT),--layout $(LAYOUT)) \
+		--set model.path=runs/guess-start/huggingface $(ARGS)
 
 quickstart-ppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_ppo.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)

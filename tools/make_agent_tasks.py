@@ -9,8 +9,11 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 NUM_TRAIN, NUM_HELDOUT = 512, 64
+NUM_BLIND_TURNS = 2000
+HIGHEST, MOST_GUESSES = 31, 6  # as in examples/agents/guess/guess.py
 _SEED = 7
 
 
@@ -23,11 +26,38 @@ def calculator_rows() -> list[dict[str, str]]:
     return list(problems.values())
 
 
+def guess_rows() -> list[dict[str, str]]:
+    """Return games, each with its number; the question says no more than which game it is."""
+    rng = random.Random(_SEED)
+    return [
+        {"question": _question(game), "answer": str(rng.randint(1, HIGHEST))}
+        for game in range(1, NUM_TRAIN + NUM_HELDOUT + 1)
+    ]
+
+
+def blind_turns() -> list[dict[str, Any]]:
+    """Return turns of games in which every guess is a random number, whatever the answers were."""
+    rng, rows = random.Random(_SEED + 1), []
+    for game in range(NUM_BLIND_TURNS):
+        number, messages = rng.randint(1, HIGHEST), [{"role": "user", "content": _question(1 + game % NUM_TRAIN)}]
+        for _ in range(rng.randrange(MOST_GUESSES)):
+            guess = rng.choice([other for other in range(1, HIGHEST + 1) if other != number])
+            messages.append({"role": "assistant", "content": str(guess)})
+            messages.append({"role": "user", "content": "higher" if guess < number else "lower"})
+        rows.append({"prompt": messages, "response": str(rng.randint(1, HIGHEST))})
+    return rows
+
+
+def _question(game: int) -> str:
+    return f"Game {game}. Guess a number from 1 to {HIGHEST}."
+
+
 def files() -> dict[str, str]:
     """Return the files' contents by their paths."""
-    rows = calculator_rows()
-    parts = {"train": rows[:NUM_TRAIN], "heldout": rows[NUM_TRAIN:]}
-    return {f"calculator/{name}.jsonl": "".join(json.dumps(row) + "\n" for row in part) for name, part in parts.items()}
+    found: dict[str, list[dict[str, Any]]] = {"guess/start.jsonl": blind_turns()}
+    for name, rows in (("calculator", calculator_rows()), ("guess", guess_rows())):
+        found |= {f"{name}/train.jsonl": rows[:NUM_TRAIN], f"{name}/heldout.jsonl": rows[NUM_TRAIN:]}
+    return {name: "".join(json.dumps(row) + "\n" for row in rows) for name, rows in found.items()}
 
 
 def main() -> None:
