@@ -100,8 +100,7 @@ def header_of(
         "turn_contexts": np.array([turn.context for _, turn in turns], np.int64),
         "routing": np.array([_routing_of(each) for each in routing], np.int32).reshape(-1, 4),
     }
-    # An empty array of numpy's may have a stride of 0, and a broadcast views bytes.
-    return {name: torch.from_numpy(array).clone(memory_format=torch.contiguous_format) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 _PER_SEQUENCE = ("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "routing")

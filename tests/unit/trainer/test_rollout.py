@@ -99,8 +99,6 @@ def test_a_header_has_the_runs_of_each_response():
     assert [one.sample_id for one in samples] == ["g/0", "g/1", "g/2"]
     assert [one.num_response_tokens for one in samples] == [3, 4, 0]
     assert samples_of(header_of([], 5)) == []
-    for tensor in (*header.values(), *header_of([], 5).values()):
-        tensor.contiguous().view(-1).view(torch.uint8)  # as a broadcast does; also of no turn
 
 
 def test_every_token_has_its_age():
