@@ -39,6 +39,7 @@ ALLOWED = {
     "engines/base.py": "an engine's prefix is the context, whoever wrote it",
     "engines/distributed_embedded.py": "numbers travel between ranks",
     "engines/sglang/engine.py": "an engine's own turns, which are sampled as a whole",
+    "proof/gateway/run.py": "it compares whole streams with the conversations served",
     "rollout/episodes/engine.py": "an inner engine's turns, and a held stream that is compared",
     "rollout/episodes/stream.py": "it makes the streams",
     "rollout/open_group.py": "a continued stream begins with the tokens held",
