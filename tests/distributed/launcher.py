@@ -165,8 +165,9 @@ def _wait(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> No
         # The first failing rank in time is the cause; the others fail because it is gone.
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            cause = _first_failure(directory, failed)
-            raise AssertionError(f"rank {cause} failed with exit code {codes[cause]}:\n{output_of(directory, cause)}")
+            cause = _first_failure(directory, len(ranks), failed[0])
+            code = ranks[cause].wait(timeout_s)  # a rank ends right after its stamp
+            raise AssertionError(f"rank {cause} failed with exit code {code}:\n{output_of(directory, cause)}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
@@ -176,10 +177,11 @@ def _wait(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> No
         time.sleep(POLL_INTERVAL_S)
 
 
-def _first_failure(directory: Path, failed: list[int]) -> int:
-    stamps = {rank: directory / f"failed{rank}" for rank in failed}
+def _first_failure(directory: Path, num_ranks: int, ended: int) -> int:
+    """Return the rank that failed first, which may end after the others; `ended` if none could say so."""
+    stamps = {rank: directory / f"failed{rank}" for rank in range(num_ranks)}
     stamped = {rank: int(path.read_text()) for rank, path in stamps.items() if path.exists()}
-    return min(stamped, key=stamped.__getitem__) if stamped else failed[0]
+    return min(stamped, key=stamped.__getitem__) if stamped else ended
 
 
 def _log(directory: Path, rank: int) -> Path:
