@@ -7,7 +7,8 @@ import asyncio
 import json
 import sys
 
-sys.path.insert(0, sys.argv[1])
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
 
 TOOL = {
     "name": "lookup",
