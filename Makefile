@@ -140,7 +140,7 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 	if [ "$(AGAIN)$$code" = 11 ]; then \
 		echo "$@: once more, alone, what failed:"; \
 		$(RUN) $(3) .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/$(1) $(2) --last-failed -x -n 0 -rfEp && code=0 && \
-		echo "$@: FAILED AT FIRST, PASSED ALONE: these tests"; \
+		echo "$@: FAILED, PASSED WHEN RUN AGAIN: these tests"; \
 	fi; exit $$code
 
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy

@@ -148,7 +148,7 @@ class Chaos:
         }  # fmt: skip
         self.inner = ChaoticEngine(turns.stop_token_ids[0])
         self.counts: Counter[str] = Counter()
-        self.trained: Counter[str] = Counter()  # by prompt
+        self.trained: Counter[str] = Counter()  # keyed by prompt
         self.longest_s = 0.0
         self._num_ended = 0
         self._open()

@@ -362,7 +362,7 @@ class Window:
 
     start: int = 0
     is_finished: bool = True  # the response ended in it, or must not continue
-    segment_starts: tuple[int, ...] = ()  # the same of an episode's segments; one that began in the window has none
+    segment_starts: tuple[int, ...] = ()  # an episode's segments have theirs; one that began in the window has none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segment_starts", tuple(self.segment_starts))

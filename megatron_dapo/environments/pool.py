@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 _START_SECONDS = 120.0  # until a worker has imported the user's file, which may import torch
 _LATE_S = 1.0  # between a step's limit, which a worker keeps for tools, and its end by force
-_HIGH_SHARE = 0.75  # of the memory limit: a worker that holds more is replaced when an episode of it ends
+# A worker that holds more than this share of its memory limit is replaced when one of its episodes ends.
+_HIGH_SHARE = 0.75
 _SCRATCH = "megatron-dapo-episodes-"
 
 

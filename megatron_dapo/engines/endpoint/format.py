@@ -20,7 +20,8 @@ from megatron_dapo.data.template import Messages
 from megatron_dapo.engines.endpoint.tree import RequestError
 from megatron_dapo.types import FinishReason, SamplingParams
 
-Sampling = Literal["refuse", "ignore"]  # what happens to a request for other sampling than the run's
+# "refuse": a request for another temperature or top_p than the run's is an error. "ignore": it gets the run's.
+Sampling = Literal["refuse", "ignore"]
 Neutral = Mapping[str, tuple[Any, ...] | None]  # fields that change nothing at these values; None: at any value
 
 
@@ -129,8 +130,9 @@ def checked(
         parsed = form.model_validate(body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-        deepest = max(problems, key=lambda problem: len(problem["loc"]))  # of a text or parts, the part
-        # Pydantic names the types of a union, too.
+        # Pydantic reports each member of a union, such as a text or a list of parts: the longest place is the closest. It names
+        # the member's type, too.
+        deepest = max(problems, key=lambda problem: len(problem["loc"]))
         place = ".".join(str(part) for part in deepest["loc"] if "[" not in str(part)) or "the body"
         raise RequestError(f"{place}: {deepest['msg']}") from None
     ignored = []

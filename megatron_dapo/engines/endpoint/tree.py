@@ -65,7 +65,8 @@ class ConversationTree:
         self._canonical = _CANONICAL[match]
         self._max_streams = max_streams
         self._roots: dict[str, _Place] = {}  # keyed by the canonical form of the tools, which are in the context too
-        self._places: dict[ServedTurn, _Place] = {}  # of turns without an answer: the messages that they answer
+        # Turns that have no answer yet, with the messages that they answer.
+        self._places: dict[ServedTurn, _Place] = {}
         self.turns: list[ServedTurn] = []
         self.num_streams = 0
 
@@ -142,7 +143,7 @@ class ConversationTree:
     def _drift(self, root: _Place, messages: Messages) -> str:
         """Return why a request continues no conversation: which message is not as it was served."""
         if all(message["role"] != "assistant" for message in messages):
-            return "a new conversation"  # of a sub-agent, or after a compaction
+            return "a new conversation"
         if any(self._last_served(other, messages)[1] for other in self._roots.values()):
             return "other tools"
         place = root

@@ -32,7 +32,7 @@ class GatewayProof:
     """Counts of a proof."""
 
     sessions: int = 0
-    requests: Counter[str] = field(default_factory=Counter)  # by what the client did
+    requests: Counter[str] = field(default_factory=Counter)  # keyed by what the client did
     turns: int = 0
     streams: int = 0
     trained_tokens: int = 0

@@ -34,7 +34,7 @@ SAMPLING = SamplingParams(max_new_tokens=1 << 20, stop_token_ids=(STOP,))
 SETTINGS = EpisodeSettings(
     max_context_tokens=1 << 24, max_prompt_tokens=1 << 24, max_turns=1 << 20, retries=0, parser="line", on_cut="observe"
 )
-_MOST_TOKENS = 64  # of a turn
+_MAX_TURN_TOKENS = 64
 _NOWHERE = Path()
 _SAID = ("yes", "no", " yes", "add: 1", "add: 2", "sure.\nadd: 3", "")
 
@@ -96,7 +96,7 @@ def sampled_ids(seed: int, turn: int) -> list[int]:
 
 def logprobs(turn: int, num_tokens: int) -> list[float]:
     """Return numbers that name the tokens of an episode: no two are equal."""
-    return [-float(turn * _MOST_TOKENS + place) for place in range(num_tokens)]
+    return [-float(turn * _MAX_TURN_TOKENS + place) for place in range(num_tokens)]
 
 
 class ClientSession:
@@ -113,7 +113,7 @@ class ClientSession:
         self._waiting: dict[ServedTurn, list[Asked]] = {}  # requests that wait for a turn's answer
         self._limits: dict[ServedTurn, int | None] = {}
         self._expected: dict[ServedTurn, Request] = {}
-        self.sampled: list[Request] = []  # by the numbers of turns
+        self.sampled: list[Request] = []  # a turn's number is its index
         self.lost = ""
         self._wire = OpenEpisode(1, name, Task({}, seed), _NOWHERE)
 
@@ -239,7 +239,7 @@ class ScriptedEngine:
         if list(request.prompt_ids) != expected.context:
             contexts = f"{request.prompt_ids}, not after {expected.context}"
             raise GatewayViolation(f"{name}: turn {turn} is sampled after {contexts}")
-        key = (request.seed, len(request.prompt_ids))  # of the random numbers
+        key = (request.seed, len(request.prompt_ids))  # what random numbers depend on
         if self._keys[name].setdefault(key, int(turn)) != int(turn):
             raise GatewayViolation(f"{name}: turn {turn} has the random numbers of turn {self._keys[name][key]}")
 

@@ -127,13 +127,13 @@ class _Episode:
     streams: EpisodeStreams | None = None  # None before the environment's first answer
     turn_format: _TurnFormat | None = None
     history: tuple[Mapping[str, Any], ...] = ()  # messages of the current stream, if the template may rewrite them
-    turn_ends: list[_TurnEnd] = field(default_factory=list)  # of all turns, in order
+    turn_ends: list[_TurnEnd] = field(default_factory=list)  # one a turn, in order
     partial: Completion | None = None  # a turn that was interrupted
     record: Completion | None = None  # tokens that are being played again
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
     max_tokens: int | None = None  # limit of the next turn, if the environment sets one
-    state: dict[str, Any] | None = None  # of the environment after its last answer, see `_state_of`
+    state: dict[str, Any] | None = None  # the environment's after its last answer, see `_state_of`
     num_lost: int = 0
     attempt: int = 0
     num_fruitless: int = 0

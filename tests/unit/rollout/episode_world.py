@@ -223,7 +223,7 @@ class Played:
     end: str = ""
     streams: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # prompt, tokens
     sampled: list[tuple[int, int]] = field(default_factory=list)  # (seed, position) in order
-    places: list[list[tuple[int, int] | None]] = field(default_factory=list)  # of each stream's tokens; None: observed
+    places: list[list[tuple[int, int] | None]] = field(default_factory=list)  # one a token of each stream; None: observed
     rewards: list[float] = field(default_factory=list)
     is_rewarded: bool = False
     is_correct: bool | None = None
