@@ -35,6 +35,8 @@ class ChatRequest:
     is_streamed: bool = False
     with_usage: bool = False  # a stream of Chat Completions ends with its usage
     model: str = ""
+    num_instructions: int = 0  # first messages, which a request that follows this one does not inherit
+    follows: str | None = None  # id of the response whose conversation comes before the messages
 
 
 @dataclass(frozen=True)

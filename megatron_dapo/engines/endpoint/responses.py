@@ -1,4 +1,4 @@
-"""OpenAI's Responses; see `APIFormat`. Nothing is stored for `previous_response_id`: a client sends the whole input."""
+"""OpenAI's Responses; see `APIFormat`. With `previous_response_id`, `input` is only what is new."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class _Tool(Function):
 class _Request(Body):
     input: str | list[_TaggedItem]
     instructions: str | None = None
+    previous_response_id: str | None = None
     tools: list[_Tool] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
 
@@ -85,7 +86,6 @@ _NEUTRAL: Neutral = {
     "background": (False, None),
     "top_logprobs": (0, None),
     "max_tool_calls": (None,),
-    "previous_response_id": (None,),
     "conversation": (None,),
     "prompt": (None,),
     "stream_options": ({}, {"include_obfuscation": False}, None),
@@ -109,6 +109,8 @@ def parse(body: Any, sampling: SamplingParams, on_other_sampling: Sampling = "re
         parsed.max_output_tokens,
         bool(parsed.stream),
         model=parsed.model,
+        num_instructions=len(system),
+        follows=parsed.previous_response_id,
     )
     return request, ignored
 
@@ -200,9 +202,15 @@ def _part_events(place: dict[str, Any], part: dict[str, Any]) -> Iterator[tuple[
     yield "response.content_part.done", place | {"part": part}
 
 
+def response_id(turn: int) -> str:
+    """Return what `previous_response_id` calls the answer of a turn."""
+    return f"resp_{turn}"
+
+
 def _response(turn: int, request: ChatRequest) -> dict[str, Any]:
     return {
-        "id": f"resp_{turn}",
+        "id": response_id(turn),
+        "previous_response_id": request.follows,
         "object": "response",
         "created_at": int(time.time()),
         "model": request.model,

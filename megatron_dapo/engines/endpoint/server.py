@@ -9,9 +9,10 @@ headers say that it is a retry. A retry neither samples twice nor loses what was
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from aiohttp import web
@@ -53,6 +54,25 @@ class Session:
     tree: ConversationTree
     answers: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)  # given, or being sampled
     ignored: set[str] = field(default_factory=set)  # what clients requested and did not get
+    # Turns of Responses by their id, each with the number of its first messages that are instructions.
+    responses: dict[str, tuple[ServedTurn, int]] = field(default_factory=dict)
+
+    def continued(self, request: ChatRequest) -> tuple[ChatRequest, ServedTurn | None]:
+        """Return a request with the messages of the response that it follows, and that response's turn.
+
+        RequestError if there is no such response.
+        """
+        if request.follows is None:
+            return request, None
+        turn, num_instructions = self.responses.get(request.follows, (None, 0))
+        if turn is None or turn.answer is None:
+            raise RequestError(
+                f"previous_response_id = {json.dumps(request.follows)} is no response of this episode; "
+                "send the conversation as input"
+            )
+        instructions, said = request.messages[: request.num_instructions], request.messages[request.num_instructions :]
+        before = turn.conversation()[num_instructions:]
+        return replace(request, messages=(*instructions, *before, *said)), turn
 
 
 class ChatEndpoint:
@@ -114,13 +134,16 @@ class ChatEndpoint:
             raise RequestError(f"the body is not JSON: {error}") from None
         request, ignored = _FORMATS[http.path].parse(body, self._sampling, self._on_other_sampling)
         session.ignored.update(ignored)
+        request, after = session.continued(request)
         try:
             turn = session.tree.ask(
-                request.messages, request.tools, is_retry=http.headers.get(_RETRIES, "0") != "0"
+                request.messages, request.tools, is_retry=http.headers.get(_RETRIES, "0") != "0", after=after
             )
         except TooManyBranches as error:
             self._source.lose(session.name, str(error))
             raise
+        if _FORMATS[http.path] is responses:
+            session.responses[responses.response_id(turn.number)] = turn, request.num_instructions
         try:
             answer = await self._answer(session, turn, request)
             return await _respond(http, request, turn, answer)

@@ -48,6 +48,16 @@ class ServedTurn:
     begins_stream: bool = False
     reason: str = ""  # why it begins another stream than the first
 
+    def conversation(self) -> Messages:
+        """Return all messages up to its answer, which it must have."""
+        turns: list[ServedTurn] = []
+        turn: ServedTurn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        said = [(*turn.messages, turn.answer) for turn in reversed(turns)]
+        return [message for messages in said for message in messages if message is not None]
+
 
 @dataclass(eq=False)
 class _Place:
@@ -71,25 +81,31 @@ class ConversationTree:
         self.num_streams = 0
 
     def ask(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, is_retry: bool = False
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_retry: bool = False,
+        after: ServedTurn | None = None,
     ) -> ServedTurn:
         """Return the turn that answers a request: a new one, or the one that an equal request abandoned.
 
         Equal requests at the same time are two samples, an equal one after an answer is a third; `is_retry`: the client
-        says that it did not read the answer. RequestError if nothing can follow the messages, TooManyBranches if a
+        says that it did not read the answer; `after`: the turn whose answer it follows, if several are alike. RequestError if nothing can follow the messages, TooManyBranches if a
         stream more than allowed would begin.
         """
         _check(messages)
         root = self._roots.setdefault(_json(list(tools)), _Place())
-        place, parent, start = self._last_served(root, messages)
+        place, parent, start = self._last_served(root, messages, after)
         others = {message["role"] for message in messages[start:]} - {"user", "tool"}
         if parent is not None and others:
             raise RequestError(f"a message of the role {others.pop()} cannot follow an answer; use user or tool")
         reason = "" if parent is not None or not self.turns else self._drift(root, messages)
         for message in messages[start:]:
             place = place.next.setdefault(self._canonical(message), _Place())
-        for turn in place.asked:
-            if turn.is_abandoned or (is_retry and not turn.children and turn is place.asked[-1]):
+        asked = [turn for turn in place.asked if after is None or turn.parent is parent]
+        for turn in asked:
+            if turn.is_abandoned or (is_retry and not turn.children and turn is asked[-1]):
                 turn.is_abandoned = False
                 return turn
         turn = self._begin(parent, tuple(messages[start:]), tools, reason)
@@ -104,7 +120,9 @@ class ConversationTree:
         place = self._places.pop(turn).next.setdefault(self._canonical(answer), _Place())
         place.turns.append(turn)
 
-    def _last_served(self, root: _Place, messages: Messages) -> tuple[_Place, ServedTurn | None, int]:
+    def _last_served(
+        self, root: _Place, messages: Messages, after: ServedTurn | None = None
+    ) -> tuple[_Place, ServedTurn | None, int]:
         """Return the longest served conversation that the messages begin with, its last turn, and its number of messages.
 
         It is only one that is followed by no further answer: an answer that was not served is text that the client made up.
@@ -119,7 +137,8 @@ class ConversationTree:
         if last_answer < 0 or not place.turns:
             return root, None, 0
         unfollowed = [turn for turn in place.turns if not turn.children]  # several answers may be alike
-        return place, (unfollowed or place.turns)[-1], last_answer + 1
+        parent = after if after in place.turns else (unfollowed or place.turns)[-1]
+        return place, parent, last_answer + 1
 
     def _begin(
         self, parent: ServedTurn | None, messages: Messages, tools: Sequence[Mapping[str, Any]], reason: str

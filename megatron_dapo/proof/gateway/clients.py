@@ -22,6 +22,7 @@ _BEHAVIOR = {  # how often a client does it
     "repeat": 1.0,
     "other tools": 0.5,
     "retry": 3.0,
+    "by id": 2.0,
 }
 
 
@@ -34,6 +35,7 @@ class Asked:
     tools: tuple[Message, ...] = ()
     is_retry: bool = False  # as its header says
     max_tokens: int | None = None
+    after: int | None = None  # the messages follow the answer with this number
 
     @property
     def body(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ class RandomClient:
         system = ({"role": "system", "content": "Be brief."},) if draw.random() < 0.5 else ()
         tools = (TOOL,) if draw.random() < 0.5 else ()
         self._told: list[Asked] = [Asked("", (*system, self._said("user")), tools)]  # conversations it may continue
+        self._told_ids: list[tuple[int, tuple[Message, ...]]] = []  # answers by their number, with the tools
         self._asked: list[Asked] = []
         self.unread: list[Asked] = []  # requests whose answers it has not read
 
@@ -61,15 +64,20 @@ class RandomClient:
             self._asked.append(asked)
             yield asked
 
-    def read(self, asked: Asked, answer: Message) -> None:
+    def read(self, asked: Asked, number: int, answer: Message) -> None:
         """Take an answer."""
-        self._told.append(Asked("", (*asked.messages, self._echo(answer)), asked.tools))
+        self._told_ids.append((number, asked.tools))
+        if asked.after is None:
+            self._told.append(Asked("", (*asked.messages, self._echo(answer)), asked.tools))
 
     def _request(self, kind: str) -> Asked:
         draw = self._draw
         if kind == "retry" and self.unread:
             lost = self.unread.pop(draw.randrange(len(self.unread)))
-            return Asked("retry", lost.messages, lost.tools, draw.random() < 0.5, lost.max_tokens)
+            return Asked("retry", lost.messages, lost.tools, draw.random() < 0.5, lost.max_tokens, lost.after)
+        if kind == "by id" and self._told_ids:
+            after, tools = draw.choice([self._told_ids[-1], draw.choice(self._told_ids)])
+            return Asked(kind, (self._said(draw.choice(["user", "tool"])),), tools, after=after)
         if kind == "repeat" and self._asked:
             return draw.choice(self._asked)
         base = self._told[-1] if draw.random() < 0.8 else draw.choice(self._told)

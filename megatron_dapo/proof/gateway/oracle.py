@@ -68,10 +68,21 @@ class Oracle:
         self.requests: list[Request] = []
         self.num_streams, self._max_streams = 0, max_streams
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Message], is_retry: bool) -> Request | None:
-        """Return the request that is answered: a new one, or one that was not read; None: the episode is lost."""
+    def ask(
+        self, messages: Sequence[Message], tools: Sequence[Message], is_retry: bool, after: int | None = None
+    ) -> Request | None:
+        """Return the request that is answered: a new one, or one that was not read; None: the episode is lost.
+
+        `after`: the messages follow the answer to this request.
+        """
         parent = self._continued(messages, tools)
+        if after is not None:
+            parent = self.requests[after]
+            assert parent.answer is not None, f"request {after} has no answer"
+            messages = [*parent.messages, parent.answer, *messages]
         alike = [one for one in self.requests if one.tools == tools and are_same(one.messages, messages)]
+        if after is not None:
+            alike = [one for one in alike if one.parent is parent]
         for one in alike:
             if one.is_lost or (is_retry and one is alike[-1] and not one.is_continued):
                 one.is_lost = False

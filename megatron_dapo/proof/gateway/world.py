@@ -140,7 +140,7 @@ class ClientSession:
         self._expected[turn].answer = message
         self._expected[turn].ids = sampled_ids(self.seed, len(self.sampled) - 1)[: action.num_tokens]
         for asked in self._waiting.pop(turn):
-            self._client.read(asked, message)
+            self._client.read(asked, turn.number, message)
         if self._num_steps and self._draw.random() < 0.2:
             self._step()  # while others are sampled
         if not self._num_steps and self._draw.random() < 0.5:
@@ -161,9 +161,11 @@ class ClientSession:
     def _ask(self, asked: Asked) -> None:
         self.counts[asked.kind] += 1
         request, _ = chat.parse(asked.body, SAMPLING)
-        expected = self.oracle.ask(asked.messages, asked.tools, asked.is_retry)
+        expected = self.oracle.ask(asked.messages, asked.tools, asked.is_retry, asked.after)
+        after = None if asked.after is None else self._tree.turns[asked.after]
+        messages = request.messages if after is None else (*after.conversation(), *request.messages)
         try:
-            turn = self._tree.ask(request.messages, request.tools, is_retry=asked.is_retry)
+            turn = self._tree.ask(messages, request.tools, is_retry=asked.is_retry, after=after)
         except TooManyBranches as error:
             self.lost = str(error)
             if expected is not None:
@@ -175,7 +177,7 @@ class ClientSession:
             raise GatewayViolation(f"{self.name}: turn {turn.number} is in stream {turn.stream}, not {expected.stream}")
         if turn.answer is not None:
             self.counts["answered again"] += 1
-            self._client.read(asked, turn.answer)
+            self._client.read(asked, turn.number, turn.answer)
         elif turn in self._waiting:
             self._waiting[turn].append(asked)
         else:

@@ -69,6 +69,10 @@ MISTAKES: dict[str, tuple[Any, str, str, str]] = {
         *(tree.ConversationTree, "_last_served"),
         *("(unfollowed or place.turns)[-1]", "place.turns[-1]"),
     ),
+    "an id is an answer that is alike": (
+        *(tree.ConversationTree, "_last_served"),
+        *("after if after in place.turns else", ""),
+    ),
     "conversations have no limit": (
         *(tree.ConversationTree, "_begin"),
         *("self.num_streams == self._max_streams", "False"),

@@ -127,7 +127,7 @@ def test_a_stream_has_the_same_answer_in_events(client: Any) -> None:
     ("path", "fields", "message"),
     [
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input.0: Input tag 'web_search_call'"),
-        ("/v1/responses", {"previous_response_id": "resp_0"}, 'previous_response_id = "resp_0" is not supported; leave it out'),
+        ("/v1/responses", {"previous_response_id": "resp_0"}, 'previous_response_id = "resp_0" is no response of this episode; send'),
         ("/v1/responses", {"reasoning": {"effort": "high"}}, 'reasoning = {"effort": "high"} is not supported'),
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0."),
         ("/v1/responses", {"frequency": 1}, "frequency is not a field that this endpoint knows"),
@@ -166,3 +166,43 @@ def test_apis_share_a_conversation() -> None:
     assert [turn.stream for _, turn, _ in script.turns] == [0, 0]
 
 
+def test_a_response_is_followed_by_its_id() -> None:
+    """What was answered stands before the input; instructions are those of each request."""
+    script = Script(said("", calls=(("add", '{"x": 1}'),)), said("done"), said("more"), said("plain"))
+
+    async def body(_: ChatEndpoint, key: str, post: Post) -> None:
+        begin = ResponsesClient().begin()
+        _, answer = await post(path="/v1/responses", **begin)
+        assert (answer["id"], answer["previous_response_id"]) == ("resp_0", None)
+        result = {"type": "function_call_output", "call_id": answer["output"][0]["call_id"], "output": "2"}
+        follow = {**begin, "previous_response_id": "resp_0", "input": [result]}
+        status, answer = await post(path="/v1/responses", **follow)
+        assert (status, answer["id"], answer["previous_response_id"]) == (200, "resp_1", "resp_0"), answer
+        await post(path="/v1/responses", **{**begin, "previous_response_id": "resp_1", "input": "again"})
+        bare = {name: value for name, value in begin.items() if name != "instructions"}
+        await post(path="/v1/responses", **{**bare, "previous_response_id": "resp_1", "input": "other"})
+        _, refused = await post(path="/v1/responses", **{**begin, "previous_response_id": "resp_9"})
+        assert refused["error"]["message"].startswith('previous_response_id = "resp_9" is no response of this episode')
+
+    served(script, body)
+    first, second, third, bare = (turn for _, turn, _ in script.turns)
+    assert (second.parent, third.parent) == (first, second) and third.stream == 0
+    assert [dict(message) for message in second.messages] == [{"role": "tool", "tool_call_id": "call_0_0", "content": "2"}]
+    assert [dict(message) for message in third.messages] == [{"role": "user", "content": "again"}]
+    assert (bare.parent, bare.stream, bare.reason) == (None, 1, "the client changed message 1 of 5 (user)")
+    assert [message["role"] for message in bare.messages] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+def test_an_id_means_one_of_answers_that_are_alike() -> None:
+    script = Script(said("same"), said("same"), said("after the first"), said("after the second"))
+
+    async def body(_: ChatEndpoint, key: str, post: Post) -> None:
+        for _ in range(2):
+            await post(path="/v1/responses", input="a")
+        for previous in ("resp_0", "resp_1"):
+            await post(path="/v1/responses", input="b", previous_response_id=previous)
+
+    served(script, body)
+    first, second, after_first, after_second = (turn for _, turn, _ in script.turns)
+    assert (after_first.parent, after_second.parent) == (first, second)
+    assert (after_first.stream, after_second.stream) == (0, 1)

@@ -113,3 +113,17 @@ def test_what_cannot_be_answered_is_one_line() -> None:
     with pytest.raises(TooManyBranches, match="more than 2 conversations"):
         tree.ask([user("a")])
     assert tree.ask([user("a"), assistant("b"), user("d")]).stream == 0, "what it has begun goes on"
+
+
+def test_a_request_after_a_turn_is_not_a_retry_of_one_after_a_turn_that_is_alike() -> None:
+    tree = ConversationTree()
+    first, second = (serve(tree, [user("a")], "b") for _ in range(2))
+    messages = [*first.conversation(), user("c")]
+    abandoned = tree.ask(messages, after=first)
+    abandoned.is_abandoned = True
+    other = tree.ask(messages, after=second)
+    assert (abandoned.parent, other.parent, abandoned.is_abandoned) == (first, second, True)
+    assert tree.ask(messages, after=first) is abandoned
+    tree.answered(other, assistant("d"))
+    assert tree.ask(messages, after=second, is_retry=True) is other
+    assert tree.ask(messages, after=first, is_retry=True) is abandoned
