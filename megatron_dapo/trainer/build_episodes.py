@@ -104,5 +104,12 @@ def _agents_command(config: Config) -> tuple[str, ...]:
         "top_p": config.rollout.top_p,
         "other_sampling": environment.other_sampling,
         "max_branches": environment.max_branches,
+        "template": {
+            "path": str(config.model.path.absolute()),
+            "trust_remote_code": config.model.trust_remote_code,
+            "name": config.data.template,
+            "options": config.data.chat_template_options,
+            "history": config.turns.history,
+        },
     }
     return (sys.executable, "-m", AGENTS, json.dumps(settings))

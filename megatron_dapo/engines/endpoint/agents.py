@@ -22,13 +22,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from aiohttp import web
 
+from megatron_dapo.data.template import Messages
+from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.engines.endpoint.context import num_context_tokens, read_turn_template
 from megatron_dapo.engines.endpoint.format import ChatAnswer
 from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
 from megatron_dapo.engines.endpoint.tree import ServedTurn, arguments_of
@@ -58,6 +61,8 @@ class _AgentWorker:
             on_other_sampling=settings["other_sampling"],
             max_branches=settings["max_branches"],
         )
+        self._settings = settings
+        self._turns: asyncio.Future[TurnTemplate] | None = None  # read for the first program that counts tokens
         self._replies = replies
         self._agents: dict[str, _Agent] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +113,15 @@ class _AgentWorker:
         if agent is None:
             raise EpisodeOver("the episode has ended")
         return await agent.sample(turn, max_tokens)
+
+    async def count(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]], after: ChatAnswer | None, begins_episode: bool
+    ) -> int:
+        """See `TurnSource`."""
+        if self._turns is None:
+            self._turns = asyncio.ensure_future(asyncio.to_thread(read_turn_template, self._settings["template"]))
+        turns = await asyncio.shield(self._turns)
+        return num_context_tokens(turns, [_with_arguments(one) for one in messages], tools, after, begins_episode)
 
     def lose(self, session: str, reason: str) -> None:
         """See `TurnSource`."""

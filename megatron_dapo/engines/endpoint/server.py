@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from megatron_dapo.data.template import Messages
 from megatron_dapo.engines.endpoint import chat, messages, responses
 from megatron_dapo.engines.endpoint.format import ChatAnswer, ChatRequest, APIFormat, Sampling
 from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, RequestError, ServedTurn, TooManyBranches
@@ -28,6 +29,11 @@ _FORMATS: Mapping[str, APIFormat] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
     "/v1/messages": messages,
+}
+# Requests for the number of tokens that a turn's context would have, and what else the answer has.
+_COUNTS: Mapping[str, tuple[APIFormat, Mapping[str, str]]] = {
+    "/v1/messages/count_tokens": (messages, {}),
+    "/v1/responses/input_tokens": (responses, {"object": "response.input_tokens"}),
 }
 _RETRIES = "x-stainless-retry-count"  # how often the OpenAI and Anthropic clients have sent this request before
 
@@ -41,6 +47,11 @@ class TurnSource(Protocol):
 
     async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
         """Return the turn's answer. EpisodeOver if the episode gets no more turns, ValueError for a turn that cannot be."""
+
+    async def count(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]], after: ChatAnswer | None, begins_episode: bool
+    ) -> int:
+        """Return the number of tokens up to the turn that would answer the messages, which follow an earlier answer."""
 
     def lose(self, session: str, reason: str) -> None:
         """End the episode: its client does what it must not."""
@@ -114,6 +125,7 @@ class ChatEndpoint:
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 *(web.post(path, self._turn) for path in _FORMATS),
+                *(web.post(path, self._count) for path in _COUNTS),
             ]
         )
         return application
@@ -127,11 +139,7 @@ class ChatEndpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _turn(self, http: web.Request) -> web.StreamResponse:
-        session = self._session_of(http)
-        try:
-            body = await http.json()
-        except ValueError as error:
-            raise RequestError(f"the body is not JSON: {error}") from None
+        session, body = self._session_of(http), await _json_of(http)
         request, ignored = _FORMATS[http.path].parse(body, self._sampling, self._on_other_sampling)
         session.ignored.update(ignored)
         request, after = session.continued(request)
@@ -155,6 +163,17 @@ class ChatEndpoint:
             session.answers.pop(turn, None)
             raise
 
+    async def _count(self, http: web.Request) -> web.StreamResponse:
+        session, body = self._session_of(http), await _json_of(http)
+        form, fields = _COUNTS[http.path]
+        if form is messages and isinstance(body, dict):
+            body = {"max_tokens": 1, **body}  # which a turn must have
+        request, _ = session.continued(form.parse(body, self._sampling, "ignore")[0])
+        parent, new = session.tree.follows(request.messages, request.tools)
+        after = None if parent is None else session.answers[parent].result()
+        count = await self._source.count(new, request.tools, after, not session.tree.turns)
+        return web.json_response({"input_tokens": count, **fields})
+
     async def _answer(self, session: Session, turn: ServedTurn, request: ChatRequest) -> ChatAnswer:
         """Return the answer of a turn; sampling continues if the client goes away."""
         if turn not in session.answers:
@@ -174,6 +193,13 @@ class ChatEndpoint:
         if session is None:
             raise web.HTTPUnauthorized(text="the API key belongs to no open episode")
         return session
+
+
+async def _json_of(http: web.Request) -> Any:
+    try:
+        return await http.json()
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
 
 
 async def _respond(
@@ -205,7 +231,7 @@ _STATUS: dict[type[Exception], tuple[int, str]] = {
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer errors in the form of the API, in one line."""
-    form = _FORMATS.get(request.path, chat)
+    form = _FORMATS.get(request.path) or _COUNTS.get(request.path, (chat, {}))[0]
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -113,6 +113,15 @@ class ConversationTree:
         self._places[turn] = place
         return turn
 
+    def follows(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[ServedTurn | None, Messages]:
+        """Return the turn that a request would follow, and its messages after that turn's answer; the tree stays as it is.
+
+        RequestError as of `ask`.
+        """
+        _check(messages)
+        _, parent, start = self._last_served(self._roots.get(_json(list(tools)), _Place()), messages)
+        return parent, messages[start:]
+
     def answered(self, turn: ServedTurn, answer: Mapping[str, Any]) -> None:
         """Take the sampled turn as the assistant's message that the client is given."""
         assert turn.answer is None, f"turn {turn.number} has an answer"

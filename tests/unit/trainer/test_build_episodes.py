@@ -85,6 +85,7 @@ def test_an_agent_s_command_runs_in_a_worker_of_the_trainer_s_interpreter(tmp_pa
         "top_p": config.rollout.top_p,
         "other_sampling": "ignore",
         "max_branches": 16,
+        "template": {"path": "/model", "trust_remote_code": False, "name": "chat", "options": {}, "history": "refuse"},
     }
     assert episode_settings(config).on_cut == "observe"
 

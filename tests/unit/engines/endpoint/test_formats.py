@@ -206,3 +206,31 @@ def test_an_id_means_one_of_answers_that_are_alike() -> None:
     first, second, after_first, after_second = (turn for _, turn, _ in script.turns)
     assert (after_first.parent, after_second.parent) == (first, second)
     assert (after_first.stream, after_second.stream) == (0, 1)
+
+
+def test_tokens_are_counted_without_a_turn() -> None:
+    script = Script(said("b"))
+
+    async def body(_: ChatEndpoint, key: str, post: Post) -> None:
+        path, begin = "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}
+        assert await post(path=path, **begin) == (200, {"input_tokens": 7})
+        await post(path="/v1/messages", max_tokens=9, **begin)
+        said = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        tools = [{"name": "add", "input_schema": PARAMETERS}]
+        assert await post(path=path, messages=[*begin["messages"], *said]) == (200, {"input_tokens": 7})
+        assert (await post(path=path, tools=tools, **begin))[0] == 200
+        counted = await post(path="/v1/responses/input_tokens", input="a")
+        assert counted == (200, {"input_tokens": 7, "object": "response.input_tokens"})
+        status, answer = await post(path=path, **begin, top_k=5)
+        assert (status, answer["type"], answer["error"]["message"][:9]) == (400, "error", "top_k = 5")
+        assert (await post(path=path, key_="wrong", **begin))[0] == 401
+
+    served(script, body)
+    first = [{"role": "user", "content": "a"}]
+    assert script.counted == [
+        (first, 0, None, True),
+        ([{"role": "user", "content": "c"}], 0, "b", False),
+        (first, 1, None, False),
+        (first, 0, None, False),
+    ]
+    assert len(script.turns) == 1

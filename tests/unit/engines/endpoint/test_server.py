@@ -23,6 +23,7 @@ class Script:
     def __init__(self, *answers: ChatAnswer | Exception) -> None:
         self.answers, self.turns, self.gate = list(answers), [], asyncio.Event()
         self.lost: list[str] = []
+        self.counted: list[tuple[Any, ...]] = []
         self.gate.set()
 
     async def sample(self, session: str, turn: ServedTurn, max_tokens: int | None) -> ChatAnswer:
@@ -32,6 +33,10 @@ class Script:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def count(self, messages: Any, tools: Any, after: ChatAnswer | None, begins_episode: bool) -> int:
+        self.counted.append(([dict(message) for message in messages], len(tools), after and after.content, begins_episode))
+        return 7
 
     def lose(self, session: str, reason: str) -> None:
         self.lost.append(f"{session}: {reason}")
