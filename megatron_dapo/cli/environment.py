@@ -16,6 +16,7 @@ from megatron_dapo.untrusted import one_line
 if TYPE_CHECKING:
     from megatron_dapo.config import Config
     from megatron_dapo.environments.check import CheckRow
+    from megatron_dapo.environments.pool import WorkerSettings
 
 environment_app = typer.Typer(no_args_is_help=True, help="Environments of episodes, tried before a run.")
 WOULD_REFUSE = 1
@@ -93,21 +94,24 @@ def _check_with_recipe(
     tasks = [{**row.extra, "messages": [dict(message) for message in row.messages], "answer": row.answer} for row in rows]
     repeated = [tasks[index % len(tasks)] for index in range(num_tasks)]
     table = check_environment(settings, repeated, config.environment.max_turns)
-    return [*table, _template_row(config)] if config.environment.is_on else table
+    return [*table, _template_row(config, settings)] if config.environment.is_on else table
 
 
-def _template_row(config: Config) -> CheckRow:
+def _template_row(config: Config, settings: WorkerSettings) -> CheckRow:
     """Return whether the chat template continues episodes exactly, as the start of a run proves it."""
     from megatron_dapo.data.model_inputs import read_model_inputs
     from megatron_dapo.environments.check import CheckRow
-    from megatron_dapo.trainer.build_episodes import template_proof
+    from megatron_dapo.environments.pool import WorkerPool
+    from megatron_dapo.trainer.build_episodes import check_tool_role, template_proof
 
     try:
         inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
         proof = template_proof(config, inputs)
+        assert proof is not None, "the environment is on"
+        with WorkerPool(settings) as pool:
+            check_tool_role(config, proof, pool.hello)
     except (ValueError, OSError) as error:
         return CheckRow("template", False, one_line(error))
-    assert proof is not None, "the environment is on"
     history = "; ".join(str(rewrite) for rewrite in proof.rewrites) or "earlier turns stay as they are"
     roles = ", ".join(proof.turns.roles)
     return CheckRow("template", True, f"{proof.num_conversations} conversations; answers of the roles {roles}; {history}")

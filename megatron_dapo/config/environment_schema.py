@@ -43,8 +43,8 @@ class EnvironmentConfig(Section):
     ignore: it gets the rollout's."""
 
     max_branches: PositiveInt = 16
-    """Most conversations that an agent may begin in an episode: sub-agents, summaries, edited histories, questions asked
-    again. Each is a sequence to train. After them the episode is lost."""
+    """Most conversations that an agent or a function may begin in an episode: sub-agents, forks, summaries, edited
+    histories, questions asked again. Each is a sequence to train. After them the episode is lost."""
 
     python: str = ""
     """Interpreter of the worker processes, or of an agent that begins with "python", for packages that contradict the

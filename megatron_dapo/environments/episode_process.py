@@ -89,9 +89,6 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
     after, begins = message.get("after"), message.get("begins", "")
     if not isinstance(after, (int, type(None))) or not isinstance(begins, str):
         raise ValueError("after is the number of a turn, and begins is a reason")
-    parts = message.get("parts", {})
-    if not isinstance(parts, dict):
-        raise ValueError("parts is an object of numbers")
     return Reply(
         episode.episode_id,
         messages=tuple(messages),
@@ -99,7 +96,8 @@ def reply_of(message: Mapping[str, Any], episode: OpenEpisode) -> Reply:
         done=done,
         reward=None if message.get("reward") is None else _number(message["reward"], "reward"),
         is_correct=is_correct,
-        parts={str(name): _number(value, f"parts.{name}") for name, value in parts.items()},
+        parts=_numbers(message, "parts"),
+        figures=_numbers(message, "figures"),
         calls=tuple(_call(call) for call in calls),
         max_tokens=None if message.get("max_tokens") is None else max(1, int(_number(message["max_tokens"], "max_tokens"))),
         after=after,
@@ -114,6 +112,13 @@ def _list_of_objects(message: Mapping[str, Any], name: str) -> list[dict[str, An
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError(f"{name} is no list of objects")
     return value
+
+
+def _numbers(message: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = message.get(name, {})
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} is an object of numbers")
+    return {str(key): _number(value, f"{name}.{key}") for key, value in values.items()}
 
 
 def _number(value: Any, name: str) -> float:

@@ -74,6 +74,7 @@ class WorkerSettings:
     max_processes: int = 64
     on_step_timeout: str = "observe"
     with_state: bool = False  # replies have the environments' states
+    max_branches: int = 16  # conversations that a function may begin in an episode
     variables: tuple[str, ...] = ()  # environment variables that workers get besides a short allow-list
 
     @property
@@ -99,6 +100,7 @@ class WorkerSettings:
                 "on_step_timeout": self.on_step_timeout,
                 "step_seconds": self.step_seconds,
                 "with_state": self.with_state,
+                "max_branches": self.max_branches,
             }
         ).encode() + b"\n"  # fmt: skip
 

@@ -11,11 +11,13 @@ from megatron_dapo.evaluation.reference import AVERAGE, Record
 from megatron_dapo.report.anomalies import train_steps_of
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
-from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, EVALUATION_METRICS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, EVALUATION_METRICS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.types import CallStatus
 
 EVALUATED = "eval/"
-BY_PART, BY_SOURCE = "Reward by part", "Accuracy by source"  # charts that include run-specific metrics
+# Charts that include run-specific metrics.
+BY_PART, BY_SOURCE, BY_FIGURE = "Reward by part", "Accuracy by source", "Figures that the environment recorded"
+_UNITS = {BY_PART: "reward", BY_SOURCE: "fraction"}  # of a run's own metrics
 _GENERATED = "/accuracy_generated"
 
 
@@ -115,6 +117,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         Chart("Importance weights", {"mismatch/ess": "effective sample size", "mismatch/bounded_share": "bounded"}),
     ),
     "Episodes": (
+        Chart(BY_FIGURE, {}),
         Chart("Turns and calls", {"episodes/turns_mean": "turns", "episodes/calls_mean": "tool calls"}),
         Chart(
             "Tokens of an episode",
@@ -171,9 +174,11 @@ def drawn_metrics(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _own(name: str) -> tuple[str, str] | None:
-    """Return chart and label of a metric of a run's reward parts or sources; None for any other."""
+    """Return chart and label of a metric of a run's reward parts, recorded figures or sources; None for any other."""
     if name.startswith(REWARD_PART):
         return BY_PART, name.removeprefix(REWARD_PART)
+    if name.startswith(RECORDED):
+        return BY_FIGURE, name.removeprefix(RECORDED)
     if name.startswith(SOURCE) and name.endswith(_GENERATED):
         return BY_SOURCE, f"training, {name.removeprefix(SOURCE).removesuffix(_GENERATED)}"
     score = AVERAGE.removeprefix(EVALUATED)
@@ -208,7 +213,7 @@ def charts(metrics: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, 
                     "title": chart.title,
                     "wide": chart.is_wide,
                     "log": chart.is_log,
-                    "unit": known[0].unit if known else "fraction" if chart.title == BY_SOURCE else "reward",
+                    "unit": known[0].unit if known else _UNITS.get(chart.title, ""),
                     "series": series,
                     "help": [f"{metric.name}: {metric.meaning}" for metric in known],
                     "limits": [

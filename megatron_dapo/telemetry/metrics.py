@@ -355,6 +355,7 @@ EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric
 
 
 REWARD_PART = "reward/part/"  # prefix of the means of a user-defined reward's parts
+RECORDED = "episodes/recorded/"  # prefix of the means of what environments recorded of episodes
 SOURCE = "rollout/source/"  # prefix of the metrics of one source of prompts: SOURCE + NAME/METRIC
 SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -366,11 +367,11 @@ SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
 
 
 def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
-    """Return `values` as floats in the schema's order, followed by those of user-defined reward parts and of sources.
+    """Return `values` as floats in the schema's order, followed by those of reward parts, recorded figures and sources.
 
     Raises ValueError naming every unknown and missing metric.
     """
-    own = sorted(name for name in values if name.startswith((REWARD_PART, SOURCE)) or _is_of_source(name, schema))
+    own = sorted(name for name in values if name.startswith((REWARD_PART, RECORDED, SOURCE)) or _is_of_source(name, schema))
     unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema and name not in own]
     missing = [name for name in schema if name not in values]
     if unknown or missing:

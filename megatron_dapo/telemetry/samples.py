@@ -69,7 +69,7 @@ def _parts(sample: ScoredSample) -> dict[str, float]:
 
 
 def _episode_record(sample: ScoredSample) -> dict[str, Any]:
-    """Return how an episode ended and its turns, {} for a response of one turn.
+    """Return how an episode ended, its turns and what its environment recorded, {} for a response of one turn.
 
     A turn has its tokens [start, end) of its stream's response, sampled, and [end, observed_end), its environment's answer.
     """
@@ -84,7 +84,9 @@ def _episode_record(sample: ScoredSample) -> dict[str, Any]:
         }
         for segment, turn in sample.completion.ordered_turns
     ]
-    return {"episode": {"end": sample.completion.episode.end, "turns": turns}}
+    episode = sample.completion.episode
+    recorded = {"figures": dict(episode.figures)} if episode.figures else {}
+    return {"episode": {"end": episode.end, **recorded, "turns": turns}}
 
 
 def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:

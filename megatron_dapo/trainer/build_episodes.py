@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import prompt_template
@@ -19,6 +20,7 @@ from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
 
+logger = logging.getLogger(__name__)
 
 Engine = TypeVar("Engine", bound=RolloutEngine)
 
@@ -27,7 +29,7 @@ Engine = TypeVar("Engine", bound=RolloutEngine)
 def episode_engine(config: Config, proof: TemplateProof | None, engine: Engine) -> Iterator[Engine]:
     """Return an engine that plays episodes on `engine`; without an environment, and so without a proof, `engine` itself.
 
-    ValueError in one line if the environment cannot be loaded.
+    ValueError in one line if the environment cannot be loaded, or its tools' results have no place in the template.
     """
     if proof is None:
         yield engine
@@ -35,6 +37,7 @@ def episode_engine(config: Config, proof: TemplateProof | None, engine: Engine) 
     # An environment's answer ends a server engine's wait; the embedded engine does not wait.
     wake = getattr(engine, "wake", lambda: None)
     with WorkerPool(worker_settings(config), wake) as pool:
+        check_tool_role(config, proof, pool.hello)
         yield cast(Engine, EpisodeEngine(engine, pool, proof.turns, episode_settings(config)))
 
 
@@ -47,6 +50,25 @@ def template_proof(config: Config, inputs: ModelInputs) -> TemplateProof | None:
         return None
     template = prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
     return prove_template(TurnTemplate(template, inputs.stop_tokens.token_ids, config.turns.history))
+
+
+def check_tool_role(config: Config, proof: TemplateProof, hello: Mapping[str, Any]) -> None:
+    """Raise ValueError in one line if the environment's tools answer in a role that the chat template has no place for.
+
+    `hello`: what the first worker said. It knows the tools of a `ToolEnvironment` only: of an agent's, a warning is logged.
+    """
+    role, roles = hello.get("result_role", "tool"), proof.turns.roles
+    if role in roles:
+        return
+    reason = proof.refused.get(role, f"it has one for {', '.join(roles)}")
+    refused = f"the chat template of {config.model.path} has no place for messages of the role {role} ({reason})"
+    if hello.get("tools"):
+        raise ValueError(
+            f"{refused}, in which {worker_settings(config).name} answers calls of its tools: set result_role = "
+            f'"{roles[0]}" in the class and name the tools in the prompt, or choose a model whose template has tools'
+        )
+    if config.environment.agent:
+        logger.warning("%s: an agent that sends the result of a tool ends the run; choose another model for it", refused)
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
@@ -89,6 +111,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         max_processes=environment.max_processes,
         on_step_timeout=environment.on_step_timeout,
         with_state=environment.resume == "state",
+        max_branches=environment.max_branches,
         variables=environment.variables,
     )
 

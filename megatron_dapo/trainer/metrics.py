@@ -19,7 +19,7 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.group_collector import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
-from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, PHASES, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.types import CallStatus, Group, Outcome, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
@@ -270,7 +270,8 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the "episodes/" section; all 0 without an environment."""
-    completions = [sample.completion for group in batch.groups for sample in group.samples]
+    samples = [sample for group in batch.groups for sample in group.samples]
+    completions, finished = [sample.completion for sample in samples], _finished(samples)
     played = [(one, one.episode) for one in completions if one.episode is not None]
     turns = [turn for _, episode in played for turn in episode.turns]
     turns += [turn for _, episode in played for segment in episode.segments for turn in segment.turns]
@@ -296,6 +297,7 @@ def episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         "episodes/begun_anew": sum(episode.attempt for _, episode in played),
         "episodes/groups_lost": batch.statistics.num_lost,
         "episodes/left_out": batch.statistics.num_left_out,
+        **_means(RECORDED, [one.completion.episode.figures for one in finished if one.completion.episode is not None]),
     }
 
 
@@ -322,15 +324,14 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
         "reward/failed_share": mean([bool(sample.score.failure) for sample in worked_on]),
         "reward/disagreement_share": disagreement_share,
-        **_own_parts(samples),
+        **_means(REWARD_PART, [sample.score.detail.get("parts", {}) for sample in samples]),
     }
 
 
-def _own_parts(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return the means of the parts named by a user's reward function, over the responses that have them."""
-    parts = [sample.score.detail.get("parts", {}) for sample in samples]
-    names = sorted({name for one in parts for name in one})
-    return {REWARD_PART + name: mean([one[name] for one in parts if name in one]) for name in names}
+def _means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each of the users' numbers, over the responses that have it; `prefix` comes before its name."""
+    names = sorted({name for one in values for name in one})
+    return {prefix + name: mean([one[name] for one in values if name in one]) for name in names}
 
 
 def training_seconds(times: Mapping[str, float]) -> float:

@@ -43,6 +43,45 @@ for turn in range(3):
     messages = messages + [answer, {"role": "user", "content": said}]
 print(json.dumps({"reward": num_letters % 2 == 0, "parts": {"letters": num_letters}}))
 '''
+FORKS = '''
+import asyncio
+
+from megatron_dapo.environments import user
+
+
+async def rollout(task, client):
+    """Two opinions at the same time, which a fresh conversation judges; an even number of letters in all is right."""
+    messages = task.messages
+    messages += [(await client.chat(messages)).message]
+
+    async def opinion(fork, points):
+        return (await fork.chat([*messages, user(f"{points} points.")])).text
+
+    opinions = await asyncio.gather(*(opinion(client.fork(), task.random.randint(1, 9)) for _ in range(2)))
+    judged = await client.fresh().chat([user("Judge: " + " ".join(opinions))])
+    task.record(letters=sum(map(len, opinions)))
+    return (len(judged.text) + sum(map(len, opinions))) % 2 == 0
+'''
+FORKING_AGENT = '''
+import json, os, random, sys, urllib.request
+
+task = json.load(sys.stdin)
+points = random.Random(task["seed"])
+
+
+def chat(*messages):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+
+user = lambda text: {"role": "user", "content": text}
+said = [*task["messages"], chat(*task["messages"])]
+opinions = [chat(*said, user(f"{points.randint(1, 9)} points."))["content"] for _ in range(2)]
+judged = chat(user("Judge: " + " ".join(opinions)))["content"]
+print(json.dumps((len(judged) + sum(map(len, opinions))) % 2 == 0))
+'''
 RECIPE = """
 [run]
 total_steps = 2
@@ -187,3 +226,33 @@ def test_episodes_are_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> N
     run = tmp_path / "agents"
     command = json.dumps(["python", str(tmp_path / "agent.py")])
     assert trained('environment.path=""', f"environment.agent={command}")[0] == samples
+
+
+def test_forks_of_a_function_are_an_agent_s_branches_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    """On two data-parallel ranks. The checkpoint holds unfinished episodes with several streams."""
+    recipe = write_game(tmp_path)
+    (tmp_path / "forks.py").write_text(FORKS)
+    (tmp_path / "agent.py").write_text(FORKING_AGENT)
+    limits = ("parallel.num_processes=2", "environment.max_turns=5", "environment.step_seconds=120", *NO_EVALUATION)
+
+    def trained(run: Path, *settings: str) -> list[dict[str, Any]]:
+        words = [f"run.output_dir={run}", *limits, 'environment.path=""', *settings]
+        ended = run_command("train", str(recipe), *[word for setting in words for word in ("--set", setting)])
+        assert ended.code == 0, ended.text
+        return rows_of(run, "samples.jsonl")
+
+    function = f"environment.function={tmp_path / 'forks.py'}:rollout"
+    samples = trained(tmp_path / "run", function)
+    metrics = rows_of(tmp_path / "run", "metrics.jsonl")
+    for step, row in enumerate(metrics, 1):
+        assert (row["episodes/turns_mean"], row["episodes/segments_mean"], row["episodes/end_done_share"]) == (4, 2, 1)
+        assert row["mismatch/lag0_abs_logprob_diff_mean"] < 1e-5 and row["episodes/begun_anew"] == 0
+        figures = [one["episode"]["figures"]["letters"] for one in samples if one["train_step"] == step]
+        assert abs(row["episodes/recorded/letters"] - sum(figures) / len(figures)) < 1e-6
+    assert metrics[0]["rollout/groups_unfinished"] > 0, "the checkpoint holds episodes"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
+    assert trained(tmp_path / "run", function) == samples
+    agents = trained(tmp_path / "agents", f'environment.agent={json.dumps(["python", str(tmp_path / "agent.py")])}')
+    for sample in samples:
+        del sample["episode"]["figures"]
+    assert agents == samples

@@ -6,8 +6,11 @@ It runs in a worker process, never in a process of the trainer; see docs/environ
 from __future__ import annotations
 
 import asyncio
+import copy
 import ctypes
 import inspect
+import math
+import numbers
 import random
 import threading
 import time
@@ -24,6 +27,7 @@ Messages = Union[str, Sequence[Message]]  # a text is one message of the user  #
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_REASON = 300  # characters of an error that the model is shown
+_NEW = "a new conversation"
 _STOP_S = 0.2  # time that a late tool gets to notice
 
 
@@ -47,7 +51,18 @@ class EpisodeTask(Mapping[str, Any]):
         self.seed = seed  # the episode's
         self.random = random.Random(seed)
         self.directory = Path(directory)  # the episode's own; removed at its end
+        self.figures: dict[str, float] = {}  # see `record`
         self._fields = dict(fields)
+
+    def record(self, **figures: float) -> None:
+        """Note figures of the episode, such as searches=3, for samples, metrics and the report; a name's last value counts.
+
+        ValueError for anything but finite numbers and truth values.
+        """
+        for name, value in figures.items():
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"task.record: {name} = {one_line(repr(value), 80)} is no finite number")
+        self.figures = {**self.figures, **{name: float(value) for name, value in figures.items()}}
 
     @property
     def random_state(self) -> Any:
@@ -292,70 +307,143 @@ class _ThreadCall(threading.Thread):
 # ---- a function
 
 
-class Client:
-    """The model, for `def rollout(task, client)`."""
+class _Conversations:
+    """What all conversations of an episode share: their turns are sampled one after another."""
 
-    def __init__(self, exchange: Callable[[Mapping[str, Any]], ModelTurn]) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Callable[[Mapping[str, Any]], ModelTurn], max_branches: int) -> None:
+        self.exchange, self.max_branches = exchange, max_branches
+        self.is_sampling = threading.Lock()  # held while a turn is sampled
+        self.num_turns = 0
+        self.num_streams = 0
+        self.continued: set[int] = set()  # turns that another one follows
+        self.reward: float | None = None  # of the last turn, not sent yet
+
+    def begin_stream(self) -> None:
+        if self.num_streams == self.max_branches:
+            raise ValueError(
+                f"client.chat began more than {self.max_branches} conversations in one episode; "
+                "raise environment.max_branches if it is meant to"
+            )
+        self.num_streams += 1
+
+
+class Client:
+    """A conversation with the model, for `def rollout(task, client)`. An episode may have several: see `fork` and `fresh`."""
+
+    def __init__(self, exchange: Callable[[Mapping[str, Any]], ModelTurn], max_branches: int = 16) -> None:
+        self._all = _Conversations(exchange, max_branches)
         self._conversation: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] | None = None
-        self._reward: float | None = None
-        self._lock = threading.Lock()
+        self._last: int | None = None  # number of its last turn among the episode's, from 0
+        self._reason = _NEW
+
+    def fork(self) -> Client:
+        """Return another conversation, which begins with this one; both may go on."""
+        return copy.copy(self)
+
+    def fresh(self, reason: str = _NEW) -> Client:
+        """Return an empty conversation, such as a sub-agent's, which may have other tools. `reason`: what people are shown."""
+        fresh = Client(self._all.exchange)
+        fresh._all, fresh._reason = self._all, reason
+        return fresh
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> ModelTurn:
         """Return the model's turn after `messages`: the whole conversation, which continues that of the call before.
 
-        `tools` are functions with `@tool` or JSON schemas; they are those of the first call. ValueError for another
-        history: a conversation cannot branch.
+        `tools` are functions with `@tool` or JSON schemas; they are those of the conversation's first call. ValueError
+        for another history.
         """
-        if not self._lock.acquire(blocking=False):
-            raise ValueError("client.chat is called while another call waits: an episode has one conversation")
+        if not self._all.is_sampling.acquire(blocking=False):
+            raise ValueError(
+                "client.chat is called while another call waits; use async def and asyncio.gather, which keep an order"
+            )
         try:
             conversation = checked_messages(messages)
-            schemas = [getattr(one, "__tool_schema__", one) for one in tools]
-            known = [_compared(message) for message in self._conversation]
-            for number, message in enumerate(known):
-                if number >= len(conversation) or _compared(conversation[number]) != message:
-                    raise ValueError(
-                        f"client.chat was given another history: message {number} is not the one that the model has seen; "
-                        "append to the conversation (turn.message is the model's)"
-                    )
-            if len(conversation) == len(known):
-                raise ValueError("client.chat was given no new message")
-            if self._tools is not None and schemas and schemas != self._tools:
-                raise ValueError("client.chat was given other tools than at first")
-            reply = {"messages": conversation[len(known) :], "reward": self._reward}
-            if self._tools is None:
-                self._tools = reply["tools"] = schemas
-            self._reward = None
-            turn = self._exchange(reply)
+            reply = self._reply(conversation, [getattr(one, "__tool_schema__", one) for one in tools])
+            turn = self._all.exchange(reply)
+            self._last, self._all.num_turns = self._all.num_turns, self._all.num_turns + 1
             self._conversation = [*conversation, turn.message]
             return turn
         finally:
-            self._lock.release()
+            self._all.is_sampling.release()
+
+    def _reply(self, conversation: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the line that asks for the next turn, see `remote.worker`."""
+        known = [_compared(message) for message in self._conversation]
+        for number, message in enumerate(known):
+            if number >= len(conversation) or _compared(conversation[number]) != message:
+                raise ValueError(
+                    f"client.chat was given another history: message {number} is not the one that the model has seen; "
+                    "append to the conversation (turn.message is the model's), or begin another one with client.fresh()"
+                )
+        if len(conversation) == len(known):
+            raise ValueError("client.chat was given no new message")
+        if self._tools is not None and schemas and schemas != self._tools:
+            raise ValueError("client.chat was given other tools than at first; client.fresh() may have others")
+        if self._last is None or self._last in self._all.continued:
+            self._all.begin_stream()
+        reply = {"messages": conversation[len(known) :], "reward": self._all.reward}
+        if self._last is not None:
+            self._all.continued.add(self._last)
+            reply["after"] = self._last
+        else:
+            self._tools = reply["tools"] = schemas
+            if self._all.num_turns:
+                reply["begins"] = self._reason or _NEW
+        self._all.reward = None
+        return reply
 
     def reward(self, value: float) -> None:
-        """Reward the model's last turn. An episode's reward is the sum of these and of what the function returns."""
-        self._reward = (self._reward or 0.0) + float(value)
+        """Reward the model's last turn. An episode's reward is the sum of these and of what the function returns.
+
+        ValueError if another conversation of the episode has had a turn since.
+        """
+        if self._last is None or self._last != self._all.num_turns - 1 or self._all.is_sampling.locked():
+            raise ValueError("client.reward comes after a turn of its conversation, before the next one of any conversation")
+        self._all.reward = (self._all.reward or 0.0) + float(value)
 
     def final(self, result: Any) -> Step:
         """Return the end of the episode, from what the function returned."""
-        step = final_step(result)
-        if self._reward is not None:
-            step = Step(done=True, reward=self._reward + (step.reward or 0.0), correct=step.correct, parts=step.parts)
+        if not self._all.is_sampling.acquire(blocking=False):
+            self._all.is_sampling.acquire()  # nothing can be said before the turn has come
+            self._all.is_sampling.release()
+            raise ValueError("the function returned while a call of client.chat waited for its turn; await every call")
+        step, reward = final_step(result), self._all.reward
+        if reward is not None:
+            step = Step(done=True, reward=reward + (step.reward or 0.0), correct=step.correct, parts=step.parts)
         return step
 
 
 class AsyncClient:
-    """The model, for `async def rollout(task, client)`: a `Client` whose `chat` is awaited."""
+    """A conversation with the model, for `async def rollout(task, client)`: a `Client` whose `chat` is awaited.
 
-    def __init__(self, client: Client) -> None:
+    Calls of several conversations at the same time are answered one after another, in the order in which they came.
+    """
+
+    def __init__(self, client: Client, queue: asyncio.Lock | None = None) -> None:
         self._client = client
+        self._queue = queue or asyncio.Lock()  # first come, first served
+        self._is_waiting = False
         self.reward = client.reward
+
+    def fork(self) -> AsyncClient:
+        """See `Client.fork`."""
+        return AsyncClient(self._client.fork(), self._queue)
+
+    def fresh(self, reason: str = _NEW) -> AsyncClient:
+        """See `Client.fresh`."""
+        return AsyncClient(self._client.fresh(reason), self._queue)
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> ModelTurn:
         """See `Client.chat`."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._client.chat, messages, tools)
+        if self._is_waiting:
+            raise ValueError("client.chat is called while another call of the same conversation waits; call client.fork() first")
+        self._is_waiting = True
+        try:
+            async with self._queue:
+                return await asyncio.get_running_loop().run_in_executor(None, self._client.chat, messages, tools)
+        finally:
+            self._is_waiting = False
 
 
 def _compared(message: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -1,13 +1,13 @@
 """A worker process: several episodes, each in a thread, with JSON lines over pipes. Standard library only.
 
     owner -> worker   {"kind": "environment" | "function" | "either" | "command", "place": ..., limits}    once
-    worker -> owner   {"ready": name, "tools": [names]} or {"failed": message}                  once
+    worker -> owner   {"ready": name, "tools": [names], "result_role": ...} or {"failed": message}                  once
     owner -> worker   {"op": "start", "episode": n, "task": {...}, "seed": n, "directory": path}
                       {"op": "act", "episode": n, "text": ..., "calls": [...], "finish_reason": ..., "reasoning": ...,
                        "raw_text": ..., "num_tokens": n, "num_prompt_tokens": n}
                       {"op": "end", "episode": n}
     worker -> owner   {"episode": n, "messages": [...], "tools": [...], "done": bool, "reward": ..., "is_correct": ...,
-                       "parts": {...}, "calls": [...], "seconds": s,
+                       "parts": {...}, "figures": {...}, "calls": [...], "seconds": s,
                        "max_tokens": n, "state": ...}                     one for each start and act
                       {..., "after": turn}: the messages follow an earlier turn, by its number from 0
                       {..., "begins": reason, "tools": [...]}: they are another conversation of the episode
@@ -77,7 +77,7 @@ def main() -> None:
     except BaseException as error:
         send(replies, {"failed": one_line(error, _MAX_REASON)})
         return
-    send(replies, {"ready": settings["place"], "tools": play.tools})
+    send(replies, {"ready": settings["place"], **play.hello})
     _Worker(play, replies).serve(io.BufferedReader(requests))
     os._exit(0)  # threads that never end
 
@@ -99,9 +99,12 @@ def _become(settings: Mapping[str, Any]) -> None:
 class Play:
     """How to play an episode: an environment's class or a function."""
 
-    def __init__(self, subject: Any, is_function: bool, with_state: bool = False) -> None:
-        self._subject, self._is_function, self._with_state = subject, is_function, with_state
-        self.tools = [] if is_function or not issubclass(subject, ToolEnvironment) else list(subject.all_tools())
+    def __init__(self, subject: Any, is_function: bool, with_state: bool = False, max_branches: int = 1) -> None:
+        self._subject, self._is_function = subject, is_function
+        self._with_state, self._max_branches = with_state, max_branches
+        self.hello: dict[str, Any] = {"tools": []}
+        if not is_function and issubclass(subject, ToolEnvironment):
+            self.hello = {"tools": list(subject.all_tools()), "result_role": subject.result_role}
 
     async def __call__(self, task: EpisodeTask, episode: _Episode) -> None:
         if self._is_function:
@@ -110,7 +113,7 @@ class Play:
             await self._environment(task, episode)
 
     async def _function(self, task: EpisodeTask, episode: _Episode) -> None:
-        client = Client(episode.exchange)
+        client = Client(episode.exchange, self._max_branches)
         is_async = inspect.iscoroutinefunction(self._subject)
         result = await awaited(self._subject(task, AsyncClient(client) if is_async else client))
         episode.exchange(_reply_of(client.final(result)))
@@ -157,7 +160,7 @@ def load(settings: Mapping[str, Any]) -> Play:
     what = f"{field} = {place!r}"
     if is_function:
         _check_function(subject, what)
-        return Play(subject, True)
+        return Play(subject, True, max_branches=settings["max_branches"])
     if not inspect.isclass(subject) or not issubclass(subject, Environment):
         raise ValueError(f"{what} is no class derived from megatron_dapo.environments.Environment")
     try:
@@ -270,7 +273,9 @@ class _Episode(threading.Thread):
 
     def exchange(self, reply: Mapping[str, Any]) -> ModelTurn:
         """Send a reply and wait for the model's next turn. Raises EpisodeEnded when the episode is over."""
-        self._say({**reply, "seconds": time.monotonic() - self._since})
+        if not self._is_open:  # another thread of the user's code has been told
+            raise EpisodeEnded
+        self._say({**reply, "figures": self._task.figures, "seconds": time.monotonic() - self._since})
         message = self.inbox.get()
         if message["op"] == "end":
             self._is_open = False

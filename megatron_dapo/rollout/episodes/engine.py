@@ -133,6 +133,7 @@ class _Episode:
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
     max_tokens: int | None = None  # limit of the next turn, if the environment sets one
+    figures: dict[str, float] = field(default_factory=dict)  # that its environment has recorded
     state: dict[str, Any] | None = None  # the environment's after its last answer, see `_state_of`
     num_lost: int = 0
     attempt: int = 0
@@ -161,7 +162,12 @@ class _Episode:
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of `Episode` whatever its end."""
-        return {"attempt": self.attempt, "num_retries": self.num_lost, "seconds": dict(self.seconds)}
+        return {
+            "attempt": self.attempt,
+            "num_retries": self.num_lost,
+            "seconds": dict(self.seconds),
+            "figures": dict(self.figures),
+        }
 
 
 class EpisodeEngine:
@@ -315,9 +321,9 @@ class EpisodeEngine:
                 self._discard(episode, record)
                 record = None
         episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
-        episode.state = None
+        episode.state, episode.figures = None, {}
         if record is not None and record.episode is not None and record.episode.state:
-            episode.state = json.loads(record.episode.state)
+            episode.state, episode.figures = json.loads(record.episode.state), dict(record.episode.figures)
         assert episode.request.task is not None, f"{episode.name} has no task"
         state = episode.state["environment"] if episode.state else None
         self._pool.start(episode.name, Task(episode.request.task, episode.request.seed, state))
@@ -373,6 +379,7 @@ class EpisodeEngine:
         assert reply is not None, f"{episode.name} has no answer"
         episode.seconds["acting"] += reply.seconds
         episode.max_tokens = reply.max_tokens
+        episode.figures |= reply.figures
         if reply.lost:
             self._lose(episode, reply.lost, reply.is_cause)
         elif reply.timed_out:

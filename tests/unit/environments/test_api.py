@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_dapo.environments import Client, EpisodeTask, Lost, ModelCall, ModelTurn, Reward, Step, tool, user
+from megatron_dapo.environments import AsyncClient, Client, EpisodeTask, Lost, ModelCall, ModelTurn, Reward, Step, tool, user
 from megatron_dapo.environments.remote.api import checked_messages, final_step
 from tests.unit.environments.user_environments import Calculator
 
@@ -105,7 +108,76 @@ def test_a_conversation_is_sent_by_what_is_new():
     client.chat([*messages, turn.message, user("more"), user("and more")])
     first, second = model.replies
     assert first["messages"] == messages and first["tools"][0]["name"] == "calculate"
-    assert second == {"messages": [user("more"), user("and more")], "reward": 0.5}
+    assert second == {"messages": [user("more"), user("and more")], "reward": 0.5, "after": 0}
+
+
+def test_a_fork_follows_the_turn_that_it_was_made_after_and_a_fresh_one_none():
+    model = Scripted("one", "two", "three", "four")
+    client = Client(model)
+    first = [user("q"), client.chat([user("q")], [Calculator.calculate]).message]
+    fork, fresh = client.fork(), client.fresh("a search")
+    client.chat([*first, user("more")])
+    fork.chat([*first, user("else")])
+    assert fresh.chat([user("find it")]).text == "four"
+    said = [{name: reply.get(name) for name in ("after", "begins", "tools")} for reply in model.replies[1:]]
+    nothing = {"after": None, "begins": None, "tools": None}
+    assert said == [{**nothing, "after": 0}, {**nothing, "after": 0}, {**nothing, "begins": "a search", "tools": []}]
+    with pytest.raises(ValueError, match="before the next one of any conversation"):
+        client.reward(1.0)
+    fresh.reward(1.0)
+    assert client.final(0.5).reward == 1.5
+
+
+def test_conversations_have_a_limit_and_those_at_the_same_time_an_order():
+    model = Scripted(*"abcdefgh")
+
+    async def rollout(client: AsyncClient) -> list[str]:
+        first = [user("q"), (await client.chat([user("q")])).message]
+
+        async def twice(fork: AsyncClient, name: str) -> str:
+            messages = [*first, user(name)]
+            turn = await fork.chat(messages)
+            return turn.text + (await fork.chat([*messages, turn.message, user("more")])).text
+
+        both = await asyncio.gather(twice(client.fork(), "1"), twice(client.fork(), "2"))
+        with pytest.raises(ValueError, match="client.fork"):
+            await asyncio.gather(twice(client, "3"), twice(client, "4"))
+        with pytest.raises(ValueError, match="more than 3 conversations in one episode; raise environment.max_branches"):
+            await client.fresh().chat([user("5")])
+        return both
+
+    assert asyncio.run(rollout(AsyncClient(Client(model, max_branches=3)))) == ["bd", "ce"]
+
+
+def test_a_function_must_await_its_turns():
+    has_begun, may_answer = threading.Event(), threading.Event()
+
+    def exchange(reply):
+        has_begun.set()
+        assert may_answer.wait(60.0)
+        return ModelTurn("late")
+
+    client = Client(exchange)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(client.chat, [user("q")])
+        assert has_begun.wait(60.0)
+        with pytest.raises(ValueError, match="while another call waits"):
+            client.fork().chat([user("q")])
+        end = threads.submit(client.final, 1.0)
+        may_answer.set()
+        assert waiting.result().text == "late"
+        error = end.exception()
+    assert isinstance(error, ValueError) and "await every call" in str(error)
+
+
+def test_figures_are_finite_numbers():
+    task = EpisodeTask({}, 0, "")
+    task.record(searches=2, found=False)
+    task.record(searches=3)
+    assert task.figures == {"searches": 3.0, "found": 0.0}
+    for wrong in ("3", None, math.nan, [1]):
+        with pytest.raises(ValueError, match="searches = .* is no finite number"):
+            task.record(searches=wrong)
 
 
 @pytest.mark.parametrize(

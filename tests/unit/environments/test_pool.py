@@ -100,6 +100,15 @@ def test_tools_and_functions_play_in_workers(nothing_left):
         first, second, end = play(pool, task, say("a"), say("4"))
     assert second.messages == ({"role": "user", "content": "You said a."},) and second.reward == 0.25
     assert (end.done, end.reward, end.is_correct) == (True, 1.0, True)
+    with WorkerPool(settings("delegate", "function")) as pool:
+        _, *branches, end = play(pool, task, *map(say, ("a b", "c", "c", "d")))
+        assert [(one.after, one.begins, one.figures) for one in branches] == [
+            *[(0, "", {"words": 2.0})] * 2,
+            (None, "a search", {"words": 2.0}),
+        ]
+        assert end.figures == {"words": 2.0, "agreed": 1.0} and end.reward == 1.0
+        play(pool, task, say("a"), say("c"))  # two calls wait: nothing is said after the end, which would end the worker
+        assert play(pool, task, say("a"))[0].messages and not pool.counts["crashed"]
     with WorkerPool(settings("rewrite_history", "function")) as pool:
         assert "another history: message 0" in play(pool, task, say("a"))[1].lost
 

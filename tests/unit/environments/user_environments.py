@@ -65,6 +65,17 @@ async def chat_twice(task, client):
     return turn.text == task["answer"]
 
 
+async def delegate(task, client):
+    """Two forks and a sub-agent at a time; the process is told the end of the episode in the middle of them."""
+    first = await client.chat(task.messages)
+    task.record(words=len(first.text.split()))
+    messages = [*task.messages, first.message, user("more")]
+    chats = [client.fork().chat(messages), client.chat(messages), client.fresh("a search").chat([user("find it")])]
+    turns = await asyncio.gather(*chats)
+    task.record(agreed=turns[0].text == turns[1].text)
+    return 1.0
+
+
 def rewrite_history(task, client):
     turn = client.chat([user("one")])
     client.chat([user("another"), turn.message, user("two")])

@@ -83,6 +83,7 @@ def test_several_runs_show_what_differs(tmp_path: Path) -> None:
 def test_own_parts_and_sources_have_curves(tmp_path: Path) -> None:
     own = {
         "reward/part/style": 0.5,
+        "episodes/recorded/searches": 3.0,
         "rollout/source/gsm8k/accuracy_generated": 0.7,
         "rollout/source/gsm8k/groups_generated": 4.0,
     }
@@ -92,6 +93,7 @@ def test_own_parts_and_sources_have_curves(tmp_path: Path) -> None:
     document = data_of(build_page([path]))
     labels = {chart["title"]: [each["label"] for each in chart["series"]] for chart in document["charts"]}
     assert labels["Reward by part"] == ["style"]
+    assert labels["Figures that the environment recorded"] == ["searches"]
     assert labels["Accuracy by source"] == ["held-out, aime", "training, gsm8k"]
     assert document["runs"][0]["curves"]["evaluated"]["eval/aime/avg_at_k"] == [0.3] * 4
 

@@ -45,10 +45,11 @@ def test_the_record_of_an_episode_has_its_turns_in_order(groups: list[Group]) ->
     sample = groups[1].samples[2]
     turns = (Turn(0, 1, 1, reward=0.5, order=0), Turn(1, 2, 2, calls=(TurnCall("look", "ok"),), order=2))
     segment = Segment((3,), (5, 8), (-1.0, -1.0), (VersionRange(0, 2, 4),), (Turn(0, 1, 2, order=1),))
-    played = replace(sample.completion, episode=Episode("done", turns, (segment,)))
+    played = replace(sample.completion, episode=Episode("done", turns, (segment,), figures={"searches": 2.0}))
     record = sample_record(12, replace(groups[1], samples=(replace(sample, completion=played),)), 0, advantage=None)
     assert json.loads(json.dumps(record["episode"])) == {
         "end": "done",
+        "figures": {"searches": 2.0},
         "turns": [
             {"segment": 0, "tokens": [0, 1, 1], "reward": 0.5, "calls": []},
             {"segment": 1, "tokens": [0, 1, 2], "reward": 0.0, "calls": []},

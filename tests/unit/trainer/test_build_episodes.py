@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,10 @@ from megatron_dapo.environments.pool import WorkerSettings
 from megatron_dapo.rollout.episodes.engine import EpisodeSettings
 from megatron_dapo.rollout.collector import LossLimits
 from megatron_dapo.trainer.build_rollout import loss_limits
-from megatron_dapo.trainer.build_episodes import episode_settings, template_proof, worker_settings
+from megatron_dapo.trainer.build_episodes import check_tool_role, episode_engine, episode_settings, template_proof, worker_settings
 from tests.unit.config.small import make
 from tests.unit.data.published_templates import turn_template
+from tests.unit.environments import user_environments
 
 ON = "environment.path=games.py:Game"
 
@@ -41,12 +43,33 @@ def test_a_template_that_rewrites_history_needs_the_user_s_word(tmp_path):
     assert template_proof(make(), inputs("qwen3", tmp_path)) is None
 
 
+def test_results_of_tools_need_a_role_that_the_template_has(tmp_path, caplog):
+    """Before anything is sampled, by what the environment's class says of itself."""
+    file = Path(user_environments.__file__)
+
+    def opened(kind: str, template: str) -> None:
+        config = make(kind)
+        with episode_engine(config, template_proof(config, inputs(template, tmp_path)), object()):
+            pass
+
+    refusal = 'template of .*m has no place for messages of the role tool .*Calculator answers.*set result_role = "user" in the class'
+    with pytest.raises(ValueError, match=refusal) as error:
+        opened(f"environment.path={file}:Calculator model.path=/m", "gemma3")
+    assert "\n" not in str(error.value)
+    for kind, template in (("path", "llama3"), ("function", "gemma3")):
+        opened(f"environment.{kind}={file}:{'Calculator' if kind == 'path' else 'chat_twice'}", template)
+    assert not caplog.records
+    config = make('environment.agent=["python"]')
+    check_tool_role(config, template_proof(config, inputs("gemma3", tmp_path)), {"ready": "python", "tools": []})
+    assert "an agent that sends the result of a tool ends the run" in caplog.text
+
+
 def test_every_key_of_the_section_is_used():
     changes = {
         "python": "bin/python", "processes": 3, "episodes_per_process": 5, "max_episodes_per_process": 7, "max_turns": 4,
         "max_turn_tokens": 9, "max_context_tokens": 99, "reset_seconds": 1.5, "step_seconds": 2.5, "episode_seconds": 3.5,
         "on_step_timeout": "lost", "memory_limit_mb": 77, "max_processes": 11, "variables": ["KEY"], "success": 0.25,
-        "retries": 6, "resume": "state", "order": "arrival",
+        "retries": 6, "resume": "state", "order": "arrival", "max_branches": 13,
     }  # fmt: skip
     overrides = [f"environment.{name}={json.dumps(value)}" for name, value in changes.items()]
     config = make(" ".join([ON, *overrides, "turns.parser=line", "turns.on_cut=observe"]))
@@ -55,9 +78,9 @@ def test_every_key_of_the_section_is_used():
     assert workers == WorkerSettings(
         "environment", config.environment.path, python="bin/python", num_processes=3, episodes_per_process=5,
         max_episodes_per_process=7, reset_seconds=1.5, step_seconds=2.5, episode_seconds=3.5, on_step_timeout="lost",
-        memory_limit_mb=77, max_processes=11, with_state=True, variables=("KEY",),
+        memory_limit_mb=77, max_processes=11, with_state=True, max_branches=13, variables=("KEY",),
     )  # fmt: skip
-    assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "max_branches", "on_lost"} == set(EnvironmentConfig.model_fields)
+    assert set(changes) | {"path", "function", "command", "agent", "other_sampling", "on_lost"} == set(EnvironmentConfig.model_fields)
     assert worker_settings(make("environment.function=games.py:play")).kind == "function"
     assert episode_settings(make(ON)).order == "rounds" and episode_settings(make(f"{ON} rollout.engine=sglang")).order == "arrival"
     assert episode_settings(make(ON)).max_context_tokens == make(ON).longest_trained
