@@ -6,24 +6,25 @@ import asyncio
 import queue
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron_dapo.engines.base import completion_from_json, completion_to_json
+from megatron_dapo.engines.base import PrefixReuse, completion_from_json, completion_to_json
 from megatron_dapo.environments import AsyncClient, EpisodeTask, user
 from megatron_dapo.environments.episode_process import OpenEpisode, act_line, reply_of
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.environments.remote.worker import Play, _Episode
 from megatron_dapo.proof.gateway.clients import TOOL
-from megatron_dapo.proof.gateway.oracle import Oracle, Request
+from megatron_dapo.proof.gateway.oracle import STOP, Oracle, Request
 from megatron_dapo.proof.gateway.run import GatewayProof, _check
 from megatron_dapo.proof.gateway.world import SAMPLING, SETTINGS, TURNS, ClientPool, ScriptedEngine, sampled_ids
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
-from megatron_dapo.types import GenerationRequest
+from megatron_dapo.types import Completion, GenerationRequest, VersionRange
 from tests.examples import examples
 
 BUSY_S = 60.0  # limit on a loaded machine
@@ -167,3 +168,61 @@ def test_forks_are_streams_whose_sampled_tokens_are_trained_once() -> None:
         assert engine.accounting().diverged == 0 and engine.accounting().is_balanced
     assert min(counts[kind] for kind in ("go on", "fork", "fresh", "together", "replayed")) > 0
     assert proof.streams > 24 and proof.lost_tokens, "some began more conversations than they may"
+
+
+class SlotEngine:
+    """`RolloutEngine` that samples a token a poll in each of `num_slots` turns, all of them of `LENGTH` tokens."""
+
+    LENGTH = 40
+    prefix_reuse = PrefixReuse()
+    policy_version = 0
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots, self._left = num_slots, dict[str, int]()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._left)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._left |= {request.request_id: self.LENGTH for request in requests}
+
+    def poll(self) -> list[Completion]:
+        for name in [*self._left][: self._num_slots]:
+            self._left[name] -= 1
+        ended = [name for name, left in self._left.items() if not left]
+        self._left = {name: left for name, left in self._left.items() if left}
+        numbers, versions = np.zeros(self.LENGTH), (VersionRange(0, self.LENGTH, 0),)
+        return [Completion(name, np.array([*b"x" * (self.LENGTH - 1), STOP]), numbers, "stop", versions) for name in ended]
+
+
+class DelegatingPool(ClientPool):
+    """`EnvironmentPool` whose episodes have a turn, four that follow it, and one in a conversation about those."""
+
+    def start(self, episode_id: str, task: Task) -> None:
+        self.turns = getattr(self, "turns", {}) | {episode_id: 0}
+        self._say(episode_id)
+
+    def act(self, episode_id: str, action: Action) -> None:
+        self.turns[episode_id] += 1
+        self._say(episode_id, after=0, done=self.turns[episode_id] == 6, begins="a judge" if self.turns[episode_id] == 5 else "")
+
+    def _say(self, name: str, **facts: Any) -> None:
+        self._replies.append(Reply(name, messages=(user("go on"),), **facts))
+
+
+@pytest.mark.parametrize(("num_episodes", "cost"), [(8, 2.0), (16, 1.0), (32, 1.0)])
+def test_calls_in_turn_cost_nothing_if_an_engine_s_slots_are_full(num_episodes: int, cost: float) -> None:
+    """Six turns an episode, four of which a function asks for at the same time, on 16 slots.
+
+    The time of all episodes is that of their tokens on all slots if as many episodes are open as there are slots.
+    """
+    num_slots, num_turns = 16, 6
+    engine = EpisodeEngine(SlotEngine(num_slots), DelegatingPool(), TURNS, replace(SETTINGS, order="arrival"))
+    engine.submit([GenerationRequest(f"g{number}/0", (), SAMPLING, number, task={}) for number in range(num_episodes)])
+    num_polls = 0
+    while engine.num_unfinished:
+        engine.poll()
+        num_polls += 1
+    least = num_episodes * num_turns * SlotEngine.LENGTH / num_slots
+    assert num_polls / least == pytest.approx(cost, rel=0.06)
