@@ -21,6 +21,7 @@ _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _MAX_LOGPROB = 12.0  # end of the scale; all tokens below it count as equally surprising
 _HEAD, _TAIL = 2000, 1000  # tokens of a long response that are kept
 _CHARACTERS_A_TOKEN = 4
+_MAX_BEGIN, _MAX_BRANCH = 600, 1000  # characters of a branch's prompt, and of each of its texts
 _MAX_MISSED = 50  # samples in a row that are too large for what is left: the page is full
 
 
@@ -133,15 +134,18 @@ def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, A
     }
     if columns[0]:
         found |= {"chars": "".join(map(_count, columns[0])), "logprobs": "".join(map(_surprise, columns[1]))}
-    if turns := (record.get("episode") or {}).get("turns"):
-        found["end"], found["turns"] = record["episode"].get("end"), _turns(turns, cut)
+    episode = record.get("episode") or {}
+    if turns := episode.get("turns"):
+        found |= {"end": episode.get("end"), "turns": _turns(turns, cut), "figures": episode.get("figures") or {}}
+        if branches := record.get("branches"):
+            found["branches"] = [_branch(one, turns, segment) for segment, one in enumerate(branches, 1)]
     if advantages:
         found |= {"advantages": "".join(_signed(value / largest) for value in advantages), "scale": largest}
     return found | ({"cut": cut} if cut else {})
 
 
 def _turns(turns: Sequence[Row], cut: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the turns of the main stream by the tokens that are shown of it: [start, end, observed_end], reward and calls.
+    """Return the turns of the main stream by the tokens that are shown of it: [start, end, observed_end], and facts.
 
     `cut`: the number of tokens shown at the head, and of those left out after it.
     """
@@ -150,14 +154,32 @@ def _turns(turns: Sequence[Row], cut: Sequence[int]) -> list[dict[str, Any]]:
         return place if not cut or place <= cut[0] else max(cut[0], place - cut[1])
 
     return [
-        {
-            "tokens": [shown(place) for place in turn["tokens"]],
-            "reward": turn.get("reward") or 0,
-            "calls": turn.get("calls") or [],
-        }
-        for turn in turns
+        {"tokens": [shown(place) for place in turn["tokens"]], **_turn_facts(number, turn)}
+        for number, turn in enumerate(turns, 1)
         if not turn.get("segment")
     ]
+
+
+def _branch(branch: Row, turns: Sequence[Row], segment: int) -> dict[str, Any]:
+    """Return another stream of an episode: why it began, the end of its prompt, and its turns with their texts."""
+    facts = [(number, turn) for number, turn in enumerate(turns, 1) if turn.get("segment") == segment]
+    texts = [[excerpt(text, _MAX_BRANCH) for text in pair] for pair in branch.get("turns") or []]
+    return {
+        "reason": branch.get("reason", ""),
+        "prompt": excerpt(branch.get("prompt", ""), _MAX_BEGIN),
+        "num_tokens": sum(turn["tokens"][1] - turn["tokens"][0] for _, turn in facts),
+        "turns": [{"texts": pair, **_turn_facts(number, turn)} for (number, turn), pair in zip(facts, texts, strict=False)],
+    }
+
+
+def _turn_facts(number: int, turn: Row) -> dict[str, Any]:
+    """Return what is shown at the begin of a turn; `number` is its place among the episode's turns, from 1."""
+    return {
+        "number": number,
+        "reward": turn.get("reward") or 0,
+        "calls": turn.get("calls") or [],
+        **({"cut": True} if turn.get("cut") else {}),
+    }
 
 
 def _count(count: int) -> str:

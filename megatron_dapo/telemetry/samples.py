@@ -81,6 +81,7 @@ def _episode_record(sample: ScoredSample) -> dict[str, Any]:
             "tokens": [turn.start, turn.end, turn.observed_end],
             "reward": turn.reward,
             "calls": [f"{call.name}: {call.status}" for call in turn.calls],
+            **({"cut": True} if turn.finish_reason == "length" else {}),
         }
         for segment, turn in sample.completion.ordered_turns
     ]
@@ -104,6 +105,28 @@ def token_details(sample: ScoredSample, texts: TokenTexts, advantages: Sequence[
     return found
 
 
+def branch_texts(sample: ScoredSample, texts: TokenTexts) -> dict[str, Any]:
+    """Return a record's other streams of an episode, in order from segment 1; {} if it has none.
+
+    A branch has the reason why it began, the text of its prompt, and of each turn what was sampled and what was read.
+    """
+    if sample.completion.episode is None or not sample.completion.num_segments:
+        return {}
+    branches = [
+        {
+            "reason": branch.reason,
+            "prompt": texts.decode(list(branch.prompt_ids)),
+            "turns": [
+                [texts.decode(ids[turn.start : turn.end]), texts.decode(ids[turn.end : turn.observed_end])]
+                for turn in branch.turns
+            ],
+        }
+        for branch in sample.completion.episode.segments
+        for ids in (branch.token_ids.tolist(),)
+    ]
+    return {"branches": branches}
+
+
 class TokenTexts:
     """Texts of single tokens, each decoded once: a batch has millions of tokens and a vocabulary some hundred thousand."""
 
@@ -120,7 +143,7 @@ class TokenTexts:
         counts, place, pending = [], 0, []
         for token in token_ids:
             pending.append(token)
-            piece = self._known_text(token) if len(pending) == 1 else self._decode(pending)
+            piece = self._known_text(token) if len(pending) == 1 else self.decode(pending)
             if _INCOMPLETE in piece and not text.startswith(piece, place):
                 counts.append(0)
                 continue
@@ -134,10 +157,10 @@ class TokenTexts:
 
     def _known_text(self, token: int) -> str:
         if token not in self._known:
-            self._known[token] = self._decode([token])
+            self._known[token] = self.decode([token])
         return self._known[token]
 
-    def _decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 

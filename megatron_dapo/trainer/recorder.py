@@ -31,6 +31,7 @@ from megatron_dapo.telemetry.samples import (
     SampleWriter,
     TokenTexts,
     choose,
+    branch_texts,
     sample_record,
     token_details,
 )
@@ -290,7 +291,7 @@ class Recorder:
         records, left = [], TOKENS_PER_STEP if self._token_texts is not None else 0
         for group, index in choose(groups, self._telemetry.samples_per_step):
             sample = groups[group].samples[index]
-            tokens: Mapping[str, Any] = {}
+            tokens: dict[str, Any] = {}
             if self._token_texts is not None and sample.completion.num_tokens <= left:
                 advantages = by_token.get(sample.sample_id)
                 if advantages is not None and len(advantages) != sample.completion.num_tokens:
@@ -298,7 +299,8 @@ class Recorder:
                 tokens = token_details(
                     sample, self._token_texts, None if advantages is None else advantages.tolist()
                 )
-                left -= sample.completion.num_tokens
+                tokens |= branch_texts(sample, self._token_texts)
+                left -= sum(len(sample.completion.stream(one).token_ids) for one in range(1 + sample.completion.num_segments))
             records.append(sample_record(train_step, groups[group], index, shown.get(sample.sample_id), tokens))
         return records
 

@@ -32,7 +32,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
     hostile = "<img src=x onerror=\"document.title='broken'\"></script><script>document.title='broken'</script> → 🙂"
     rows = {step: {"actor/entropy": 0.001} for step in range(20, 31)}
-    samples = [*some_samples(30), a_sample(30, 9, "wrong", hostile)]
+    turn = {"segment": 0, "tokens": [0, 11, 11], "reward": 0.0, "calls": []}
+    episode = {"end": "done", "figures": {"searches": 2.0}, "turns": [turn, {**turn, "segment": 1, "tokens": [0, 3, 4], "cut": True}]}
+    branches = [{"reason": "a search", "prompt": "Find it.", "turns": [["<b>found", "it"]]}]
+    played = a_sample(30, 8, text="main stream", episode=episode, branches=branches)
+    samples = [*some_samples(30), a_sample(30, 9, "wrong", hostile), played]
     good = make_run(root / "good")
     bad = make_run(root / "bad", scores=(0.4, 0.7, 0.4, 0.2), rows=rows, samples=samples, optimizer__learning_rate=1e-3)
     return [good, bad]
@@ -93,6 +97,11 @@ def test_samples_are_filtered_and_read_token_by_token(page: Browser, runs: list[
     assert page.run("return document.querySelectorAll('#sample .token')[49].style.background").startswith("color-mix")
     # Its log-prob is -0.49, in a digit of base 64.
     assert "log-prob -0.511" in page.run("return document.querySelectorAll('#sample .token')[49].title")
+    page.run(CHOOSE, "#search", "main stream")
+    assert page.run("return document.querySelector('#sample .branch').open") is False
+    assert page.run(TEXTS, "#sample .branch summary") == ["branch 1: a search · 1 turn · 3 tokens sampled"]
+    assert page.run(TEXTS, "#sample .branch .response") == ["Find it.turn 2, cut<b>foundit"]
+    assert "recorded: searches2" in page.run("return document.querySelector('#sample .facts').textContent")
     page.run(CHOOSE, "#search", "")
     page.run(CHOOSE, "#from", "25")
     steps = page.run(

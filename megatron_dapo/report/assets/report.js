@@ -497,10 +497,18 @@
     detailBox.replaceChildren(...detail(shownSamples[at]));
   }
 
-  // The edge before a turn of an episode: its number, its reward and its calls.
-  function turnEdge(turn, index) {
-    const facts = ["turn " + (index + 1), ...(turn.reward ? ["reward " + number(turn.reward)] : []), ...turn.calls];
+  // The edge before a turn of an episode: its number in the episode, its reward and its calls.
+  function turnEdge(turn) {
+    const facts = ["turn " + turn.number, ...(turn.cut ? ["cut"] : []), ...(turn.reward ? ["reward " + number(turn.reward)] : []), ...turn.calls];
     return make("small", { class: "turn-edge" }, facts.join(", "));
+  }
+
+  // Another stream of an episode, collapsed: what it was sampled after, and its turns.
+  function branchView(branch, at) {
+    const facts = [branch.turns.length + (branch.turns.length === 1 ? " turn" : " turns"), branch.num_tokens.toLocaleString("en") + " tokens sampled"];
+    const observed = (text) => make("span", { class: "token observed", title: "not trained in this branch" }, text);
+    return make("details", { class: "values branch" }, make("summary", {}, "branch " + (at + 1) + ": " + branch.reason + " · " + facts.join(" · ")),
+      make("div", { class: "response", lang: "" }, observed(branch.prompt), branch.turns.map((turn) => [turnEdge(turn), make("span", { class: "token" }, turn.texts[0]), observed(turn.texts[1])]).flat()));
   }
 
   function detail(sample) {
@@ -508,7 +516,7 @@
       outcome: sample.outcome, "answer expected": sample.answer, "answer found": sample.extracted ?? "none", reward: number(sample.reward), "why it failed": sample.error,
       ...Object.fromEntries(Object.entries(sample.parts).filter(([, value]) => value && Object.values(sample.parts).filter(Boolean).length > 1).map(([name, value]) => ["reward: " + name, typeof value === "number" ? number(value) : String(value)])),
       advantage: sample.advantage === null ? "not trained" : number(sample.advantage), tokens: sample.num_tokens.toLocaleString("en"),
-      "finish reason": sample.finish, "end of the episode": sample.end, "policy version": sample.versions.join(", "), source: sample.source, id: sample.id,
+      "finish reason": sample.finish, "end of the episode": sample.end, ...Object.fromEntries(Object.entries(sample.figures || {}).map(([name, value]) => ["recorded: " + name, number(value)])), "policy version": sample.versions.join(", "), source: sample.source, id: sample.id,
     };
     const tokens = decoded(sample);
     const largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token.advantage || 0)), sample.advantages ? 0 : 2);
@@ -518,7 +526,7 @@
       tokens.forEach((token, at) => {
         if (sample.cut && at === head) text.append(make("span", { class: "cut" }, " … " + dropped.toLocaleString("en") + " tokens left out … "));
         const turn = (sample.turns || []).findIndex((each) => each.tokens[0] <= at && at < each.tokens[2]);
-        if (turn >= 0 && sample.turns[turn].tokens[0] === at) text.append(turnEdge(sample.turns[turn], turn));
+        if (turn >= 0 && sample.turns[turn].tokens[0] === at) text.append(turnEdge(sample.turns[turn]));
         const isObserved = sample.turns && (turn < 0 || at >= sample.turns[turn].tokens[1]);
         text.append(isObserved ? make("span", { class: "token observed", title: "the environment's, not trained" }, token.text) : tokenSpan(token, largest));
       });
@@ -529,6 +537,7 @@
       make("h4", {}, "Prompt"), ...prompt.map(([role, content]) => make("div", { class: "turn" }, make("small", {}, role), make("div", {}, content))),
       make("h4", {}, "Response", tokens.length ? make("small", {}, filters.tokens === "probability" ? "darker: less probable when it was sampled" : "blue: reinforced, orange: discouraged") : make("small", {}, "no token details on record")),
       text,
+      ...(sample.branches || []).map(branchView),
       make("dl", { class: "facts" }, Object.entries(facts).filter(([, value]) => value !== "" && value !== undefined && value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value))))),
     ];
   }

@@ -79,14 +79,20 @@ def test_groups_stay_whole(tmp_path: Path) -> None:
 
 
 def test_turns_of_an_episode_are_those_of_the_tokens_that_are_shown(tmp_path: Path) -> None:
-    """Of a long one the places after the gap move; turns of other streams are left out."""
+    """Of a long one the places after the gap move; turns of other streams are shown with their texts."""
     turn = {"segment": 0, "tokens": [0, 2, 4], "reward": -0.2, "calls": ["look: ok"]}
     turns = [turn, {**turn, "segment": 1}, {**turn, "tokens": [4, 4900, 5000], "reward": 0.0}]
     short = a_sample(1, text="abcdef", token_chars=[1] * 6, logprobs=[-1.0] * 6, response_ids=list(range(6)))
-    short["episode"] = {"end": "done", "turns": turns[:2]}
+    short["episode"] = {"end": "done", "figures": {"searches": 2.0}, "turns": [turns[0], {**turns[1], "cut": True}]}
+    short["branches"] = [{"reason": "a search", "prompt": "p" * 5000, "turns": [["found", ""]]}]
     long = a_sample(2, text="a" * 5000, token_chars=[1] * 5000, logprobs=[-1.0] * 5000, response_ids=list(range(5000)))
     long["episode"] = {"end": "max_turns", "turns": turns}
     run = read_run(make_run(tmp_path / "run", samples=[short, long], filtered=[]))
     shown = {one["step"]: one for one in samples_for_page([run], 10**6)["list"]}
-    assert shown[1]["turns"] == [{"tokens": [0, 2, 4], "reward": -0.2, "calls": ["look: ok"]}] and shown[1]["end"] == "done"
+    facts = {"number": 1, "reward": -0.2, "calls": ["look: ok"]}
+    assert shown[1]["turns"] == [{"tokens": [0, 2, 4], **facts}] and shown[1]["end"] == "done"
+    (branch,) = shown[1]["branches"]
+    assert branch["turns"] == [{"texts": ["found", ""], **facts, "number": 2, "cut": True}]
+    assert (branch["reason"], branch["num_tokens"], shown[1]["figures"]) == ("a search", 2, {"searches": 2.0})
+    assert 500 < len(branch["prompt"]) < 700
     assert shown[2]["cut"] == [2000, 2000] and [one["tokens"] for one in shown[2]["turns"]] == [[0, 2, 4], [4, 2900, 3000]]

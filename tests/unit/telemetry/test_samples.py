@@ -7,13 +7,14 @@ import threading
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry import samples as module
-from megatron_dapo.telemetry.samples import SampleWriter, TokenTexts, choose, sample_record
+from megatron_dapo.telemetry.samples import SampleWriter, TokenTexts, branch_texts, choose, sample_record
 from megatron_dapo.types import Episode, Group, Segment, Turn, TurnCall, VersionRange
 
 
@@ -55,6 +56,16 @@ def test_the_record_of_an_episode_has_its_turns_in_order(groups: list[Group]) ->
             {"segment": 1, "tokens": [0, 1, 2], "reward": 0.0, "calls": []},
             {"segment": 0, "tokens": [1, 2, 2], "reward": 0.0, "calls": ["look: ok"]},
         ],
+    }
+
+
+def test_branches_have_their_texts(groups: list[Group]) -> None:
+    sample, texts = groups[1].samples[2], TokenTexts(SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids))))
+    assert branch_texts(sample, texts) == {}
+    segment = Segment(map(ord, "go"), [*map(ord, "yes?")], [-1.0] * 4, (VersionRange(0, 4, 4),), (Turn(0, 3, 4),), reason="a search")
+    played = replace(sample.completion, episode=Episode("done", (Turn(0, 2, 2),), (segment,)))
+    assert branch_texts(replace(sample, completion=played), texts) == {
+        "branches": [{"reason": "a search", "prompt": "go", "turns": [["yes", "?"]]}]
     }
 
 
