@@ -5,7 +5,10 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
+from contextlib import suppress
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
@@ -27,12 +30,16 @@ def lookup(word: str) -> str:
     return f"{word} is a word"
 
 
-def chat(question: str, streams: bool) -> str:
-    from openai import OpenAI
+def chat(question: str, streams: bool, dies_at: int | None = None) -> str:
+    from openai import APITimeoutError, OpenAI
 
     client, messages = OpenAI(), [{"role": "user", "content": question}]
     while True:
         arguments = {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
+        if len(messages) // 2 == dies_at:  # while its request is open, or before it reads the answer
+            with suppress(APITimeoutError):
+                client.with_options(timeout=0.05, max_retries=0).chat.completions.create(**arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
         if streams:
             with client.chat.completions.stream(**arguments) as stream:
                 message = stream.get_final_completion().choices[0].message
@@ -82,6 +89,24 @@ def responses(question: str, streams: bool) -> str:
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
 
 
+def responses_by_id(question: str) -> str:
+    from openai import OpenAI
+
+    client, new, previous = OpenAI(), [{"role": "user", "content": question}], None
+    tools = [{"type": "function", "strict": True, **TOOL}]
+    while True:
+        response = client.responses.create(model="policy", input=new, tools=tools, previous_response_id=previous)
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            return response.output_text
+        outputs = [lookup(**json.loads(call.arguments)) for call in calls]
+        new = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            for call, output in zip(calls, outputs, strict=True)
+        ]
+        previous = response.id
+
+
 def anthropic(question: str, streams: bool) -> str:
     from anthropic import Anthropic
 
@@ -93,7 +118,9 @@ def anthropic(question: str, streams: bool) -> str:
             with client.messages.stream(**arguments) as stream:
                 message = stream.get_final_message()
         else:
+            counted = client.messages.count_tokens(model="policy", messages=messages, tools=tools).input_tokens
             message = client.messages.create(**arguments)
+            assert counted == message.usage.input_tokens, f"{counted} tokens, not {message.usage.input_tokens}"
         uses = [block for block in message.content if block.type == "tool_use"]
         if not uses:
             return "".join(block.text for block in message.content)
@@ -101,13 +128,23 @@ def anthropic(question: str, streams: bool) -> str:
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
 
 
-def agents(question: str, api: str) -> str:
+def agents(question: str, api: str, by_id: bool = False) -> str:
     from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
     set_tracing_disabled(True)
     set_default_openai_api(api)
     agent = Agent(name="reader", instructions="Look words up.", model="policy", tools=[function_tool(lookup)])
-    return Runner.run_sync(agent, question, max_turns=9).final_output
+    return Runner.run_sync(agent, question, max_turns=9, auto_previous_response_id=by_id).final_output
+
+
+def mini_swe_agent(question: str) -> str:
+    os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = os.getcwd()
+    os.environ["MSWEA_CONFIGURED"] = os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"
+    os.environ["MSWEA_COST_TRACKING"] = "ignore_errors"
+    from minisweagent.run.mini import app
+
+    arguments = ["-m", "openai/policy", "-t", question, "-y", "--exit-immediately", "-o", "trajectory.json"]
+    return app(arguments, standalone_mode=False).messages[-1]["content"]
 
 
 def talk_openai(question: str) -> str:
@@ -138,13 +175,22 @@ CLIENTS = {
     "openai-async": lambda question: asyncio.run(chat_async(question)),
     "openai-responses": lambda question: responses(question, False),
     "openai-responses-stream": lambda question: responses(question, True),
+    "openai-responses-by-id": responses_by_id,
     "anthropic": lambda question: anthropic(question, False),
     "anthropic-stream": lambda question: anthropic(question, True),
     "openai-agents": lambda question: agents(question, "chat_completions"),
     "openai-agents-responses": lambda question: agents(question, "responses"),
+    "openai-agents-responses-by-id": lambda question: agents(question, "responses", by_id=True),
 }
 
 if __name__ == "__main__":
     task = json.load(sys.stdin)
-    answer = (TALKS if task.get("talks") else CLIENTS)[task["client"]](task["question"])
+    if task["client"] == "dies":
+        is_first = not os.path.exists(task["died"])
+        open(task["died"], "w").close()
+        answer = chat(task["question"], False, task["turn"] if is_first else None)
+    elif task["client"] == "mini-swe-agent":
+        answer = mini_swe_agent(task["question"])
+    else:
+        answer = (TALKS if task.get("talks") else CLIENTS)[task["client"]](task["question"])
     print(json.dumps({"reward": 1, "parts": {answer: 1}}))
