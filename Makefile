@@ -83,7 +83,7 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 # And the megatron-core of the CUDA lock, whose metadata want Python 3.12; another version has a lock and a directory.
 MEGATRON_CORE ?= 0.19.2
 MEGATRON_VENV := .venv-megatron$(filter-out -0.19.2,-$(MEGATRON_CORE))
-EXTRA_VENVS := $(MEGATRON_VENV) .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-games .venv-agents .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook .venv-uv
+EXTRA_VENVS := $(MEGATRON_VENV) .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-bytecheckpoint .venv-smollm2 .venv-tasks .venv-games .venv-agents .venv-agents-verifiers .venv-demo .venv-plots .venv-trackers .venv-docs .venv-mypy .venv-notebook .venv-uv
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* $(if $(filter megatron%,$*),--ignore-requires-python) -r $<
@@ -209,7 +209,7 @@ test: .venv
 # Property tests draw all their examples, in `make test` a fifth of them (tests/examples.py).
 test-all: export MEGATRON_DAPO_EXAMPLES := all
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
-test-all: .venv-trl .venv-tasks .venv-games .venv-agents .venv-demo .venv-trackers .venv-notebook test test-megatron-cpu test-cluster chaos-tiny
+test-all: .venv-trl .venv-tasks .venv-games .venv-agents .venv-agents-verifiers .venv-demo .venv-trackers .venv-notebook test test-megatron-cpu test-cluster chaos-tiny
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q $(BESIDE) -m long $(TRITON_TESTS)
 

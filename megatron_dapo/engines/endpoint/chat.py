@@ -12,6 +12,7 @@ from megatron_dapo.engines.endpoint.format import (
     Body,
     ChatAnswer,
     ChatRequest,
+    MODEL,
     Function,
     Ignoring,
     Neutral,
@@ -107,7 +108,7 @@ def parse(body: Any, sampling: SamplingParams, on_other_sampling: Sampling = "re
         parsed.max_completion_tokens or parsed.max_tokens,
         bool(parsed.stream),
         parsed.stream_options is not None and parsed.stream_options.include_usage,
-        parsed.model,
+        parsed.model or MODEL,
     )
     return request, ignored
 

@@ -25,6 +25,9 @@ Sampling = Literal["refuse", "ignore"]
 Neutral = Mapping[str, tuple[Any, ...] | None]  # fields that change nothing at these values; None: at any value
 
 
+MODEL = "policy"
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """What a request asks for, whatever API it came by."""
@@ -34,7 +37,7 @@ class ChatRequest:
     max_tokens: int | None = None  # None: what is left of the episode
     is_streamed: bool = False
     with_usage: bool = False  # a stream of Chat Completions ends with its usage
-    model: str = ""
+    model: str = MODEL  # as the client calls it
     num_instructions: int = 0  # first messages, which a request that follows this one does not inherit
     follows: str | None = None  # id of the response whose conversation comes before the messages
 
@@ -107,7 +110,7 @@ class Body(BaseModel):
     """A body; `checked` refuses fields that it does not have."""
 
     model_config = ConfigDict(extra="allow")
-    model: str
+    model: str | None = None  # there is one
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

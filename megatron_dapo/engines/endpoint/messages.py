@@ -12,6 +12,7 @@ from megatron_dapo.engines.endpoint.format import (
     Body,
     ChatAnswer,
     ChatRequest,
+    MODEL,
     Function,
     Ignoring,
     Neutral,
@@ -115,7 +116,7 @@ def parse(body: Any, sampling: SamplingParams, on_other_sampling: Sampling = "re
         ),
         parsed.max_tokens,
         bool(parsed.stream),
-        model=parsed.model,
+        model=parsed.model or MODEL,
     )
     return request, ignored
 

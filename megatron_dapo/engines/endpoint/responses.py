@@ -13,6 +13,7 @@ from megatron_dapo.engines.endpoint.format import (
     Body,
     ChatAnswer,
     ChatRequest,
+    MODEL,
     Function,
     Ignoring,
     Neutral,
@@ -108,7 +109,7 @@ def parse(body: Any, sampling: SamplingParams, on_other_sampling: Sampling = "re
         tuple(tool.model_dump(exclude={"type"}) for tool in parsed.tools or ()),
         parsed.max_output_tokens,
         bool(parsed.stream),
-        model=parsed.model,
+        model=parsed.model or MODEL,
         num_instructions=len(system),
         follows=parsed.previous_response_id,
     )

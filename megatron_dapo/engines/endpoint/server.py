@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler
 
 from megatron_dapo.data.template import Messages
 from megatron_dapo.engines.endpoint import chat, messages, responses
-from megatron_dapo.engines.endpoint.format import ChatAnswer, ChatRequest, APIFormat, Sampling
+from megatron_dapo.engines.endpoint.format import MODEL, APIFormat, ChatAnswer, ChatRequest, Sampling
 from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, RequestError, ServedTurn, TooManyBranches
 from megatron_dapo.types import SamplingParams
 
@@ -135,7 +135,7 @@ class ChatEndpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_dapo"}
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_dapo"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _turn(self, http: web.Request) -> web.StreamResponse:
@@ -234,6 +234,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     form = _FORMATS.get(request.path) or _COUNTS.get(request.path, (chat, {}))[0]
     try:
         return await handler(request)
+    except web.HTTPNotFound as error:
+        return web.json_response(form.error_body(f"{request.method} {request.path} is not served", "error"), status=error.status)
     except web.HTTPException as error:
         kind = "authentication_error" if error.status == 401 else "error"
         return web.json_response(form.error_body(error.text or error.reason, kind), status=error.status)
