@@ -115,21 +115,24 @@ def test_mini_swe_agent_works_in_a_shell(pool: WorkerPool, monkeypatch: pytest.M
     assert text.count("<tool_response>") == len(SHELL) - 1 and "No such file or directory" in text
 
 
-@pytest.mark.parametrize("num_sessions", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(6), *(pytest.param(range(first, first + 100), marks=pytest.mark.long) for first in (0, 100))],
+)
 def test_sessions_whose_programs_die_are_not_lost(
     template: Path,
     nothing_left: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-    num_sessions: int,
+    seeds: range,
 ) -> None:
     """Each 20th program is killed in its session, at another turn each; what was sampled for it is not sampled again."""
     inner, died = make_engine(monkeypatch, SAID), tmp_path_factory.mktemp("died")
-    dying = {seed: (seed // 20 + 2) % len(SAID) for seed in range(3, num_sessions, 20)}
+    dying = {seed: (seed // 20 + 2) % len(SAID) for seed in seeds if seed % 20 == 3}
     limits = world.settings(max_context_tokens=4000, max_turns=len(SAID) + 1, max_environments=4, order="arrival")
     with make_pool(template) as pool:
         engine = EpisodeEngine(inner, pool, inner.turns, limits)
-        for seed in range(num_sessions):
+        for seed in seeds:
             task = {"client": "dies", "died": str(died / str(seed)), "turn": dying[seed]} if seed in dying else {"client": "openai"}
             engine.submit([world.request(f"e{seed:03}", inner.turns, seed, 2000, **task)])
         finished = world.drain(engine)
@@ -138,7 +141,7 @@ def test_sessions_whose_programs_die_are_not_lost(
         assert dict(done.episode.parts) == {SAID[-1]: 1.0} and not done.num_segments
         assert done.episode.num_retries == (int(done.request_id[1:]) in dying), done.episode
     counts = engine.accounting()
-    assert counts == EpisodeAccounting(num_sessions, {"done": num_sessions}, 0, 0, {}, retried=len(dying))
+    assert counts == EpisodeAccounting(len(seeds), {"done": len(seeds)}, 0, 0, {}, retried=len(dying))
     assert set(inner.sampled.values()) == {1}
     assert len(inner.sampled) == sum(done.num_sampled for done in finished)
 

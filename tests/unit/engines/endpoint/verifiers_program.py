@@ -34,9 +34,9 @@ def is_short(completion) -> float:
 
 
 def evaluate(question: str, client) -> dict:
-    import verifiers as vf
+    import verifiers.legacy as vf
     from datasets import Dataset
-    from verifiers.clients import OpenAIChatCompletionsClient
+    from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
     environment = vf.ToolEnv(
         tools=[lookup],
