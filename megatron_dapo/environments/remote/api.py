@@ -382,7 +382,7 @@ class Client:
             raise ValueError("client.chat was given other tools than at first; client.fresh() may have others")
         if self._last is None or self._last in self._all.continued:
             self._all.begin_stream()
-        reply = {"messages": conversation[len(known) :], "reward": self._all.reward}
+        reply: dict[str, Any] = {"messages": conversation[len(known) :], "reward": self._all.reward}
         if self._last is not None:
             self._all.continued.add(self._last)
             reply["after"] = self._last

@@ -42,7 +42,7 @@ class FunctionSession:
         self._number = 0
         self._wire = OpenEpisode(1, name, Task({}, seed), Path())
         self._said: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        self.thread = _Episode(self, {"episode": 1, "task": {}, "seed": seed, "directory": ""})  # type: ignore[arg-type]
+        self.thread = _Episode(self, {"episode": 1, "task": {}, "seed": seed, "directory": ""})
         self.thread.start()
 
     async def rollout(self, task: EpisodeTask, client: AsyncClient) -> float:
@@ -115,7 +115,7 @@ class FunctionPool(ClientPool):
     """`EnvironmentPool` of random functions."""
 
     def start(self, episode_id: str, task: Task) -> None:
-        self.open[episode_id] = session = FunctionSession(episode_id, task.seed)  # type: ignore[assignment]
+        self.open[episode_id] = session = FunctionSession(episode_id, task.seed)
         self._replies.append(session.next_reply())
 
     def act(self, episode_id: str, action: Action) -> None:
@@ -125,7 +125,7 @@ class FunctionPool(ClientPool):
 
     def end(self, episode_id: str) -> None:
         if session := self.open.get(episode_id):
-            session.end()  # type: ignore[attr-defined]
+            session.end()
         super().end(episode_id)
 
 
