@@ -33,7 +33,8 @@ from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.collector import CollectorInputs, LossLimits, sample_seed
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange

@@ -46,7 +46,8 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.environments.protocol import Action, Reply, Task
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 from megatron_dapo.workers.supervisor import resident_pages
 

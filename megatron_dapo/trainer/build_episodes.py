@@ -18,7 +18,8 @@ from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from megatron_dapo.proof.gateway.world import (
     ScriptedEngine,
 )
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.recovery import Recovery
 from megatron_dapo.types import Completion, GenerationRequest
 
 _AT_A_TIME = 32
@@ -64,7 +65,7 @@ def prove_gateway(
 ) -> GatewayProof:
     """Play `num_sessions` sessions, some of them interrupted by weight updates or played again by another process."""
     proof, begin = GatewayProof(), time.perf_counter()
-    log = logging.getLogger(EpisodeEngine.__module__)
+    log = logging.getLogger(Recovery.__module__)
     log.addFilter(_is_error)  # sessions are lost on purpose
     while proof.sessions < num_sessions:
         numbers = range(proof.sessions, min(num_sessions, proof.sessions + _AT_A_TIME))

@@ -27,7 +27,7 @@ from megatron_dapo.environments.episode_process import OpenEpisode, act_line, re
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.proof.gateway.clients import Asked, RandomClient
 from megatron_dapo.proof.gateway.oracle import STOP, Oracle, Request
-from megatron_dapo.rollout.episodes.engine import EpisodeSettings
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, SamplingParams, VersionRange
 
 SAMPLING = SamplingParams(max_new_tokens=1 << 20, stop_token_ids=(STOP,))

@@ -10,11 +10,8 @@
                  +-----------------------------+
                    its environment was lost, or the process is another one: the recorded turns are played again
 
-An environment that is lost to a failure of the machine is started again with the same seed. `resume` "replay": the turns
-so far are played again; no token is sampled for it. If an answer, a reward or a call then differs from the recorded one,
-the episode begins anew. "state": the environment is given the state that it had after its last answer, and only a turn that
-had no answer is played again. "restart": the episode begins anew.
-After `retries` losses the episode ends as lost: it says nothing about the policy.
+An environment that is lost to a failure of the machine is started again with the same seed, see `recovery`. After
+`retries` losses the episode ends as lost: it says nothing about the policy.
 
 A request with a `window_end` (T-PPO) comes back as an aborted one does once its episode has that many sampled tokens, in
 the middle of a turn or after the answer to its last one. Its environment stays until others need the place.
@@ -25,15 +22,13 @@ waits for it, so what an engine is given depends on counts only, and a resumed r
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -41,45 +36,15 @@ from megatron_dapo.data.template import Messages
 from megatron_dapo.data.tool_calls import ParsedTurn, Tool, TurnParser
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse, RolloutEngine, check_request_ids
-from megatron_dapo.environments.protocol import Action, EnvironmentPool, Reply, Task
-from megatron_dapo.rollout.episodes.stream import EpisodeStreams, recorded_turns
+from megatron_dapo.environments.protocol import Action, EnvironmentPool, Reply
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings, EpisodeStage, LiveEpisode, TurnEnd, TurnFormat
+from megatron_dapo.rollout.episodes.recovery import Recovery
+from megatron_dapo.rollout.episodes.stream import EpisodeStreams
 from megatron_dapo.rollout.open_group import MAX_FRUITLESS
 from megatron_dapo.types import Completion, EpisodeEnd, GenerationRequest
 
-logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
 _WAIT_S = 0.5  # longest wait of one poll for an environment
-
-
-@dataclass(frozen=True)
-class EpisodeSettings:
-    """Limits of an episode; `sampling.max_new_tokens` of its request bounds its sampled tokens."""
-
-    max_context_tokens: int  # longest stream; at most the engine's length
-    max_prompt_tokens: int  # longest begin of a conversation
-    max_turns: int = 8
-    max_turn_tokens: int = 0  # 0: what is left of the others
-    max_seconds: float = 600.0  # limit of its environment's time
-    success: float = 0.5  # sum of rewards from which on it is correct, if its environment does not say it
-    max_environments: int = 256  # most episodes that the processes hold at a time; further ones wait
-    retries: int = 2  # losses after which it is given up, less one
-    resume: Literal["replay", "state", "restart"] = "replay"
-    order: Literal["rounds", "arrival"] = "rounds"
-    parser: str = "auto"
-    on_cut: Literal["end", "observe"] = "end"
-
-
-class EpisodeStage(enum.Enum):
-    """What an open episode waits for; see the module."""
-
-    WAITING = "a place for its environment"
-    STARTING = "the environment's begin of the conversation"
-    READY = "its turn to be submitted"
-    GENERATING = "the policy's turn"
-    ACTING = "the environment's answer"
-
-
 _OWED = (EpisodeStage.STARTING, EpisodeStage.ACTING)  # stages in which the environment owes an answer
 
 
@@ -103,73 +68,6 @@ class EpisodeAccounting:
         return self.begun == sum(self.ended.values()) + self.dropped + self.held + sum(self.open.values())
 
 
-@dataclass(frozen=True)
-class _TurnFormat:
-    """Template and parser for an environment's tools."""
-
-    turns: TurnTemplate
-    parser: TurnParser
-
-
-@dataclass(frozen=True)
-class _TurnEnd:
-    """What continues a conversation after a turn."""
-
-    turn_format: _TurnFormat
-    history: tuple[Mapping[str, Any], ...]  # messages up to it, if the template may rewrite them
-
-
-@dataclass(eq=False)
-class _Episode:
-    request: GenerationRequest
-    stage: EpisodeStage = EpisodeStage.WAITING
-    due: int = 0  # round in which it continues
-    streams: EpisodeStreams | None = None  # None before the environment's first answer
-    turn_format: _TurnFormat | None = None
-    history: tuple[Mapping[str, Any], ...] = ()  # messages of the current stream, if the template may rewrite them
-    turn_ends: list[_TurnEnd] = field(default_factory=list)  # one a turn, in order
-    partial: Completion | None = None  # a turn that was interrupted
-    record: Completion | None = None  # tokens that are being played again
-    recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
-    reply: Reply | None = None  # has come, and has not entered yet
-    max_tokens: int | None = None  # limit of the next turn, if the environment sets one
-    figures: dict[str, float] = field(default_factory=dict)  # that its environment has recorded
-    state: dict[str, Any] | None = None  # the environment's after its last answer, see `_state_of`
-    num_lost: int = 0
-    attempt: int = 0
-    num_fruitless: int = 0
-    is_rewarded: bool = False
-    is_paused: bool = False  # held at the end of its window
-    begun_s: float = field(default_factory=time.perf_counter)  # when it was submitted, then its current turn
-    seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0, "waiting": 0.0})
-
-    @property
-    def name(self) -> str:
-        return self.request.request_id
-
-    @property
-    def turn_name(self) -> str:
-        return f"{self.name}@{self.streams.num_turns if self.streams else 0}"
-
-    def so_far(self, end: EpisodeEnd = "abort") -> Completion:
-        """Return its tokens; of an episode that is played again, those that it had."""
-        if self.record is not None:
-            return self.record
-        return (self.streams or EpisodeStreams(self.request.prompt_ids)).completion(
-            self.request, end, self.partial, state=json.dumps(self.state) if self.state else "", **self.facts
-        )
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of `Episode` whatever its end."""
-        return {
-            "attempt": self.attempt,
-            "num_retries": self.num_lost,
-            "seconds": dict(self.seconds),
-            "figures": dict(self.figures),
-        }
-
-
 class EpisodeEngine:
     """`RolloutEngine` whose requests with a task are episodes; the others go to `engine` untouched.
 
@@ -183,13 +81,14 @@ class EpisodeEngine:
         self._pool = pool
         self._turns = turns
         self._settings = settings
-        self._open: dict[str, _Episode] = {}
-        self._held: dict[str, _Episode] = {}
-        self._waiting: deque[_Episode] = deque()
-        self._generating: dict[str, _Episode] = {}  # keyed by the name of the turn
+        self._recovery = Recovery(pool, settings)
+        self._open: dict[str, LiveEpisode] = {}
+        self._held: dict[str, LiveEpisode] = {}
+        self._waiting: deque[LiveEpisode] = deque()
+        self._generating: dict[str, LiveEpisode] = {}  # keyed by the name of the turn
         self._passing: set[str] = set()  # requests without a task
         self._finished: list[Completion] = []
-        self._turn_formats: dict[str, _TurnFormat] = {}
+        self._turn_formats: dict[str, TurnFormat] = {}
         self._round = 0
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -228,7 +127,7 @@ class EpisodeEngine:
         self._drop_held(one for one in self._held.values() if new and (not one.is_paused or one.name in begun))
         # Those with a record first: they had environments in the process that wrote it.
         for request in sorted(new, key=lambda one: one.prefix is None):
-            episode = _Episode(replace(request, prefix=None), record=request.prefix)
+            episode = LiveEpisode(replace(request, prefix=None), record=request.prefix)
             self._open[episode.name] = episode
             self._waiting.append(episode)
             self._counts["begun"] += 1
@@ -279,10 +178,10 @@ class EpisodeEngine:
             dropped=self._counts["dropped"],
             held=len(self._held),
             open=dict(stages),
-            retried=self._counts["retried"],
-            diverged=self._counts["diverged"],
-            restarted=self._counts["restarted"],
-            discarded_tokens=self._counts["discarded_tokens"],
+            retried=self._recovery.counts["retried"],
+            diverged=self._recovery.counts["diverged"],
+            restarted=self._recovery.counts["restarted"],
+            discarded_tokens=self._recovery.counts["discarded_tokens"],
         )
 
     # Beginning and continuing
@@ -307,40 +206,16 @@ class EpisodeEngine:
             # One with a record enters in the round in which a process that holds it would continue it.
             episode.due = self._round + (episode.record is None)
             episode.seconds["waiting"] += time.perf_counter() - episode.begun_s
-            self._start(episode, episode.record)
+            self._recovery.start(episode, episode.record)
 
-    def _start(self, episode: _Episode, record: Completion | None) -> None:
-        """Start the environment, to play the turns of `record` again if there is one."""
-        episode.stage, episode.streams, episode.partial, episode.is_rewarded = EpisodeStage.STARTING, None, None, False
-        episode.turn_ends = []
-        episode.reply, episode.seconds["acting"] = None, 0.0
-        if record is not None and record.episode is not None:
-            episode.attempt = max(episode.attempt, record.episode.attempt)
-            if self._settings.resume == "restart":
-                self._counts["restarted"] += 1
-                self._discard(episode, record)
-                record = None
-        episode.record, episode.recorded = record, deque(recorded_turns(record) if record is not None else ())
-        episode.state, episode.figures = None, {}
-        if record is not None and record.episode is not None and record.episode.state:
-            episode.state, episode.figures = json.loads(record.episode.state), dict(record.episode.figures)
-        assert episode.request.task is not None, f"{episode.name} has no task"
-        state = episode.state["environment"] if episode.state else None
-        self._pool.start(episode.name, Task(episode.request.task, episode.request.seed, state))
-
-    def _discard(self, episode: _Episode, record: Completion) -> None:
-        """Count the tokens of an episode that begins anew."""
-        self._counts["discarded_tokens"] += sum(turn.num_tokens for turn in recorded_turns(record))
-        episode.attempt += 1
-
-    def _drop_held(self, episodes: Iterable[_Episode]) -> int:
+    def _drop_held(self, episodes: Iterable[LiveEpisode]) -> int:
         """Drop episodes that are held; return their number."""
         dropped = list(episodes)
         for episode in dropped:
             self._drop(self._held.pop(episode.name))
         return len(dropped)
 
-    def _drop(self, episode: _Episode) -> None:
+    def _drop(self, episode: LiveEpisode) -> None:
         self._pool.end(episode.name)
         self._counts["dropped"] += 1
 
@@ -374,7 +249,7 @@ class EpisodeEngine:
             one.stage is EpisodeStage.READY for one in self._open.values()
         )
 
-    def _enter(self, episode: _Episode) -> None:
+    def _enter(self, episode: LiveEpisode) -> None:
         reply, episode.reply = episode.reply, None
         assert reply is not None, f"{episode.name} has no answer"
         episode.seconds["acting"] += reply.seconds
@@ -389,14 +264,10 @@ class EpisodeEngine:
         else:
             self._answer(episode, reply)
 
-    def _open_conversation(self, episode: _Episode, reply: Reply) -> None:
+    def _open_conversation(self, episode: LiveEpisode, reply: Reply) -> None:
         episode.turn_format = self._turn_format(reply.tools)
         if episode.state is not None and episode.record is not None:
-            num_turns, episode.is_rewarded = episode.state["turns"], episode.state["is_rewarded"]
-            episode.streams = EpisodeStreams.restored(episode.record, episode.request.prompt_ids, num_turns)
-            for _ in range(num_turns):
-                episode.recorded.popleft()
-                episode.turn_ends.append(_TurnEnd(episode.turn_format, episode.history))
+            episode.restore(episode.record, episode.state)
             self._make_ready(episode)
             return
         prompt_ids = episode.turn_format.turns.template.render(reply.messages)
@@ -407,15 +278,15 @@ class EpisodeEngine:
             )
         episode.streams = EpisodeStreams(prompt_ids)
         episode.history = self._remembered((), reply.messages)
-        episode.state = _state_of(episode, reply)
+        episode.keep_state(reply)
         self._make_ready(episode)
 
-    def _answer(self, episode: _Episode, reply: Reply) -> None:
-        streams, _ = _playing(episode)
+    def _answer(self, episode: LiveEpisode, reply: Reply) -> None:
+        streams, _ = episode.playing
         streams.judge_turn(reward=reply.reward or 0.0, calls=reply.calls)
         episode.is_rewarded |= reply.reward is not None
         if episode.record is not None and not streams.judged_as(episode.record, is_answered=not reply.done):
-            self._diverge(episode, episode.record)
+            self._recovery.begin_anew(episode, episode.record)
         elif reply.done:
             is_correct = reply.is_correct
             if is_correct is None and episode.is_rewarded:
@@ -430,9 +301,9 @@ class EpisodeEngine:
         else:
             self._follow(episode, reply)
 
-    def _follow(self, episode: _Episode, reply: Reply) -> None:
+    def _follow(self, episode: LiveEpisode, reply: Reply) -> None:
         """Append the messages to the turn that they follow."""
-        streams, _ = _playing(episode)
+        streams, _ = episode.playing
         turn = streams.num_turns - 1 if reply.after is None else reply.after
         if not 0 <= turn < streams.num_turns:
             self._lose(episode, f"its environment answered turn {turn} of {streams.num_turns}, which are numbered from 0")
@@ -447,12 +318,12 @@ class EpisodeEngine:
         else:
             streams.observe(turn, new.token_ids)
         episode.turn_format, episode.history = end.turn_format, self._remembered(end.history, reply.messages)
-        episode.state = _state_of(episode, reply)
+        episode.keep_state(reply)
         self._make_ready(episode)
 
-    def _begin_conversation(self, episode: _Episode, reply: Reply) -> None:
+    def _begin_conversation(self, episode: LiveEpisode, reply: Reply) -> None:
         """Begin a stream with a conversation that continues no stream."""
-        streams, _ = _playing(episode)
+        streams, _ = episode.playing
         turn_format = self._turn_format(reply.tools)
         try:
             prompt_ids = turn_format.turns.begin(reply.messages)
@@ -461,17 +332,17 @@ class EpisodeEngine:
             return
         streams.begin_segment(prompt_ids, streams.segment, reply.begins)
         episode.turn_format, episode.history = turn_format, self._remembered((), reply.messages)
-        episode.state = _state_of(episode, reply)
+        episode.keep_state(reply)
         self._make_ready(episode)
 
-    def _make_ready(self, episode: _Episode) -> None:
+    def _make_ready(self, episode: LiveEpisode) -> None:
         """Continue with the next recorded turn, or wait to be submitted."""
         episode.stage = EpisodeStage.READY
         if episode.record is None:
             return
-        streams, _ = _playing(episode)
+        streams, _ = episode.playing
         if not streams.agree_with(episode.record, episode.request.prompt_ids):
-            self._diverge(episode, episode.record)
+            self._recovery.begin_anew(episode, episode.record)
             return
         if not episode.recorded:
             episode.record = None
@@ -482,54 +353,23 @@ class EpisodeEngine:
         else:
             self._end_turn(episode, turn)
 
-    def _diverge(self, episode: _Episode, record: Completion) -> None:
-        """Begin an episode anew whose environment, played again, was another one."""
-        logger.warning("episode %s: its environment did not repeat its answers; it begins anew", episode.name)
-        self._counts["diverged"] += 1
-        self._discard(episode, record)
-        self._pool.end(episode.name)
-        self._start(episode, None)
-
-    def _time_out(self, episode: _Episode) -> None:
+    def _time_out(self, episode: LiveEpisode) -> None:
         """End an episode whose environment has used up its seconds. In a repetition the machine is slower than it was."""
         if episode.record is None:
             self._finish(episode, "seconds")
             return
         self._lose(episode, f"played again, it took longer than environment.episode_seconds = {self._settings.max_seconds:g}")
 
-    def _lose(self, episode: _Episode, reason: str, is_cause: bool = True) -> None:
-        """Start a lost environment again, or give the episode up if that happened too often and not through others."""
-        episode.num_lost += is_cause
-        self._pool.end(episode.name)  # it may be open: what it said was wrong, or too late
-        if episode.num_lost > self._settings.retries:
-            logger.warning("episode %s is given up: lost %d times: %s", episode.name, episode.num_lost, reason)
+    def _lose(self, episode: LiveEpisode, reason: str, is_cause: bool = True) -> None:
+        """Start a lost environment again, or give the episode up."""
+        if self._recovery.start_again(episode, reason, is_cause):
+            episode.due = self._round
+        else:
             self._finish(episode, "lost", lost=reason)
-            return
-        logger.warning("episode %s: its environment is lost and started again: %s", episode.name, reason)
-        self._counts["retried"] += 1
-        episode.due = self._round
-        self._start(episode, episode.so_far() if episode.streams or episode.record else None)
 
     # The policy's turns
 
-    def _budget(self, episode: _Episode) -> tuple[int, EpisodeEnd]:
-        """Return the tokens that the next turn may have, and what ends the episode if it is cut there."""
-        streams, _ = _playing(episode)
-        settings, most = self._settings, episode.request.sampling.max_new_tokens
-        budgets: list[tuple[int, EpisodeEnd]] = [
-            (most - streams.num_sampled, "max_tokens"),
-            (settings.max_context_tokens - streams.num_context_tokens, "max_context"),
-        ]
-        budgets += [(limit, "length") for limit in (settings.max_turn_tokens, episode.max_tokens) if limit]
-        return min(budgets, key=lambda budget: budget[0])
-
-    def _left_of_window(self, episode: _Episode) -> int | None:
-        """Return the tokens that the next turn may have in its window; None if the episode's own limits come first."""
-        streams, _ = _playing(episode)
-        left = episode.request.window_end - streams.num_sampled
-        return left if episode.request.window_end and left < self._budget(episode)[0] else None
-
-    def _pause(self, episode: _Episode) -> None:
+    def _pause(self, episode: LiveEpisode) -> None:
         """Return the episode unfinished and hold it."""
         self._finished.append(episode.so_far("window"))
         self._held[episode.name] = self._open.pop(episode.name)
@@ -542,12 +382,12 @@ class EpisodeEngine:
             episode = self._open[name]
             if in_rounds and episode.due > self._round:
                 continue
-            streams, _ = _playing(episode)
-            num_tokens, end = self._budget(episode)
+            streams, _ = episode.playing
+            num_tokens, end = episode.budget(self._settings)
             if num_tokens < 1:
                 self._finish(episode, end)
                 continue
-            left = self._left_of_window(episode)
+            left = episode.left_of_window(self._settings)
             if left is not None and left <= (episode.partial.num_tokens if episode.partial is not None else 0):
                 self._pause(episode)
                 continue
@@ -569,9 +409,9 @@ class EpisodeEngine:
         if requests:
             self._engine.submit(requests)
 
-    def _receive_turn(self, episode: _Episode, turn: Completion) -> None:
+    def _receive_turn(self, episode: LiveEpisode, turn: Completion) -> None:
         episode.seconds["generating"] += time.perf_counter() - episode.begun_s
-        if turn.finish_reason == "length" and turn.num_tokens == self._left_of_window(episode):
+        if turn.finish_reason == "length" and turn.num_tokens == episode.left_of_window(self._settings):
             episode.partial, episode.stage = replace(turn, finish_reason="abort"), EpisodeStage.READY
             self._pause(episode)
             return
@@ -585,10 +425,10 @@ class EpisodeEngine:
             raise RuntimeError(f"turn {turn.request_id}: the engine gave it up {episode.num_fruitless} times in a row")
         episode.partial, episode.stage = turn, EpisodeStage.READY
 
-    def _end_turn(self, episode: _Episode, turn: Completion) -> None:
+    def _end_turn(self, episode: LiveEpisode, turn: Completion) -> None:
         """Take a whole turn to the environment, or end the episode if the turn was cut."""
-        streams, turn_format = _playing(episode)
-        _, cut_by = self._budget(episode)
+        streams, turn_format = episode.playing
+        _, cut_by = episode.budget(self._settings)
         streams.add_turn(turn)
         is_cut = turn.finish_reason != "stop"
         if is_cut and (cut_by != "length" or self._settings.on_cut == "end"):
@@ -596,7 +436,7 @@ class EpisodeEngine:
             return
         parsed = turn_format.parser.parse(turn.token_ids.tolist(), turn.finish_reason)
         episode.history = self._remembered(episode.history, [_as_message(parsed)])
-        episode.turn_ends.append(_TurnEnd(turn_format, episode.history))
+        episode.turn_ends.append(TurnEnd(turn_format, episode.history))
         episode.stage = EpisodeStage.ACTING
         episode.due = self._round + (0 if episode.record is not None else 1)
         if episode.reply is None:  # otherwise the environment was lost in the meantime
@@ -615,7 +455,7 @@ class EpisodeEngine:
     def _remembered(self, history: tuple[Mapping[str, Any], ...], messages: Messages) -> tuple[Mapping[str, Any], ...]:
         return (*history, *messages) if self._turns.history == "rewrite" else ()
 
-    def _turn_format(self, tools: Sequence[Mapping[str, Any]]) -> _TurnFormat:
+    def _turn_format(self, tools: Sequence[Mapping[str, Any]]) -> TurnFormat:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._turn_formats:
             turns, template = self._turns, self._turns.template
@@ -623,18 +463,18 @@ class EpisodeEngine:
                 shown = [{"type": "function", "function": dict(schema)} for schema in tools]
                 turns = replace(turns, template=replace(template, options={**(template.options or {}), "tools": shown}))
             parser = TurnParser(self._settings.parser, turns, [Tool(schema) for schema in tools])
-            self._turn_formats[key] = _TurnFormat(turns, parser)
+            self._turn_formats[key] = TurnFormat(turns, parser)
         return self._turn_formats[key]
 
     # Ending
 
-    def _finish(self, episode: _Episode, end: EpisodeEnd, **facts: Any) -> None:
+    def _finish(self, episode: LiveEpisode, end: EpisodeEnd, **facts: Any) -> None:
         if end == "lost":
             completion = replace(episode.so_far(), finish_reason="length")
             assert completion.episode is not None, f"{episode.name} is no episode"
             completion = replace(completion, episode=replace(completion.episode, end="lost", **facts))
         else:
-            streams, _ = _playing(episode)
+            streams, _ = episode.playing
             reward = streams.reward if episode.is_rewarded else None
             completion = streams.completion(episode.request, end, reward=reward, **facts, **episode.facts)
         del self._open[episode.name]
@@ -645,19 +485,6 @@ class EpisodeEngine:
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = sorted(self._finished, key=lambda one: one.request_id), []
         return finished
-
-
-def _playing(episode: _Episode) -> tuple[EpisodeStreams, _TurnFormat]:
-    assert episode.streams is not None and episode.turn_format is not None, f"{episode.name} has not begun"
-    return episode.streams, episode.turn_format
-
-
-def _state_of(episode: _Episode, reply: Reply) -> dict[str, Any] | None:
-    """Return what `resume` "state" needs besides the tokens, after an answer."""
-    if reply.state is None or (episode.streams is not None and episode.streams.num_streams > 1):
-        return None  # one with several streams is played again
-    num_turns = episode.streams.num_turns if episode.streams else 0
-    return {"environment": reply.state, "turns": num_turns, "is_rewarded": episode.is_rewarded}
 
 
 def _same_tokens(prefix: Completion | None, held: Completion) -> bool:

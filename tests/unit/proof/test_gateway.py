@@ -15,7 +15,7 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.engines.endpoint import agents, chat, tree
 from megatron_dapo.proof.gateway.clients import _BEHAVIOR
 from megatron_dapo.proof.gateway.run import prove_gateway
-from megatron_dapo.rollout.episodes import engine, stream
+from megatron_dapo.rollout.episodes import engine, live_episode, stream
 from tests.examples import examples
 
 
@@ -52,7 +52,7 @@ MISTAKES: dict[str, tuple[Any, str, str, str]] = {
         *("order=order)", "trained=not self.reason, order=order)"),
     ),
     "a record is played again stream by stream": (
-        *(engine, "recorded_turns"),
+        *(live_episode, "recorded_turns"),
         *("record.ordered_turns", "sorted(record.ordered_turns, key=lambda pair: pair[0])"),
     ),
     "streams share random numbers": (engine, "_segment_seed", "if not segment:", "if True:"),

@@ -16,7 +16,8 @@ from megatron_dapo.data.tool_calls import Tool, ToolCall, TurnParser
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.base import PrefixReuse, finish_reason_of, is_complete, aborted
 from megatron_dapo.environments.protocol import Action, Reply, Task
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, TurnCall, VersionRange
 from tests.unit.data.published_templates import any_ids, turn_template
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
-from megatron_dapo.rollout.episodes.engine import EpisodeEngine, EpisodeSettings
+from megatron_dapo.rollout.episodes.engine import EpisodeEngine
+from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.rollout.episodes.stream import EpisodeStreams
 from megatron_dapo.types import Completion, TurnCall, VersionRange
 from tests.examples import examples
@@ -222,8 +223,9 @@ def test_an_environment_that_does_not_repeat_begins_anew():
 def held_after_a_reward(pool: world.ScriptedPool) -> tuple[EpisodeEngine, world.FakeTurnEngine, object, Completion]:
     """An episode that was stopped after two answers, the first of them with a reward."""
     for seed in range(100):
-        engine, inner, _ = world.world(6, world.settings(resume="state" if pool.with_state else "replay"))
-        engine._pool = pool
+        limits = world.settings(resume="state" if pool.with_state else "replay")
+        _, inner, _ = world.world(6, limits)
+        engine = EpisodeEngine(inner, pool, inner.turns, limits)
         one = world.request("g/0", inner.turns, seed)
         engine.submit([one])
         for _ in range(1000):
