@@ -44,10 +44,10 @@ METHOD = (
     "Held-out accuracy: after training, mean over problems and seeds, with Student's 95 % interval over seeds. Difference: "
     "from the baseline, in pairs that share seed, prompts' order, problems and the responses' seeds; over seeds: Student's "
     "95 % interval of one mean a seed (new trainings, these problems); over problems: bootstrap over problems of the means "
-    "over seeds (other problems, these trainings). An effect is shown where the interval over seeds leaves 0 out; intervals "
+    "over seeds (other problems, these trainings). A variant has an effect if the interval over seeds excludes 0; intervals "
     "are not corrected for the number of variants. Accuracy while training: of all sampled responses, mean over train "
     "steps. Entropy (nats), response tokens and repetition: last quarter of the train steps. Train time: without evaluations, "
-    "checkpoints and start; behind a plus sign, the pretraining of the critic before it."
+    "checkpoints and start; after a plus sign, that of pretraining the critic."
 )
 
 
