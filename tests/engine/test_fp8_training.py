@@ -31,7 +31,7 @@ def train(
     tmp_path: Path, model: Path, python: Path, *settings: str, layout: str = "tp2"
 ) -> subprocess.CompletedProcess[str]:
     overrides = (f'model.path="{model}"', *SETTINGS, *settings)
-    started = command(write_recipe(tmp_path), tmp_path / "run", python, *overrides, layout=layout)
+    started = [*command(write_recipe(tmp_path), tmp_path / "run", python, *overrides, layout=layout), "--verbose"]
     return subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
