@@ -193,7 +193,7 @@ class Episode:
     reward: float | None = None  # the environment's; None: the verifier's counts
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
-    figures: Mapping[str, float] = field(default_factory=dict)  # that its environment recorded, for metrics
+    figures: Mapping[str, float] = field(default_factory=dict)  # numbers that the environment recorded; means go to the metrics
     attempt: int = 0  # times it began anew, because its environment did not repeat its answers
     num_retries: int = field(default=0, compare=False)  # times a lost environment was started again
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)  # generating, acting

@@ -55,7 +55,7 @@ class Reply:
     reward: float | None = None  # reward of the preceding turn
     is_correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # reward parts, for metrics
-    figures: Mapping[str, float] = field(default_factory=dict)  # of the episode, for metrics; a name's last value counts
+    figures: Mapping[str, float] = field(default_factory=dict)  # means go to the metrics; the last value of a name counts
     calls: tuple[TurnCall, ...] = ()  # calls of the turn before, as they ended
     max_tokens: int | None = None  # limit of the next turn; None: what the episode's limits leave
     after: int | None = None  # turn that the messages follow, from 0; None: the last one

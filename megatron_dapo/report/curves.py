@@ -17,7 +17,7 @@ from megatron_dapo.types import CallStatus
 EVALUATED = "eval/"
 # Charts that include run-specific metrics.
 BY_PART, BY_SOURCE, BY_FIGURE = "Reward by part", "Accuracy by source", "Figures that the environment recorded"
-_UNITS = {BY_PART: "reward", BY_SOURCE: "fraction"}  # of a run's own metrics
+_UNITS = {BY_PART: "reward", BY_SOURCE: "fraction"}  # figures of an environment have no unit
 _GENERATED = "/accuracy_generated"
 
 

@@ -167,7 +167,8 @@ class ChatEndpoint:
         session, body = self._session_of(http), await _json_of(http)
         form, fields = _COUNTS[http.path]
         if form is messages and isinstance(body, dict):
-            body = {"max_tokens": 1, **body}  # which a turn must have
+            # Messages requires max_tokens for a turn; a count has none.
+            body = {"max_tokens": 1, **body}
         request, _ = session.continued(form.parse(body, self._sampling, "ignore")[0])
         parent, new = session.tree.follows(request.messages, request.tools)
         after = None if parent is None else session.answers[parent].result()

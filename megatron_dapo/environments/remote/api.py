@@ -316,7 +316,7 @@ class _Conversations:
         self.num_turns = 0
         self.num_streams = 0
         self.continued: set[int] = set()  # turns that another one follows
-        self.reward: float | None = None  # of the last turn, not sent yet
+        self.reward: float | None = None  # the reward that the next message will carry, for the last turn
 
     def begin_stream(self) -> None:
         if self.num_streams == self.max_branches:
@@ -405,7 +405,7 @@ class Client:
     def final(self, result: Any) -> Step:
         """Return the end of the episode, from what the function returned."""
         if not self._all.is_sampling.acquire(blocking=False):
-            self._all.is_sampling.acquire()  # nothing can be said before the turn has come
+            self._all.is_sampling.acquire()  # wait for the turn: the protocol accepts no message before it
             self._all.is_sampling.release()
             raise ValueError("the function returned while a call of client.chat waited for its turn; await every call")
         step, reward = final_step(result), self._all.reward

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,14 +101,21 @@ def _play(seeds: dict[str, int], proof: GatewayProof) -> None:
                 inner.sessions = ClientPool(inner.sessions.ended)
                 engine = EpisodeEngine(inner, inner.sessions, TURNS, SETTINGS)
                 held = [completion_from_json(completion_to_json(one)) for one in held]
-            finished += [one for one in held if one.finish_reason != "abort"]
-            held = [one for one in held if one.finish_reason == "abort"]
-            engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in held])
+            finished += submit_again(engine, held, requests)
         for completion in finished:
             _check(inner.sessions.ended.pop(completion.request_id), completion, inner, proof)
     accounting = engine.accounting()
     if accounting.diverged or not accounting.is_balanced:
         raise GatewayViolation(f"the episodes do not add up: {accounting}")
+
+
+def submit_again(
+    engine: EpisodeEngine, held: list[Completion], requests: Mapping[str, GenerationRequest]
+) -> list[Completion]:
+    """Submit the unfinished ones of the completions that an abort returned, and return the finished ones."""
+    unfinished = [one for one in held if one.finish_reason == "abort"]
+    engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in unfinished])
+    return [one for one in held if one.finish_reason != "abort"]
 
 
 def _check(session: ClientSession, completion: Completion, engine: ScriptedEngine, proof: GatewayProof) -> None:

@@ -241,7 +241,7 @@ class ScriptedEngine:
         if list(request.prompt_ids) != expected.context:
             contexts = f"{request.prompt_ids}, not after {expected.context}"
             raise GatewayViolation(f"{name}: turn {turn} is sampled after {contexts}")
-        key = (request.seed, len(request.prompt_ids))  # what random numbers depend on
+        key = (request.seed, len(request.prompt_ids))  # the engine seeds a turn's random numbers with both
         if self._keys[name].setdefault(key, int(turn)) != int(turn):
             raise GatewayViolation(f"{name}: turn {turn} has the random numbers of turn {self._keys[name][key]}")
 

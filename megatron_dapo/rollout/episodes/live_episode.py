@@ -77,7 +77,7 @@ class LiveEpisode:
     recorded: deque[Completion] = field(default_factory=deque)  # turns of it that are left
     reply: Reply | None = None  # has come, and has not entered yet
     max_tokens: int | None = None  # limit of the next turn, if the environment sets one
-    figures: dict[str, float] = field(default_factory=dict)  # that its environment has recorded
+    figures: dict[str, float] = field(default_factory=dict)  # numbers that the environment recorded, by name
     state: dict[str, Any] | None = None  # the environment's after its last answer; see `keep_state`
     num_lost: int = 0
     attempt: int = 0

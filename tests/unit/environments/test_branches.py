@@ -21,7 +21,7 @@ from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.environments.remote.worker import Play, _Episode
 from megatron_dapo.proof.gateway.clients import TOOL
 from megatron_dapo.proof.gateway.oracle import STOP, Oracle, Request
-from megatron_dapo.proof.gateway.run import GatewayProof, _check
+from megatron_dapo.proof.gateway.run import GatewayProof, _check, submit_again
 from megatron_dapo.proof.gateway.world import SAMPLING, SETTINGS, TURNS, ClientPool, ScriptedEngine, sampled_ids
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
 from megatron_dapo.types import Completion, GenerationRequest, VersionRange
@@ -152,9 +152,7 @@ def test_forks_are_streams_whose_sampled_tokens_are_trained_once() -> None:
                         inner.sessions = FunctionPool(inner.sessions.ended)
                         engine = EpisodeEngine(inner, inner.sessions, TURNS, SETTINGS)
                         held = [completion_from_json(completion_to_json(one)) for one in held]
-                    finished += [one for one in held if one.finish_reason != "abort"]
-                    held = [one for one in held if one.finish_reason == "abort"]
-                    engine.submit([replace(requests[one.request_id], prefix=one if one.num_tokens else None) for one in held])
+                    finished += submit_again(engine, held, requests)
                 for completion in finished:
                     session: Any = inner.sessions.ended.pop(completion.request_id)
                     _check(session, completion, inner, proof)

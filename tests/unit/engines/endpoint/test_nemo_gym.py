@@ -14,7 +14,7 @@ from tests.unit.engines.endpoint.test_server import Post, Script, said, served
 from megatron_dapo.engines.endpoint.server import ChatEndpoint
 
 TOOL = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}, "strict": True}
-# What its agents send if they dump all fields of a request. They name no model: their server has one.
+# NeMo-Gym's agents may send every field of a request, unset ones as null, and name no model.
 UNSET = dict.fromkeys(
     "background include instructions max_output_tokens max_tool_calls metadata model previous_response_id prompt reasoning "
     "service_tier store stream temperature text top_logprobs top_p truncation user".split()

@@ -1,4 +1,4 @@
-"""An environment of verifiers plays on the endpoint: its rewards are those of its own evaluation of the same completions."""
+"""Play an environment of verifiers on the endpoint; compare rewards with verifiers' evaluation of the same completions."""
 
 from __future__ import annotations
 
