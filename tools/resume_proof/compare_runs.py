@@ -15,10 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
+
 # Values that a clock decides. Everything else a run records is a function of its configuration.
-# "seconds" are those of an episode in collector.json: generating and acting.
+# "seconds" are those of an episode in collector.json: generating, acting and waiting.
 CLOCK_KEYS = frozenset(
-    {"train_seconds", "eval/seconds", "seconds", "episodes/generating_seconds_mean", "episodes/acting_seconds_mean"}
+    {
+        "train_seconds",
+        "seconds",
+        *(name for name, metric in {**STEP_METRICS, **EVALUATION_METRICS}.items() if metric.unit == "s"),
+    }
 )
 CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/", "nodes/")
 COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared

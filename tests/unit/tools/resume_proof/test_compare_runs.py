@@ -60,6 +60,7 @@ def test_clocks_memory_and_an_older_checkpoint_do_not_count(run: Path, other: Pa
     )
     assert list(run_differences(run, other)) == []
     assert is_clocked("memory/host_rss_mib") and not is_clocked("throughput/generated_tokens")
+    assert is_clocked("episodes/waiting_seconds_mean") and not is_clocked("episodes/turns_mean")
 
 
 def one_bit(directory: Path) -> None:
