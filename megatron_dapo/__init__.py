@@ -9,7 +9,7 @@ from megatron_dapo._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_dapo.algorithms.advantages import AdvantageInputs as AdvantageInputs
-    from megatron_dapo.algorithms.policy_loss import PolicyLossInputs as PolicyLossInputs
+    from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs as PolicyLossInputs
     from megatron_dapo.api.recipe import Recipe as Recipe
     from megatron_dapo.api.runs import Response as Response
     from megatron_dapo.api.runs import RunResult as RunResult
@@ -34,7 +34,7 @@ _PUBLIC = {
     "Family": "models.families",
     "Group": "types",
     "HookError": "hooks",
-    "PolicyLossInputs": "algorithms.policy_loss",
+    "PolicyLossInputs": "algorithms.policy_loss_inputs",
     "Prompt": "types",
     "Recipe": "api.recipe",
     "Response": "api.runs",

@@ -15,7 +15,8 @@ from locks.values import value_errors
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.algorithms.gae import estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LambdaRule, LengthAdaptiveLambda
-from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, ppo_clip
+from megatron_dapo.algorithms.policy_loss import ppo_clip
+from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
 from megatron_dapo.algorithms.whitening import moments, whiten
 from megatron_dapo.config.algorithm_schema import PpoClipLossConfig

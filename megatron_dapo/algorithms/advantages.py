@@ -22,6 +22,7 @@ from megatron_dapo.config.algorithm_schema import (
     DrGrpoAdvantageConfig,
     FunctionAdvantageConfig,
     GrpoAdvantageConfig,
+    MaxRlAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
     ReinforcePpAdvantageConfig,
     RlooAdvantageConfig,
@@ -107,6 +108,23 @@ def rloo(inputs: AdvantageInputs, section: RlooAdvantageConfig) -> torch.Tensor:
     return groups.centered * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
 
 
+def maxrl(inputs: AdvantageInputs, section: MaxRlAdvantageConfig) -> torch.Tensor:
+    """A_i = (R_i - mean_g) / mean_g, 0 in a group whose mean is not above 0. MaxRL (arXiv 2602.02710).
+
+    With rewards of 0 and 1 it estimates the gradient of log P(correct), the likelihood, not of P(correct), so that hard
+    prompts weigh more than under GRPO. Raise ValueError if a reward is not in [0, 1], as of a verifier that gives -1.
+    """
+    least, most = (float(end) for end in torch.aminmax(inputs.rewards)) if len(inputs.rewards) else (0.0, 1.0)
+    if least < 0 or most > 1:
+        raise ValueError(
+            f"algorithm.advantage = maxrl needs rewards from 0 to 1, have {least:g} to {most:g}: "
+            "let the verifier give 0 and 1 without punishments, or take grpo"
+        )
+    groups = group_statistics(inputs.rewards, inputs.group_index)
+    means = (segment_sum(inputs.rewards, groups.positions, len(groups.sizes)) / groups.sizes)[groups.positions]
+    return torch.where(means > 0, groups.centered / means, 0.0)
+
+
 def reinforce_baseline(inputs: AdvantageInputs, section: ReinforceBaselineAdvantageConfig) -> torch.Tensor:
     """A' = R - mean_g, then one scale for the whole batch. REINFORCE++-baseline (arXiv 2501.03262).
 
@@ -177,6 +195,7 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs, Any], torch.Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "maxrl": maxrl,
     "reinforce_baseline": reinforce_baseline,
     "reinforce_pp": reinforce_pp,
     "function": function,

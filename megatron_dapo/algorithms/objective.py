@@ -15,7 +15,8 @@ import torch
 
 from megatron_dapo.algorithms.kl import generalized_kl_loss, kl_loss
 from megatron_dapo.algorithms.off_policy import OffPolicyInputs, importance_weights
-from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
+from megatron_dapo.algorithms.policy_loss import policy_loss
+from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.algorithms.segments import identity
 from megatron_dapo.algorithms.vapo import positive_example_loss
 from megatron_dapo.config.algorithm_schema import AlgorithmConfig
@@ -28,7 +29,7 @@ Metrics = dict[str, torch.Tensor]
 class BehaviorTerms:
     """Constants for this rank's part of a micro-batch, [P] each: earlier policies' log-probs and token weights."""
 
-    old_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor  # the engine's for a loss that needs no others
     importance_weights: torch.Tensor | None = None  # None: all 1
     ref_logprobs: torch.Tensor | None = None  # None: no KL term
 
@@ -80,6 +81,8 @@ class PolicyObjective:
                 sequence_ids=micro_batch.sequence_ids,
                 num_sequences=len(micro_batch.sequence_lengths),
                 reduce_over_sequence_parts=self.reduce_over_sequence_parts,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                staleness=micro_batch.staleness,
             ),
         )
         if behavior.importance_weights is not None:

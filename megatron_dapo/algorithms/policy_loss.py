@@ -1,7 +1,8 @@
 """Policy losses: per-token losses [P] and metric sums, from log-probabilities and advantages.
 
 A loss is a function of the inputs and its section of the configuration. Common notation: log r_t = log pi(o_t) - log
-pi_old(o_t), clamped to +-20 before exp; losses are minimized. A loss returns one value per token and never averages:
+pi_old(o_t), clamped to +-20 before exp; losses are minimized. Three policies are kept apart (arXiv 2605.12070): pi_rollout
+has the engine's numbers as it sampled, pi_old the trainer's for the policy that sampled, pi is trained. A loss returns one value per token and never averages:
 weights from `aggregation` turn the values into the step's loss. Metrics are SUMS over the trained tokens of the call;
 to get means, add them over micro-batches and ranks and divide by the global `num_tokens`.
 
@@ -10,80 +11,26 @@ The gradient passes at a bound: a token is clipped only if its ratio lies strict
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_dapo.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
-from megatron_dapo.algorithms.segments import identity, segment_sum
+from megatron_dapo.algorithms.linear_scan import reverse_linear_scan
+from megatron_dapo.algorithms.policy_loss_inputs import Metrics, PolicyLossInputs, clipped, loss_metrics
+from megatron_dapo.algorithms.sequence_losses import gmpo, gspo, gspo_token
+from megatron_dapo.algorithms.trust_region_losses import dis, dppo_kl, dppo_tv
 from megatron_dapo.config.algorithm_schema import (
     CispoLossConfig,
+    FipoLossConfig,
     FunctionLossConfig,
-    GspoLossConfig,
-    GspoTokenLossConfig,
     PolicyLossConfig,
     PpoClipLossConfig,
+    SapoLossConfig,
 )
 from megatron_dapo.hooks import HookError, load_hook, named
-
-Metrics = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PolicyLossInputs:
-    """Tokens of one packed micro-batch (or of this rank's share of it)."""
-
-    logprobs: torch.Tensor  # [P], the only one that carries gradients
-    old_logprobs: torch.Tensor  # [P]
-    advantages: torch.Tensor  # [P]
-    loss_mask: torch.Tensor  # [P] 0 or 1
-    sequence_ids: torch.Tensor  # [P] int64 in [0, num_sequences)
-    num_sequences: int
-    # Reduces per-sequence sums [k, num_sequences] of this rank's tokens to sums over whole sequences: an all-reduce
-    # over the context-parallel group if sequences are cut. No gradient flows through it.
-    reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
-
-    @property
-    def trained(self) -> torch.Tensor:
-        """[P] bool."""
-        return self.loss_mask > 0
-
-    def log_ratio(self) -> torch.Tensor:
-        """[P] log pi / pi_old, 0 where masked, even over NaN."""
-        difference = torch.where(self.trained, self.logprobs - self.old_logprobs, 0.0)
-        return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    def trained_advantages(self) -> torch.Tensor:
-        """[P], 0 where masked."""
-        return torch.where(self.trained, self.advantages, 0.0)
-
-
-def _clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ratio clipped so that min(r A, clip(r) A) = ratio * A, and masks of tokens clipped below, above."""
-    below = (advantages < 0) & (ratio < 1.0 - low)
-    above = (advantages > 0) & (ratio > 1.0 + high)
-    # Detached: a clipped token has the bound's value and no gradient.
-    bounded = ratio.detach().clamp(1.0 - low, 1.0 + high)
-    return torch.where(below | above, bounded, ratio), below, above
-
-
-def _metrics(inputs: PolicyLossInputs, token_loss: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> Metrics:
-    """Return sums over trained tokens. The approximate KL is that of pi_old from pi, on tokens drawn from pi_old."""
-    log_ratio = inputs.log_ratio().detach()
-    zeros = torch.zeros_like(log_ratio)
-    return {
-        "num_tokens": inputs.trained.sum().to(log_ratio.dtype),
-        "policy_loss_sum": token_loss.detach().sum(),
-        "ratio_sum": torch.where(inputs.trained, log_ratio.exp(), 0.0).sum(),
-        "approx_kl_k1_sum": KL_ESTIMATORS["k1"](zeros, log_ratio).sum(),
-        "approx_kl_k3_sum": KL_ESTIMATORS["k3"](zeros, log_ratio).sum(),
-        "clip_low_sum": below.sum().to(log_ratio.dtype),
-        "clip_high_sum": above.sum().to(log_ratio.dtype),
-    }
 
 
 def ppo_clip(inputs: PolicyLossInputs, loss: PpoClipLossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -94,69 +41,37 @@ def ppo_clip(inputs: PolicyLossInputs, loss: PpoClipLossConfig) -> tuple[torch.T
     without it, a bad token whose ratio has exploded has an unbounded loss.
     """
     advantages = inputs.trained_advantages()
-    ratio, below, above = _clipped(inputs.log_ratio().exp(), advantages, loss.clip_ratio_low, loss.clip_ratio_high)
+    ratio, below, above = clipped(inputs.log_ratio().exp(), advantages, loss.clip_ratio_low, loss.clip_ratio_high)
     token_loss = -advantages * ratio
     if loss.dual_clip == "off":
-        return token_loss, _metrics(inputs, token_loss, below, above)
+        return token_loss, loss_metrics(inputs, token_loss, below, above)
     bound = -advantages * loss.dual_clip
     exceeded = (advantages < 0) & (token_loss > bound)
     token_loss = torch.where(exceeded, bound, token_loss)
-    metrics = _metrics(inputs, token_loss, below, above)
+    metrics = loss_metrics(inputs, token_loss, below, above)
     return token_loss, {**metrics, "dual_clip_sum": exceeded.sum().to(token_loss.dtype)}
 
 
-def _sequence_means(inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return detached means over each whole sequence's trained tokens: log ratio [N], advantage [N]."""
-    per_token = torch.stack(
-        [inputs.log_ratio().detach(), inputs.trained_advantages(), inputs.trained.to(inputs.logprobs.dtype)]
-    )
-    sums = segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences)
-    log_ratio, advantage, count = inputs.reduce_over_sequence_parts(sums)
-    # A sequence without a trained token on any rank computes 0 / 1 and stays out of the loss.
-    count = count.clamp(min=1)
-    return (log_ratio / count).to(inputs.logprobs.dtype), (advantage / count).to(inputs.logprobs.dtype)
+def fipo(inputs: PolicyLossInputs, loss: FipoLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """`ppo_clip` of f_t A_t, f_t = sg[clip(exp(F_t), 1 - low, 1 + high)], F_t = sum_{k >= t} 2^{-(k - t) / h} log r_k.
 
-
-def _straight_through(value: torch.Tensor, logprobs: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """Return `value` with gradient `value` with respect to each token's log-probability."""
-    # exp(x - sg[x]) is exactly 1 with derivative 1, so the value is the sequence's and the gradient the token's.
-    logprobs = torch.where(trained, logprobs, 0.0)
-    return value * (logprobs - logprobs.detach()).exp()
-
-
-def gspo_token(inputs: PolicyLossInputs, loss: GspoTokenLossConfig) -> tuple[torch.Tensor, Metrics]:
-    """s_it = sg[s_i] pi_t / sg[pi_t], s_i = exp(mean_t log r_t); l_t = -min(s_it A_t, clip(s_it, 1 - low, 1 + high) A_t).
-
-    GSPO-token (arXiv 2507.18071, Eq 13-15): the value and the clipping are per sequence, the advantage per token. The
-    bounds are about 700 times tighter than PPO's, because a mean of log ratios moves far less than a single one.
+    FIPO (arXiv 2603.19835): a token counts for more if the policy has come to prefer what follows it. Tokens whose ratio
+    exceeds the dual clip, which have no gradient, stay out of F. This follows the authors' code but for one rule, which
+    drops a sequence with two such tokens. Distances count trained tokens, so that what an environment says changes
+    nothing. F_t needs the whole sequence on one rank.
     """
-    mean_log_ratio, _ = _sequence_means(inputs)
-    return _sequence_clipped(inputs, mean_log_ratio, inputs.trained_advantages(), loss)
+    log_ratio = inputs.log_ratio().detach().double()
+    counted = torch.where(log_ratio > math.log(loss.dual_clip), 0.0, log_ratio)
+    decays = torch.full_like(log_ratio, 0.5 ** (1.0 / loss.half_life)).masked_fill(~inputs.trained, 1.0)
+    decays[:-1] *= inputs.sequence_ids[1:] == inputs.sequence_ids[:-1]
 
+    def fill(start: int, stop: int, values: torch.Tensor, factors: torch.Tensor) -> None:
+        values.copy_(counted[start:stop])
+        factors.copy_(decays[start:stop])
 
-def gspo(inputs: PolicyLossInputs, loss: GspoLossConfig) -> tuple[torch.Tensor, Metrics]:
-    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t). GSPO (arXiv 2507.18071, Eq 5-7).
-
-    Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up to mean_i l_i. A_i is the mean of
-    the tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is -w s_i A_i, which is what GSPO-token
-    gives each token. It is computed that way, so that no gradient has to pass through the reduction over
-    context-parallel parts. This requires one weight for all tokens of a sequence, so any importance-sampling correction
-    must be at sequence or geometric level.
-    """
-    mean_log_ratio, mean_advantage = _sequence_means(inputs)
-    advantages = torch.where(inputs.trained, mean_advantage[inputs.sequence_ids], 0.0)
-    return _sequence_clipped(inputs, mean_log_ratio, advantages, loss)
-
-
-def _sequence_clipped(
-    inputs: PolicyLossInputs, mean_log_ratio: torch.Tensor, advantages: torch.Tensor, loss: GspoLossConfig
-) -> tuple[torch.Tensor, Metrics]:
-    """Return the loss of sequence means [N] and token advantages [P]."""
-    sequence_ratio = mean_log_ratio.exp()[inputs.sequence_ids]
-    ratio = _straight_through(sequence_ratio, inputs.logprobs, inputs.trained)
-    ratio, below, above = _clipped(ratio, advantages, loss.clip_ratio_low, loss.clip_ratio_high)
-    token_loss = -advantages * ratio
-    return token_loss, _metrics(inputs, token_loss, below, above)
+    future = reverse_linear_scan(torch.empty_like(counted), fill)
+    weights = future.exp().clamp(1.0 - loss.weight_low, 1.0 + loss.weight_high).to(inputs.logprobs.dtype)
+    return ppo_clip(replace(inputs, advantages=inputs.trained_advantages() * weights), loss)
 
 
 def cispo(inputs: PolicyLossInputs, loss: CispoLossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -167,9 +82,23 @@ def cispo(inputs: PolicyLossInputs, loss: CispoLossConfig) -> tuple[torch.Tensor
     """
     ratio = inputs.log_ratio().detach().exp()
     low, high = 1.0 - loss.clip_ratio_low, 1.0 + loss.clip_ratio_high
-    logprobs = torch.where(inputs.trained, inputs.logprobs, 0.0)
-    token_loss = -ratio.clamp(low, high) * inputs.trained_advantages() * logprobs
-    return token_loss, _metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
+    token_loss = -ratio.clamp(low, high) * inputs.trained_advantages() * inputs.trained_logprobs()
+    return token_loss, loss_metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
+
+
+def sapo(inputs: PolicyLossInputs, loss: SapoLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """l_t = -(4 / tau_t) sigmoid(tau_t (r_t - 1)) A_t, tau_t by the sign of A_t. SAPO (arXiv 2511.20347).
+
+    A gate in place of a bound: its slope is 1 at r_t = 1 and falls off on both sides, so no token loses its gradient at
+    once. Negative advantages have the higher temperature, because they raise the logits of all other tokens.
+    """
+    advantages = inputs.trained_advantages()
+    temperature = torch.full_like(advantages, loss.temperature_negative)
+    temperature = temperature.masked_fill(advantages > 0, loss.temperature_positive)
+    gate = 4.0 / temperature * torch.sigmoid(temperature * (inputs.log_ratio().exp() - 1.0))
+    none = torch.zeros_like(inputs.trained)
+    token_loss = -gate * advantages
+    return token_loss, loss_metrics(inputs, token_loss, none, none)
 
 
 def function(inputs: PolicyLossInputs, loss: FunctionLossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -195,14 +124,21 @@ def function(inputs: PolicyLossInputs, loss: FunctionLossConfig) -> tuple[torch.
             f"hook {loss.function!r} ({field}) returned losses without a gradient; compute them from inputs.logprobs"
         )
     token_loss = torch.where(inputs.trained, token_loss, 0.0)
-    return token_loss, _metrics(inputs, token_loss, inputs.trained & below, inputs.trained & above)
+    return token_loss, loss_metrics(inputs, token_loss, inputs.trained & below, inputs.trained & above)
 
 
 POLICY_LOSSES: dict[str, Callable[[PolicyLossInputs, Any], tuple[torch.Tensor, Metrics]]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "luspo": gspo,  # with another aggregation, see LuspoLossConfig
+    "gmpo": gmpo,
+    "fipo": fipo,
     "cispo": cispo,
+    "sapo": sapo,
+    "dis": dis,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "function": function,
 }
 

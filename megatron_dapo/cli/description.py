@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import exp
 
 from megatron_dapo.config import Config
-from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig
+from megatron_dapo.config.algorithm_schema import (
+    DppoTvLossConfig,
+    FunctionAdvantageConfig,
+    FunctionLossConfig,
+    GmpoLossConfig,
+    PolicyLossConfig,
+    SapoLossConfig,
+)
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -26,10 +34,6 @@ def describe(plan: Plan) -> Iterator[str]:
     config = plan.loaded.config
     rollout, training, loss = config.rollout, config.training, config.algorithm.loss
     mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
-    if isinstance(loss, FunctionLossConfig):
-        bounds = loss.function
-    else:
-        bounds = f"{loss.name}, ratio in [{1 - loss.clip_ratio_low:g}, {1 + loss.clip_ratio_high:g}]"
     yield _layout(plan)
     yield from data_lines(plan)
     yield from precision_lines(config, plan.architecture, plan.layout)
@@ -46,7 +50,7 @@ def describe(plan: Plan) -> Iterator[str]:
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}"
     )
-    yield f"loss: {bounds}, {loss.aggregation}; advantage {_advantage(config)}"
+    yield f"loss: {_loss_line(loss)}, {loss.aggregation}; advantage {_advantage(config)}"
     of_critic = f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""
     yield f"learning rate: {_rate(config.optimizer)}{of_critic}"
     yield f"output: {config.run.output_dir}"
@@ -259,3 +263,16 @@ def _parts(config: Config, model: ModelMemory, ranks: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _loss_line(loss: PolicyLossConfig) -> str:
+    """Return the loss's name and what bounds it."""
+    if isinstance(loss, FunctionLossConfig):
+        return loss.function
+    if isinstance(loss, GmpoLossConfig):
+        return f"{loss.name}, ratio in [{exp(-loss.clip_log_ratio_low):.2f}, {exp(loss.clip_log_ratio_high):.2f}]"
+    if isinstance(loss, SapoLossConfig):
+        return f"{loss.name}, temperatures {loss.temperature_positive:g} and {loss.temperature_negative:g}"
+    if isinstance(loss, DppoTvLossConfig):
+        return f"{loss.name}, divergence up to {loss.divergence_low:g} (down) and {loss.divergence_high:g} (up)"
+    return f"{loss.name}, ratio in [{1 - loss.clip_ratio_low:g}, {1 + loss.clip_ratio_high:g}]"

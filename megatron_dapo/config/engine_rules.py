@@ -48,7 +48,7 @@ ENGINE_RULES = (
     Rule(
         'algorithm.off_policy.correction != "none" or sglang.allow_quantization_bias',
         'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.allow_quantization_bias = true',
-        when='sglang.quantization != "none"',
+        when='sglang.quantization != "none" and algorithm.loss.needs_old_logprobs',
         reason="quantized servers sample from another policy than the one that is trained",
         path="sglang.quantization",
     ),

@@ -261,7 +261,14 @@ RULES = (
     Rule(
         'rollout.max_staleness == 0 or algorithm.off_policy.correction != "none"',
         'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
+        when="algorithm.loss.needs_old_logprobs",
         path="rollout.max_staleness",
+    ),
+    Rule(
+        "parallel.cp_size <= 1",
+        'set parallel.cp_size = 1, or algorithm.loss.name = "ppo_clip"',
+        when='algorithm.loss.name == "fipo"',
+        reason="a token's weight sums over all that follow it, which several ranks would hold",
     ),
     Rule(
         "data.max_epochs == 0",

@@ -5,7 +5,7 @@
                             -> for every mini-batch: forward, backward, guarded step
 
 The old log-probs of the first mini-batch come from its own training forward: the weights and numbers are the same, and
-one pass is saved.
+one pass is saved. A loss whose ratio is to the rollout policy needs none, and all of these passes are saved.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class PolicyLearner:
             mini_batches = self.cut_batch(samples, train_step)
         # The first optimizer step still sees the old policy, so it needs no pass ahead unless all samples come first.
         ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
+        if not self._needs_old and mismatch_gate is None:
+            ahead = []
         mismatch: list[MetricSums] = []
         if ahead:
             with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
@@ -132,7 +134,9 @@ class PolicyLearner:
             # All epochs share the cut and the old log-probs, because the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
                 for mini_batch in mini_batches:
-                    steps.append(self._step(mini_batch, train_step, mismatch))
+                    # Without old log-probs only the first step compares the engine with the weights that it sampled by.
+                    compared = mismatch if self._needs_old or not steps else []
+                    steps.append(self._step(mini_batch, train_step, compared))
                     add_sums(totals, steps[-1].metrics)
             self.actor.finish_steps()
         return LearnResult(self.metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
@@ -180,6 +184,10 @@ class PolicyLearner:
                 local = self._local(whole, output.logprobs)
                 sums.append(mismatch_sums(output.logprobs, local.rollout_logprobs, local.loss_mask))
         return self._mismatch(sums)
+
+    @property
+    def _needs_old(self) -> bool:
+        return self._config.algorithm.loss.needs_old_logprobs
 
     @property
     def _normalizes(self) -> bool:
@@ -241,10 +249,16 @@ class PolicyLearner:
                 continue
             micro_batch = self._local(mini_batch.micro_batches[index], logprobs)
             mismatch.append(_mismatch_sums(logprobs, micro_batch))
-            weights, sums = self._objective.importance(micro_batch, logprobs)
-            add_sums(mini_batch.correction_sums, sums)
-            terms.append(BehaviorTerms(logprobs, weights, reference[index]))
+            terms.append(self._terms(mini_batch, micro_batch, logprobs, reference[index]))
         return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
+
+    def _terms(
+        self, mini_batch: _PolicyMiniBatch, micro_batch: MicroBatch, old: torch.Tensor, reference: torch.Tensor | None
+    ) -> BehaviorTerms:
+        """Return the terms of this rank's part of a micro-batch, and add up what the correction did to it."""
+        weights, sums = self._objective.importance(micro_batch, old)
+        add_sums(mini_batch.correction_sums, sums)
+        return BehaviorTerms(old if self._needs_old else micro_batch.rollout_logprobs, weights, reference)
 
     def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, torch.Tensor]) -> list[BehaviorTerms | None]:
         # Tensor-parallel ranks hold the same tokens, so only one of them adds its sums.
@@ -293,9 +307,7 @@ class PolicyLearner:
             if first:
                 old = outputs.logprobs.detach()  # a ratio of exactly 1, with the gradient of the log-prob
                 mismatch.append(_mismatch_sums(old, micro_batch))
-                weights, sums = self._objective.importance(micro_batch, old)
-                add_sums(mini_batch.correction_sums, sums)
-                mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])
+                mini_batch.behavior[index] = self._terms(mini_batch, micro_batch, old, reference[index])
             behavior = mini_batch.behavior[index]
             assert behavior is not None, "ranks that compute a loss have log-probs"
             divergence = None

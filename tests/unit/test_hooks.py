@@ -13,7 +13,8 @@ import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter
-from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss, ppo_clip
+from megatron_dapo.algorithms.policy_loss import policy_loss, ppo_clip
+from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.config import Config, config_from_dict, load_config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PpoClipLossConfig
 from megatron_dapo.config.inputs import hook_problems

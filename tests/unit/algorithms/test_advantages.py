@@ -14,6 +14,7 @@ from megatron_dapo.config.algorithm_schema import (
     DrGrpoAdvantageConfig,
     FunctionAdvantageConfig,
     GrpoAdvantageConfig,
+    MaxRlAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
     ReinforcePpAdvantageConfig,
     RlooAdvantageConfig,
@@ -64,6 +65,24 @@ def test_rloo_subtracts_the_mean_of_the_others(rewards):
 
 
 @settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_maxrl_divides_by_the_mean(rewards):
+    expected = [
+        (reward - sum(group) / len(group)) / (sum(group) / len(group)) if sum(group) else 0.0
+        for group in rewards
+        for reward in group
+    ]
+    ours = advantages_of(MaxRlAdvantageConfig(), inputs_of(rewards))
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reward", [-1.0, 1.5])
+def test_maxrl_refuses_rewards_outside_0_and_1(reward):
+    with pytest.raises(ValueError, match=f"from 0 to 1, have .*{reward:g}"):
+        advantages_of(MaxRlAdvantageConfig(), inputs_of([[1.0, reward]]))
+
+
+@settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups, st.sampled_from(["biased", "unbiased"]))
 def test_grpo_matches_torch_std_of_each_group(rewards, std):
     expected = []
@@ -80,6 +99,8 @@ def test_grpo_matches_torch_std_of_each_group(rewards, std):
 @settings(max_examples=examples(60), deadline=None)
 @given(rewards_of_groups, st.sampled_from(sorted(ADVANTAGES)), st.randoms(use_true_random=False))
 def test_an_advantage_does_not_depend_on_the_order_of_the_responses(rewards, name, random):
+    if name == "maxrl":
+        rewards = [[abs(reward) / 5 for reward in group] for group in rewards]
     inputs = inputs_of(rewards)
     order = list(range(inputs.rewards.numel()))
     random.shuffle(order)
@@ -95,7 +116,8 @@ def test_an_advantage_does_not_depend_on_the_order_of_the_responses(rewards, nam
 def test_groups_of_equal_rewards_get_exactly_zero(reward, settings_):
     inputs = inputs_of([[reward] * 3, [reward] * 7])
     assert SECTIONS.keys() == ADVANTAGES.keys()
-    for name in SECTIONS.keys() - {"reinforce_pp"}:  # which compares nothing within a group
+    # reinforce_pp compares nothing within a group, maxrl takes rewards from 0 to 1.
+    for name in SECTIONS.keys() - {"reinforce_pp"} - ({"maxrl"} if not 0 <= reward <= 1 else set()):
         chosen = GrpoAdvantageConfig(**settings_) if name == "grpo" else SECTIONS[name]
         assert compute_advantages(chosen, inputs).values.tolist() == [0.0] * 10
 

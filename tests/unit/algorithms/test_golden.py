@@ -29,7 +29,8 @@ from megatron_dapo.algorithms.off_policy import (
     mismatch_sums,
     normalize_by_batch_mean,
 )
-from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
+from megatron_dapo.algorithms.policy_loss import policy_loss
+from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
 from megatron_dapo.algorithms.sampling_budget import PassRate, fit_total, wanted_size
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence

@@ -8,10 +8,12 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossInputs, policy_loss
+from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES, policy_loss
+from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.config.algorithm_schema import (
     CispoLossConfig,
     FunctionLossConfig,
+    GmpoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,
     PolicyLossConfig,
@@ -119,7 +121,7 @@ def test_gspo_token_uses_each_tokens_own_advantage_and_gspo_their_mean():
     torch.testing.assert_close(token_loss.detach()[trained], -s * torch.full((4,), 3.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("loss", [gspo(0.01, 0.01), gspo_token(0.01, 0.01)])
+@pytest.mark.parametrize("loss", [gspo(0.01, 0.01), gspo_token(0.01, 0.01), GmpoLossConfig(clip_log_ratio_low=0.05, clip_log_ratio_high=0.05)])
 def test_sequences_cut_in_parts_give_the_same_loss_and_gradient(loss):
     """Two ranks that hold alternate tokens; the reduction adds what the other rank has."""
     whole = packed([8, 6, 7], seed=5, spread=0.1)
@@ -243,12 +245,15 @@ def test_an_exploded_ratio_stays_finite():
 
 def test_every_loss_of_the_configuration_has_its_function_and_its_papers_bounds():
     assert SECTIONS.keys() == POLICY_LOSSES.keys()
-    published = {name: loss for name, loss in SECTIONS.items() if name != "function"}
-    found = {name: (loss.clip_ratio_low, loss.clip_ratio_high, loss.aggregation) for name, loss in published.items()}
-    assert found == {
+    published = {name: loss for name, loss in SECTIONS.items() if hasattr(loss, "clip_ratio_low")}
+    bounds = {name: (loss.clip_ratio_low, loss.clip_ratio_high, loss.aggregation) for name, loss in published.items()}
+    assert bounds == {
         "ppo_clip": (0.2, 0.28, "token_mean"),  # DAPO, arXiv 2503.14476
         "gspo": (3e-4, 4e-4, "sample_mean"),  # arXiv 2507.18071, sec. 5.1
         "gspo_token": (3e-4, 4e-4, "sample_mean"),
+        "luspo": (3e-4, 4e-4, "seq_sum_mean"),  # GSPO's, arXiv 2602.05261
+        "fipo": (0.2, 0.28, "token_mean"),  # arXiv 2603.19835
+        "dis": (0.8, 3.0, "token_mean"),  # ratios in [0.2, 4]
         "cispo": (1.0, 4.0, "token_mean"),  # no lower bound, arXiv 2506.13585, Eq 4
     }
     assert SECTIONS["ppo_clip"].dual_clip == "off"

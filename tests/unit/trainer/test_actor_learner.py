@@ -62,6 +62,17 @@ def test_ratios_are_against_the_policy_before_the_first_step(num_groups: int, ep
     assert result.metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("loss", ["dis", "dppo_tv", "dppo_kl"])
+def test_a_ratio_to_the_policy_that_sampled_needs_no_old_logprobs(loss: str) -> None:
+    actor = FakeActor()
+    config = make_config(training={"mini_batch_prompts": 2, "epochs": 2}, algorithm={"loss": {"name": loss}})
+    result = make_policy_learner(actor, config).learn(make_samples(6), train_step=1)
+    assert actor.calls == ["train"] * 6
+    assert actor.ratios == pytest.approx([torch.tensor(0.5 - step / 10).exp().item() for step in range(6)])
+    # The engine is compared only with the weights by which it sampled.
+    assert result.metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.5)
+
+
 def test_a_gate_looks_at_everything_before_anything_is_trained() -> None:
     actor = FakeActor()
     make_learner(actor, epochs=1).learn(make_samples(4), train_step=0, mismatch_gate=0.6)
