@@ -1,0 +1,366 @@
+"""The product's collectors on simulated engines and a fake clock.
+
+`AsyncCollector` has a thread, whose polls move the engines' clock. While the trainer works for some seconds, polls may
+advance the engines that far and no further; while it waits for a batch, as far as the batch needs. Both threads take
+turns, so a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from twin.simulation import Cost, Fleet, Lengths, Response
+
+from megatron_dapo.config.algorithm_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.rollout.async_collector import AsyncCollector
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.collector import Collector, CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.window_collector import WindowCollector
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, Repetition, SamplingParams, Score, VersionRange
+
+SCALE = 64  # tokens that a token of a completion stands for; times follow the whole lengths
+POLL_SECONDS = 0.25  # of the fake clock that a poll waits for more after a group has ended
+TIMEOUT_S = 600.0
+NUM_PROMPTS = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run of the product."""
+
+    engines: int
+    cost: Cost
+    lengths: Lengths
+    prompts: int
+    group_size: int
+    train: float  # seconds of the trainer's phases a step
+    sync: float  # seconds of a weight update
+    max_staleness: int = 0
+    oversample: float = 1.0
+    window: int = 0  # tokens; 0: whole responses
+    num_steps: int = 12
+    num_warm: int = 4  # first steps that are not counted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the counted steps, and the extremes of the whole run."""
+
+    step: float
+    wait: float  # the trainer's for a batch
+    mean_age: float  # versions between a group's oldest token and its training
+    oldest: int
+    ages: Mapping[int, float]  # share of the trained groups by age
+    length_bias: float  # trained length / length of the groups in start order - 1
+    tokens_computed_again: float  # contexts of interrupted responses / generated tokens
+    engines_busy: float
+
+
+class Clock:
+    """Lets the thread that polls advance the engines up to a limit that the trainer sets."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.limit = 0.0
+        self.is_released = False  # polls return at once
+        self.is_parked = False  # a poll waits at the limit
+
+    def until(self, now: float) -> float | None:
+        """Wait until the engines may go on from `now` and return how far; None if polls are released."""
+        with self.condition:
+            self.is_parked = self.limit <= now and not self.is_released
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self.is_released or self.limit > now, TIMEOUT_S)
+            self.is_parked = False
+            return None if self.is_released else self.limit
+
+    def set(self, limit: float, is_released: bool = False) -> None:
+        with self.condition:
+            self.is_parked = self.is_parked and not is_released and limit <= self.limit
+            self.limit, self.is_released = limit, is_released
+            self.condition.notify_all()
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        with self.condition:
+            assert self.condition.wait_for(holds, TIMEOUT_S), "the collecting thread made no progress"
+
+
+class SimulatedServers:
+    """A `RolloutEngine` over a fleet of simulated engines."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        # The product sends a group to one server if loads allow.
+        self.fleet = Fleet(settings.engines, settings.cost, keeps_groups=True)
+        self.policy_version = -1
+        self.prefix_reuse = PrefixReuse()
+        self.num_computed_again = 0
+        self.lengths: dict[int, list[int]] = {}  # by group number
+        self._clock, self._settings = clock, settings
+        self._requests: dict[str, GenerationRequest] = {}
+        self._done: dict[str, int] = {}  # tokens of stopped responses
+        self._open: Counter[Hashable] = Counter()  # group -> its unfinished responses
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.fleet.num_unfinished
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        responses = []
+        for request in requests:
+            group, index = request.request_id.split("/")
+            done = self._done.pop(request.request_id, 0) if request.prefix else 0
+            self.num_computed_again += done
+            self._requests[request.request_id] = request
+            length = self._lengths(int(group))[int(index)]
+            responses.append(Response(request.request_id, group, length, done, self._settings.lengths.prompt))
+            self._open[group] += 1
+        self.fleet.submit(responses)
+
+    def poll(self) -> list[Completion]:
+        limit = self._clock.until(self.fleet.now)
+        if limit is None:
+            return []
+        ended: list[Response] = []
+        while (time := self.fleet.next_end) <= limit and math.isfinite(time):
+            ended.append(self.fleet.end_next())
+            group = ended[-1].group
+            self._open[group] -= 1
+            if not self._open[group]:  # a collector has nothing to decide before
+                limit = min(limit, self.fleet.now + POLL_SECONDS)
+        self.fleet.advance(limit if math.isfinite(limit) else self.fleet.now)
+        return [self._completion(one, one.length, "stop") for one in ended]
+
+    def abort(self) -> list[Completion]:
+        stopped = self.fleet.stop()
+        self._open.clear()
+        self._done.update((one.key, tokens) for one, tokens in stopped)
+        return [self._completion(one, tokens, "abort") for one, tokens in stopped]
+
+    def _lengths(self, group: int) -> list[int]:
+        if group not in self.lengths:
+            self.lengths[group] = self._settings.lengths.of_group(group, self._settings.group_size)
+        return self.lengths[group]
+
+    def _completion(self, response: Response, tokens: int, reason: Any) -> Completion:
+        request = self._requests.pop(response.key)
+        runs = request.prefix.versions if request.prefix else ()
+        start = runs[-1].end if runs else 0
+        shown = -(-response.length // SCALE)
+        if reason == "abort":
+            shown = max(start, min(tokens // SCALE, shown - 1))
+        if shown > start:
+            runs = (*runs, VersionRange(start, shown, self.policy_version))
+        return Completion(response.key, np.zeros(shown, np.int32), np.zeros(shown, np.float32), reason, runs)
+
+
+class WatchedCollector(Collector):
+    """Tells the clock when a collection begins and ends."""
+
+    def __init__(self, inner: Collector, engine: SimulatedServers, clock: Clock) -> None:
+        self._inner, self._servers, self._clock = inner, engine, clock
+        self.is_collecting = False
+        self.num_collected = 0
+        self.is_awaited = False  # the trainer waits for the batch that is collected
+
+    def collect(
+        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] | None = None
+    ) -> RolloutBatch:
+        self.is_collecting = True
+        batch = self._inner.collect(num_groups, training_version, between_polls)
+        with self._clock.condition:
+            if self.is_awaited:
+                self._clock.limit, self.is_awaited = self._servers.fleet.now, False
+            self.num_collected += 1
+            self.is_collecting = False
+            self._clock.condition.notify_all()
+        return batch
+
+    @property
+    def generation_step(self) -> int:
+        return self._inner.generation_step
+
+    @property
+    def train_step(self) -> int:
+        return self._inner.train_step
+
+    def hold(self) -> None:
+        self._inner.hold()
+
+    def give_back(self, batch: RolloutBatch) -> None:
+        self._inner.give_back(batch)
+
+    def accounting(self) -> Any:
+        return self._inner.accounting()
+
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
+        return self._inner.state_dict(untrained)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+        raise AssertionError("collect goes to the collector inside")
+
+    @staticmethod
+    def _num_trained_by(batch: RolloutBatch) -> int:
+        return len(batch.groups)
+
+
+class NoScore:
+    """Scores every response alike and measures no repetition."""
+
+    def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
+        return {key: Score(0.0, 0.0, "wrong") for key, *_ in items}
+
+    def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> Mapping[str, Repetition]:
+        return dict.fromkeys(token_ids, Repetition())
+
+
+class Run:
+    """Trains steps of the product's loop: next_batch, training, weight update."""
+
+    def __init__(self, settings: Settings, is_colocated: bool) -> None:
+        self._settings = settings
+        self._ahead = 0 if is_colocated else settings.max_staleness
+        self._is_colocated = is_colocated
+        self.clock = Clock()
+        self.servers = SimulatedServers(settings, self.clock)
+        self.inner = self._collector()
+        self.watched = WatchedCollector(self.inner, self.servers, self.clock)
+        self.collector = AsyncCollector(self.watched, self._ahead, TIMEOUT_S)
+        self.time = 0.0
+        self.version = -1
+        self.trained: list[list[tuple[int, int]]] = []  # by step: (group, age)
+        self.num_events = 0  # polls after which the accounts were checked
+
+    def _collector(self) -> Collector:
+        settings = self._settings
+        longest = -(-settings.lengths.longest // SCALE) + 1
+        names = [f"{number}" for number in range(NUM_PROMPTS)]
+        inputs = CollectorInputs(
+            stream=PromptStream(names, seed=0),
+            prompts={name: Prompt(name, (), (0,), "1") for name in names},
+            engine=self.servers,
+            scorer=SampleScorer(NoScore(), lambda token_ids: "", meter=NoScore()),  # type: ignore[arg-type]
+            on_progress=lambda progress: self._check(),
+        )
+        rollout = RolloutConfig(
+            prompts_per_step=settings.prompts,
+            group_size=settings.group_size,
+            max_response_tokens=longest,
+            filter_groups=False,
+            oversample=settings.oversample,
+            max_staleness=settings.max_staleness,
+            partial_rollout=settings.max_staleness > 0,
+        )
+        sampling = SamplingParams(max_new_tokens=longest)
+        if settings.window:
+            window = WindowConfig(tokens=settings.window // SCALE)
+            return WindowCollector(inputs, rollout, window, sampling, seed=0)
+        return GroupCollector(inputs, rollout, sampling, seed=0)
+
+    def _check(self) -> None:
+        self.num_events += 1
+        accounts = self.inner.accounting()
+        assert accounts.is_balanced, f"prompts were lost: {accounts}"
+
+    def outcome(self) -> Outcome:
+        """Train all steps and return their means."""
+        settings, steps, waits = self._settings, list[float](), list[float]()
+        self._update(0.0)
+        try:
+            for _ in range(settings.num_steps):
+                begin = self.time
+                batch = self._next_batch()
+                waits.append(self.time - begin)
+                self._note(batch)
+                self._train(settings.train)
+                self._update(settings.sync)
+                steps.append(self.time - begin)
+        finally:
+            self.clock.set(self.time, is_released=True)
+            self.collector.close()
+        return self._summary(steps[settings.num_warm :], waits[settings.num_warm :])
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if the thread has nothing to collect until the next weight update."""
+        is_ahead = self.watched.num_collected - self.version > self._ahead
+        return not self.watched.is_collecting and (self._ahead == 0 or is_ahead)
+
+    def _settle(self) -> None:
+        """Wait until the thread has done what it can at this time."""
+        self.clock.wait_for(lambda: self.clock.is_parked or self._is_idle)
+
+    def _next_batch(self) -> RolloutBatch:
+        if self.watched.num_collected == len(self.trained):
+            self.watched.is_awaited = True
+            self.clock.set(math.inf)
+        batch = self.collector.next_batch(self._settings.prompts)
+        self._settle()
+        self.time = max(self.time, self.servers.fleet.now)
+        return batch
+
+    def _train(self, seconds: float) -> None:
+        self.time += seconds
+        if self._is_colocated:
+            return
+        self.clock.set(self.time)
+        self._settle()
+        self.servers.fleet.advance(self.time)
+
+    def _update(self, seconds: float) -> None:
+        self.clock.set(self.time, is_released=True)
+        self.collector.before_update()
+        self.time += seconds
+        self.servers.fleet.advance(self.time)
+        self.version += 1
+        self.servers.policy_version = self.version
+        self.clock.set(self.time)
+        self.collector.after_update(self.version)
+
+    def _note(self, batch: RolloutBatch) -> None:
+        ages = [(int(group.group_id), batch.training_version - group.policy_version) for group in batch.groups]
+        oldest = max(age for _, age in ages)
+        assert self._settings.window or oldest <= self._settings.max_staleness, f"a group is {oldest} versions old"
+        self.trained.append(ages)
+
+    def _summary(self, steps: list[float], waits: list[float]) -> Outcome:
+        settings, counted = self._settings, [pair for step in self.trained[self._settings.num_warm :] for pair in step]
+        groups = [group for step in self.trained for group, _ in step]
+        assert settings.window or len(set(groups)) == len(groups), "a group was trained twice"
+        ages = [age for _, age in counted]
+        lengths = self.servers.lengths
+        in_order = range(settings.num_warm * settings.prompts, len(groups))
+        sampled = np.mean([lengths[group] for group in in_order if group in lengths])
+        return Outcome(
+            step=float(np.mean(steps)),
+            wait=float(np.mean(waits)),
+            mean_age=float(np.mean(ages)),
+            oldest=max(age for step in self.trained for _, age in step),
+            ages={age: ages.count(age) / len(ages) for age in sorted(set(ages))},
+            length_bias=float(np.mean([lengths[group] for group, _ in counted]) / sampled - 1),
+            tokens_computed_again=self.servers.num_computed_again / max(1, self.servers.fleet.num_tokens),
+            engines_busy=self.servers.fleet.busy_share,
+        )
+
+
+def disaggregated(settings: Settings) -> Outcome:
+    """Train with engines on separate GPUs, up to `max_staleness` batches ahead."""
+    return Run(settings, is_colocated=False).outcome()
+
+
+def colocated(settings: Settings) -> Outcome:
+    """Train with engines on the trainer's GPUs, in turns."""
+    return Run(settings, is_colocated=True).outcome()

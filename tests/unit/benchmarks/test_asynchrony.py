@@ -1,0 +1,168 @@
+"""The simulated engines and schedules against closed forms."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def twin(benchmarks_on_the_path: None) -> Iterator[SimpleNamespace]:
+    """Return all names of the benchmark's modules in one namespace."""
+    modules = [importlib.import_module(f"twin.{name}") for name in ("simulation", "published", "theirs", "ours")]
+    names = {name: value for module in modules for name, value in vars(module).items()}
+    yield SimpleNamespace(**names, ours=modules[-1])
+
+
+def cost(twin: SimpleNamespace, **changes: float) -> object:
+    given = {"weights": 0.01, "context": 0.0, "products": 0.0, "fixed": 0.0, "request": 0.0}
+    return twin.Cost(**(given | changes))
+
+
+def responses(twin: SimpleNamespace, *lengths: int, prompt: int = 0) -> list[object]:
+    return [twin.Response(index, index, length, prompt=prompt) for index, length in enumerate(lengths)]
+
+
+def finish(fleet: object) -> list[tuple[object, float]]:
+    ends = []
+    while fleet.num_unfinished:
+        response = fleet.end_next()
+        ends.append((response.key, fleet.now))
+    return ends
+
+
+def test_equal_lengths_take_one_step_a_token(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(1, cost(twin, fixed=0.002, request=0.001))
+    fleet.submit(responses(twin, 100, 100, 100))
+    assert [end for _, end in finish(fleet)] == pytest.approx([100 * (0.01 + 0.002 + 3 * 0.001)] * 3)
+    assert fleet.busy_share == pytest.approx(1.0)
+    assert fleet.mean_running == pytest.approx(3.0)
+
+
+def test_contexts_grow_while_they_are_read(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(1, cost(twin, context=1e-6))
+    fleet.submit(responses(twin, 1000, 1000, prompt=50))
+    expected = sum(0.01 + 1e-6 * (2 * 50 + 2 * (step + 0.5)) for step in range(1000))
+    assert finish(fleet)[-1][1] == pytest.approx(expected)
+
+
+def test_a_step_is_bound_by_products_until_contexts_are_long(twin: SimpleNamespace) -> None:
+    one = cost(twin, context=1e-6, products=0.006)  # 2 responses: 0.012 s against 0.01 + 2e-6 a step
+    until = 1000  # steps after which reading takes longer
+    assert one.seconds(2, 0.0, 500) == pytest.approx(500 * 0.012)
+    assert one.seconds(2, 0.0, until + 300) == pytest.approx((until + 300) * 0.012 + 1e-6 * 300**2)
+    assert one.step(2, 2000) == pytest.approx(0.012)
+    assert one.step(2, 5000) == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize("steps", [0.5, 200.0, 999.0, 1000.0, 1001.0, 5000.0])
+@pytest.mark.parametrize("context", [0.0, 1e-6])
+def test_steps_are_the_inverse_of_seconds(twin: SimpleNamespace, steps: float, context: float) -> None:
+    one = cost(twin, context=context, products=0.006, fixed=0.001)
+    assert one.steps(2, 0.0, one.seconds(2, 0.0, steps)) == pytest.approx(steps)
+
+
+def test_those_that_stay_go_on_faster(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(1, cost(twin, request=0.005))
+    fleet.submit(responses(twin, 10, 30))
+    assert finish(fleet) == [(0, pytest.approx(10 * 0.02)), (1, pytest.approx(10 * 0.02 + 20 * 0.015))]
+
+
+def test_responses_wait_for_a_slot_in_turn(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(1, cost(twin), slots=2)
+    fleet.submit(responses(twin, 10, 20, 5))
+    assert finish(fleet) == [(0, pytest.approx(0.1)), (2, pytest.approx(0.15)), (1, pytest.approx(0.2))]
+
+
+def test_the_clock_may_stop_between_two_ends(twin: SimpleNamespace) -> None:
+    whole, parts = (twin.Fleet(2, cost(twin, context=1e-6, request=1e-3)) for _ in range(2))
+    for fleet in (whole, parts):
+        fleet.submit(responses(twin, 40, 77, 130, 11, 95))
+    ends, now = [], 0.0
+    while parts.num_unfinished:
+        now += 0.0173
+        ends += [(one.key, None) for one in parts.advance(now)]
+    assert [key for key, _ in ends] == [key for key, _ in finish(whole)]
+    assert parts.num_tokens == whole.num_tokens == 353
+
+
+def test_a_pause_computes_contexts_again(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(1, cost(twin, prefill=0.001))
+    fleet.submit(responses(twin, 100, prompt=20))
+    assert fleet.advance(0.02 + 0.5) == []  # prompt, 50 tokens
+    fleet.pause(2.0)
+    assert finish(fleet) == [(0, pytest.approx(0.52 + 2.0 + 0.07 + 0.5))]
+    kept = twin.Fleet(1, cost(twin, prefill=0.001))
+    kept.submit(responses(twin, 100, prompt=20))
+    kept.advance(0.52)
+    kept.pause(2.0, keeps_cache=True)
+    assert finish(kept) == [(0, pytest.approx(0.52 + 2.0 + 0.5))]
+
+
+def test_stopped_responses_keep_their_tokens(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(2, cost(twin), slots=1)
+    fleet.submit(responses(twin, 100, 30, 50))
+    assert [one.key for one in fleet.advance(0.4)] == [1]
+    assert sorted((one.key, tokens) for one, tokens in fleet.stop()) == [(0, 40), (2, 0)]
+    assert fleet.num_unfinished == 0
+    assert fleet.num_tokens == 70
+
+
+def test_a_group_stays_on_one_engine_within_its_share(twin: SimpleNamespace) -> None:
+    fleet = twin.Fleet(2, cost(twin), keeps_groups=True)
+    fleet.submit([twin.Response((group, index), group, 10) for group in range(8) for index in range(4)])
+    assert [len(engine.running) for engine in fleet.engines] == [16, 16]
+
+
+def test_lengths_have_the_mean_of_their_distribution(twin: SimpleNamespace) -> None:
+    lengths = twin.Lengths(1000, 0.8, 4000, prompt_sigma=0.4)
+    drawn = [length for group in range(2000) for length in lengths.of_group(group, 8)]
+    assert sum(drawn) / len(drawn) == pytest.approx(lengths.mean, rel=0.03)
+    assert max(drawn) == 4000
+
+
+def constant(twin: SimpleNamespace, **changes: object) -> dict[str, object]:
+    """Settings of 4 engines with 2 groups of 4 responses each, of 1000 tokens: 10 s to generate, 6 s to train."""
+    given = {"engines": 4, "cost": cost(twin), "lengths": twin.Lengths(1000, 0.0, 2000, prompt=0), "prompts": 8}
+    return {**given, "group_size": 4, "sync": 1.0, **changes}
+
+
+def test_verls_synchronous_stream_adds_generation_and_training(twin: SimpleNamespace) -> None:
+    outcome = twin.stream(twin.theirs.Settings(**constant(twin, update=6.0, is_partial=False)))
+    assert outcome.step == pytest.approx(10 + 6 + 1)
+    assert (outcome.wait, outcome.mean_age) == (pytest.approx(10.0), 0)
+
+
+def test_one_step_off_takes_the_slower_side(twin: SimpleNamespace) -> None:
+    outcome = twin.one_step_off(twin.theirs.Settings(**constant(twin, update=6.0)))
+    assert (outcome.step, outcome.wait) == (pytest.approx(11.0), pytest.approx(4.0))
+
+
+def test_whole_batches_overlap_as_the_slower_side_allows(twin: SimpleNamespace) -> None:
+    """A collection takes 10 s and is held for 1 s while weights are replaced; the trainer waits for the rest."""
+    outcome = twin.disaggregated(twin.ours.Settings(**constant(twin, train=6.0, max_staleness=1)))
+    assert outcome.step == pytest.approx(10 + 1, abs=0.3)
+    assert outcome.wait == pytest.approx(4.0, abs=0.3)
+    assert outcome.oldest == 1
+
+
+def test_two_batches_ahead_hide_generation(twin: SimpleNamespace) -> None:
+    outcome = twin.disaggregated(twin.ours.Settings(**constant(twin, train=6.0, max_staleness=2, oversample=3.0)))
+    assert outcome.step == pytest.approx(6 + 1, abs=0.3)
+    assert outcome.oldest == 2
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_on_policy_nothing_overlaps(twin: SimpleNamespace, mode: str) -> None:
+    outcome = getattr(twin, mode)(twin.ours.Settings(**constant(twin, train=6.0)))
+    assert outcome.step == pytest.approx(10 + 6 + 1, abs=0.3)
+    assert (outcome.oldest, outcome.length_bias) == (0, 0.0)
+
+
+def test_a_run_repeats_exactly(twin: SimpleNamespace) -> None:
+    lengths = twin.Lengths(1000, 0.8, 8000)
+    settings = twin.ours.Settings(**constant(twin, lengths=lengths, train=6.0, max_staleness=1, oversample=2.0))
+    assert twin.disaggregated(settings) == twin.disaggregated(settings)
