@@ -235,11 +235,12 @@ def check_loss(
     json_output: JsonOption = False,
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: a small random model")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    loss: Annotated[str, typer.Option(help="a built-in name of algorithm.loss")] = "ppo_clip",
 ) -> None:
     """Prove that the gradient does not depend on layout, packing, micro-batches or accumulation."""
     from megatron_dapo.proof.check_loss import check_loss as run_check
 
-    raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype))
+    raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype, loss))
 
 
 @app.command("prove-gateway")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -140,3 +140,16 @@ def _check_equal_names(check: list[float], operation: Any, num_ranks: int, names
     value, square, negative = check
     equal = num_ranks * square == value * value if operation == dist.ReduceOp.SUM else value == -negative
     assert equal, f"the ranks reduce values of different names or shapes; this one has {names}"
+
+
+def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that sums a tensor over `group`, as of a sequence's chunks over the ranks that hold them."""
+    if group.size() == 1:
+        return lambda sums: sums  # the common case needs no collective
+
+    def reduce(sums: torch.Tensor) -> torch.Tensor:
+        total = sums.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return reduce

@@ -1,4 +1,4 @@
-"""`megatron-dapo check-loss`: the gradient of the token loss under every layout, cut, packing and aggregation, against
+"""`megatron-dapo check-loss`: the gradient of a policy loss under every layout, cut, packing and aggregation, against
 a plain model.
 
 The command starts its processes, unless it runs under torchrun or srun: then the launcher's ranks are the world, and
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.proof.losses import PROOF_LOSSES
 from megatron_dapo.telemetry.terminal import quiet_libraries
 
 WORKER = "megatron_dapo.proof.check_loss"
@@ -106,14 +107,18 @@ def _largest(rows: Sequence[LossCheckRow], aggregation: str) -> float:
     return max(row.rel_diff for row in rows if row.aggregation == aggregation)
 
 
-def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: str = "float32") -> CheckLossReport:
+def run_check_loss(
+    num_processes: int = 4, *, model: str | None = None, dtype: str = "float32", loss: str = "ppo_clip"
+) -> CheckLossReport:
     """Check on `num_processes` local processes, or on the processes of the launcher, all of which call it.
 
-    model: a Hugging Face directory, None for a small random model. Raises ValueError for settings that make no sense
+    model: a Hugging Face directory, None for a small random model. loss: a key of PROOF_LOSSES. Raises ValueError for settings that make no sense
     and RuntimeError if a process fails (its own output says why).
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"check-loss: dtype {dtype!r} is unknown; choose one of {', '.join(TOLERANCES)}")
+    if loss not in PROOF_LOSSES:
+        raise ValueError(f"check-loss: loss {loss!r} is unknown; choose one of {', '.join(PROOF_LOSSES)}")
     if num_processes < 1:
         raise ValueError(f"check-loss: {num_processes} processes; at least 1 is needed")
     if model is not None and not (Path(model) / "config.json").is_file():
@@ -126,9 +131,9 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
         # Imported here: only processes that compute load megatron-core.
         from megatron_dapo.proof.worker import join_and_check
 
-        result = join_and_check(directory, dtype)
+        result = join_and_check(directory, dtype, loss)
     else:
-        result = _start_and_check(directory, dtype, num_processes)
+        result = _start_and_check(directory, dtype, num_processes, loss)
     return CheckLossReport(
         num_processes=launched if launched > 1 else num_processes,
         dtype=dtype,
@@ -139,11 +144,11 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
     )
 
 
-def _start_and_check(model: str, dtype: str, num_processes: int) -> dict[str, Any]:
+def _start_and_check(model: str, dtype: str, num_processes: int, loss: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="check-loss-") as name:
         directory = Path(name)
         result_file = directory / "result.json"
-        arguments = [str(result_file), dtype, *([model] if model else [])]
+        arguments = [str(result_file), dtype, loss, *([model] if model else [])]
         if sys.stderr.isatty():  # rank 0 then writes a line a layout
             print(f"comparing gradients: starting {num_processes} process{'' if num_processes == 1 else 'es'}", file=sys.stderr)
         code = launch_workers(WORKER, arguments, num_processes, directory)
@@ -153,12 +158,16 @@ def _start_and_check(model: str, dtype: str, num_processes: int) -> dict[str, An
 
 
 def check_loss(
-    num_processes: int = 4, json_output: bool = False, model: str | None = None, dtype: str = "float32"
+    num_processes: int = 4,
+    json_output: bool = False,
+    model: str | None = None,
+    dtype: str = "float32",
+    loss: str = "ppo_clip",
 ) -> int:
     """Run the check and print a table or one JSON object. Returns exit code 0 within the tolerance, 1 above it, 2 if the
     check could not run."""
     try:
-        report = run_check_loss(num_processes, model=model, dtype=dtype)
+        report = run_check_loss(num_processes, model=model, dtype=dtype, loss=loss)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -170,13 +179,13 @@ def check_loss(
     return 0 if report.passed else 1
 
 
-def _run_worker(result_file: str, dtype: str, model: str = "") -> None:
+def _run_worker(result_file: str, dtype: str, loss: str, model: str = "") -> None:
     # Standard output belongs to the one object that the command prints.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     quiet_libraries()
     from megatron_dapo.proof.worker import run_worker
 
-    run_worker(result_file, model, dtype)
+    run_worker(result_file, model, dtype, loss)
 
 
 if __name__ == "__main__":

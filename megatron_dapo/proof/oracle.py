@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, ProofBatch
+from megatron_dapo.proof.losses import ProofLoss
 from megatron_dapo.types import TrainSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
 TEMPERATURE = 0.9
 
 # Small enough for a laptop, with everything that a layout can get wrong: grouped queries, a bias on the fused QKV, a
@@ -110,7 +110,7 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample], dict[str, Answer]]:
+def solve(model: PreTrainedModel, batch: ProofBatch, loss: ProofLoss) -> tuple[list[TrainSample], dict[str, Answer]]:
     """Return the samples with old log-probs that give the batch's ratios (in `rollout_logprobs`), and the answer of
     every aggregation. Turns the model to fp64."""
     model = in_fp64(model)
@@ -119,7 +119,12 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
     for sample, ratios in zip(batch.samples, batch.ratios, strict=True):
         logprobs = _response_logprobs(model, sample)
         sample = replace(sample, rollout_logprobs=(logprobs.detach() - ratios.log()).float())
-        token_losses = sample.loss_mask.double() * _token_losses(logprobs, sample)
+        if loss.has_sequence_advantage:
+            sample = replace(sample, advantages=sample.advantages[:1].repeat(sample.num_response_tokens))
+        mask = sample.loss_mask.double()
+        token_losses = mask * loss.token_losses(
+            logprobs, sample.rollout_logprobs.double(), sample.advantages.double(), mask
+        )
         # Unweighted; the weights of each aggregation multiply them below.
         gradients.append(torch.autograd.grad(token_losses.sum(), parameters))
         losses.append(float(token_losses.detach().sum()))
@@ -131,8 +136,8 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
             [int(sample.loss_mask.sum()) for sample in samples], [sample.group_index for sample in samples]
         )
         total = [sum(w * g for w, g in zip(weights, column, strict=True)) for column in zip(*gradients, strict=True)]
-        loss, scale = (math.fsum(map(operator.mul, weights, values)) for values in (losses, scales))
-        answers[name] = Answer(loss, scale, stored_tensors(dict(zip(names, total, strict=True))))
+        total_loss, scale = (math.fsum(map(operator.mul, weights, values)) for values in (losses, scales))
+        answers[name] = Answer(total_loss, scale, stored_tensors(dict(zip(names, total, strict=True))))
     return samples, answers
 
 
@@ -142,15 +147,6 @@ def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Ten
     positions = range(sample.prompt_length, sample.num_tokens)
     # The logits at a position predict the next token.
     return torch.stack([log_p[position - 1, sample.tokens[position]] for position in positions])
-
-
-def _token_losses(logprobs: torch.Tensor, sample: TrainSample) -> torch.Tensor:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq. 10; dual clip,
-    arXiv 1912.09729)."""
-    ratio = (logprobs - sample.rollout_logprobs.double()).exp()
-    advantage = sample.advantages.double()
-    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
-    return torch.where(advantage < 0, torch.minimum(loss, -advantage * DUAL_CLIP), loss)
 
 
 def _sample_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.load import TensorReader, fill, load_from_huggingface
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig, PpoClipLossConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
-from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
+from megatron_dapo.megatron.actor import ActorSettings, Loader, LossFunction, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture, read_architecture
-from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
+from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over, summing
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.proof import oracle
@@ -42,6 +42,7 @@ from megatron_dapo.proof.cases import (
     make_batch,
 )
 from megatron_dapo.proof.check_loss import LossCheckRow
+from megatron_dapo.proof.losses import PROOF_LOSSES
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec, local_holes, shard_view, slice_view
 from megatron_dapo.rounding import round_up
 from megatron_dapo.trainer.updater import loss_weights
@@ -60,12 +61,15 @@ class LossProblem:
     answers: Mapping[str, oracle.Answer]
     architecture: ModelArchitecture
     load: Loader
+    loss: str  # key of PROOF_LOSSES
 
 
-def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool = False) -> LossProblem:
+def pose_problem(
+    directory: str = "", dtype: str = "float32", *, experts: bool = False, loss: str = "ppo_clip"
+) -> LossProblem:
     """Solve the batch with the plain model on rank 0 and broadcast the problem.
 
-    The model is that of a Hugging Face `directory`, or if "" a small random one, with `experts` or without.
+    `loss` is a key of PROOF_LOSSES. The model is that of a Hugging Face `directory`, or if "" a small random one, with `experts` or without.
     """
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
@@ -75,7 +79,7 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
         # Cloned, because solving turns the model's own parameters into fp64. A directory is read by every rank.
         whole = {} if directory else {name: tensor.clone() for name, tensor in model.state_dict().items()}
         weights = oracle.stored_tensors(whole)
-        samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
+        samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]), PROOF_LOSSES[loss])
         description, tensors = to_tensors(samples)
         numbers = {name: (answer.loss, answer.loss_scale) for name, answer in answers.items()}
         gradients = {name: dict(answer.gradients) for name, answer in answers.items()}
@@ -88,7 +92,7 @@ def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool =
         for name, (loss, loss_scale) in numbers.items()
     }
     architecture = (read_architecture(directory) if directory else parse_architecture(broadcast_json(config)))
-    return LossProblem(samples, answers, architecture, _loader(directory, weights))
+    return LossProblem(samples, answers, architecture, _loader(directory, weights), loss)
 
 
 def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
@@ -103,18 +107,20 @@ def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
     return load
 
 
-def dapo_loss(
-    micro_batch: MicroBatch, outputs: TokenOutputs, index: int
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return the loss of the training path with clip-higher and dual clip.
+def trained_loss(problem: LossProblem, actor: MegatronActor) -> LossFunction:
+    """Return the problem's loss as the training path computes it.
 
     The batch's rollout log-probs take the place of the old log-probs.
     """
-    loss = PpoClipLossConfig(
-        clip_ratio_low=oracle.CLIP_LOW, clip_ratio_high=oracle.CLIP_HIGH, dual_clip=oracle.DUAL_CLIP
-    )
-    objective = PolicyObjective(AlgorithmConfig.model_validate({"loss": loss}))
-    return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
+    section = {"name": problem.loss, **PROOF_LOSSES[problem.loss].section}
+    objective = PolicyObjective(AlgorithmConfig.model_validate({"loss": section}), summing(actor.groups.context))
+
+    def loss(
+        micro_batch: MicroBatch, outputs: TokenOutputs, index: int
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
+
+    return loss
 
 
 def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> MegatronActor:
@@ -142,7 +148,7 @@ def check_cut(
     micro_batches = build_micro_batches(
         problem.samples, weights, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
     )
-    metrics = actor.accumulate_gradients(micro_batches, dapo_loss, oracle.TEMPERATURE)
+    metrics = actor.accumulate_gradients(micro_batches, trained_loss(problem, actor), oracle.TEMPERATURE)
     answer = problem.answers[aggregation]
     trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
     # Equal gradients of fewer tokens would mean that both sides dropped the same ones.
@@ -160,18 +166,20 @@ def check_cut(
     )
 
 
-def check_all(directory: str, dtype: str) -> dict[str, Any]:
+def check_all(directory: str, dtype: str, loss: str = "ppo_clip") -> dict[str, Any]:
     """Check every layout of the world; return {"rows": [...], "skipped": [...]}.
 
     Layouts that the model does not divide into are skipped with the reason.
     """
     rows, skipped = [], []
-    candidates = [(problem, layout) for problem, candidates in _problems(directory, dtype) for layout in candidates]
+    candidates = [(problem, layout) for problem, candidates in _problems(directory, dtype, loss) for layout in candidates]
     for number, (problem, layout) in enumerate(candidates, 1):
         # Checked before building, because if only one rank failed, the others would hang in a collective.
         try:
             megatron_layout(problem.architecture, layout, DTYPES[dtype])
             transformer_config(problem.architecture, layout, ModelSettings(dtype=dtype))
+            if layout.context > 1 and not PROOF_LOSSES[loss].cuts_sequences:
+                raise ValueError(f"{loss} needs whole sequences on a rank; context parallelism cuts them")
         except ValueError as error:
             skipped.append({"layout": layout.describe(), "reason": str(error)})
             continue
@@ -183,21 +191,21 @@ def check_all(directory: str, dtype: str) -> dict[str, Any]:
     return {"rows": rows, "skipped": skipped}
 
 
-def _problems(directory: str, dtype: str) -> list[tuple[LossProblem, list[ParallelLayout]]]:
+def _problems(directory: str, dtype: str, loss: str) -> list[tuple[LossProblem, list[ParallelLayout]]]:
     """Return the problems with their layouts.
 
     A model of the user's is checked under expert parallelism if it has experts; otherwise a second small model is.
     """
     dense, experts = layouts(dist.get_world_size()), expert_layouts(dist.get_world_size())
-    problem = pose_problem(directory, dtype)
+    problem = pose_problem(directory, dtype, loss=loss)
     if directory:
         return [(problem, dense + (experts if problem.architecture.experts is not None else []))]
     if not experts:
         return [(problem, dense)]
-    return [(problem, dense), (pose_problem(directory, dtype, experts=True), experts)]
+    return [(problem, dense), (pose_problem(directory, dtype, experts=True, loss=loss), experts)]
 
 
-def join_and_check(directory: str, dtype: str) -> dict[str, Any]:
+def join_and_check(directory: str, dtype: str, loss: str) -> dict[str, Any]:
     """Join the processes that a launcher started, and check; the result is the same on every rank."""
     process = process_environment()
     prepare_rendezvous(process)
@@ -205,15 +213,15 @@ def join_and_check(directory: str, dtype: str) -> dict[str, Any]:
         torch.cuda.set_device(process.local_rank)
     initialize_process_group(WAIT_TIMEOUT_S)
     try:
-        return check_all(directory, dtype)
+        return check_all(directory, dtype, loss)
     finally:
         dist.destroy_process_group()
 
 
-def run_worker(result_file: str, directory: str, dtype: str) -> None:
+def run_worker(result_file: str, directory: str, dtype: str, loss: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
-    result = join_and_check(directory, dtype)
+    result = join_and_check(directory, dtype, loss)
     if process_environment().rank == 0:
         Path(result_file).write_text(json.dumps(result))
 

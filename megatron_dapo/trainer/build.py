@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.algorithms.group_advantages import CreditSettings
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, LambdaRule
@@ -22,6 +21,7 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.megatron.tensor_overlap import overlapped_tokens
 from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.collectives import summing
 from megatron_dapo.parallel.coordination import Progress, collective_timeout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
@@ -84,7 +84,7 @@ def build_learner(
     for model in local.values():
         mark_micro_batches(model, progress)
     if actor is not None:
-        objective = PolicyObjective(algorithm, _sum_over_context(actor))
+        objective = PolicyObjective(algorithm, summing(actor.groups.context))
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
     if not config.has_critic:
         assert policy is not None, "without a critic every rank holds the policy"
@@ -185,20 +185,6 @@ def _model_settings(config: Config, options: Mapping[str, Any]) -> ModelSettings
     return ModelSettings(
         model.dtype, model.recompute_granularity, config.precision, model.attention_implementation, options
     )
-
-
-def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the all-reduce that sums a sequence's chunks over the context ranks that hold them."""
-    group = actor.groups.context
-    if group.size() == 1:
-        return lambda sums: sums  # the common case needs no collective
-
-    def reduce(sums: torch.Tensor) -> torch.Tensor:
-        total = sums.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    return reduce
 
 
 def _lambda_rule(config: Config) -> LambdaRule:

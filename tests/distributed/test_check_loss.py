@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from launcher import run_distributed, target_in
 
+from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.proof.check_loss import check_loss, run_check_loss
+from megatron_dapo.proof.losses import PROOF_LOSSES
 from megatron_dapo.types import TrainSample
 
 
@@ -128,8 +130,8 @@ def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
     def own(micro_batch, outputs, index):
         return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
 
-    problem, built_in = worker.pose_problem(), worker.dapo_loss
-    worker.dapo_loss = own
+    problem, built_in = worker.pose_problem(), worker.trained_loss
+    worker.trained_loss = lambda problem, actor: own
     try:
         found = {}
         for fields in arguments["layouts"]:
@@ -143,7 +145,7 @@ def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
             found[layout.describe()] = max(max(row.rel_diff, row.loss_rel_diff) for row in rows)
         return found
     finally:
-        worker.dapo_loss = built_in  # these processes serve other tests
+        worker.trained_loss = built_in  # these processes serve other tests
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one cut", "all cuts"])
@@ -153,3 +155,28 @@ def test_a_loss_of_the_users_own_is_exact_under_any_layout(is_whole: bool, tmp_p
     arguments = {"file": str(tmp_path / "own_loss.py"), "layouts": layouts, "is_whole": is_whole}
     found = run_distributed(target_in(__file__, "own_losses"), 2, arguments)
     assert len(found) == len(layouts) and max(found.values()) <= 1e-5, found
+
+
+def built_in_losses(names: list[str]) -> dict[str, float]:
+    from megatron_dapo.parallel.layout import ParallelLayout
+    from megatron_dapo.proof import worker
+    from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
+    from megatron_dapo.proof.losses import PROOF_LOSSES
+    from megatron_dapo.trainer.updater import loss_weights
+
+    differences = {}
+    for name in names:
+        problem = worker.pose_problem(loss=name)
+        weights = loss_weights(problem.samples, "sample_mean", MAX_RESPONSE_TOKENS)
+        for fields in ({"tensor": 2}, {"context": 2}) if PROOF_LOSSES[name].cuts_sequences else ({"tensor": 2}, {}):
+            actor = worker.build_actor(problem, ParallelLayout(2, **fields), "float32")
+            row = worker.check_cut(problem, actor, Cut("2", "packed"), "sample_mean", weights)
+            differences[f"{name} {row.layout}"] = max(row.rel_diff, row.loss_rel_diff)
+    return differences
+
+
+def test_every_built_in_loss_is_exact_cut_over_ranks() -> None:
+    names = sorted(PROOF_LOSSES.keys())
+    assert set(names) == POLICY_LOSSES.keys() - {"function", "gspo_token"}  # gspo_token has the gradient of gspo
+    differences = run_distributed(target_in(__file__, "built_in_losses"), 2, names)
+    assert len(differences) == 2 * len(names) and max(differences.values()) <= 1e-5, differences
