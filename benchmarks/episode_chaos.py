@@ -15,10 +15,11 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import faulty_environment
 import numpy as np
@@ -27,7 +28,7 @@ from megatron_dapo.config.reward_schema import RewardConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.turns import TurnTemplate
-from megatron_dapo.engines.base import PrefixReuse, aborted, behind_prefix
+from megatron_dapo.engines.base import PrefixReuse, RolloutEngine, aborted, behind_prefix
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.rewards.pool.environment import EnvironmentRewards
@@ -44,7 +45,6 @@ GROUP_SIZE, GROUPS = 4, 25
 TURN_TOKENS = 12
 STEP_SECONDS = 2.0
 NUM_BROKEN = 4  # prompts whose environment can never begin
-UPDATE_EVERY, RESUME_EVERY, KILL_EVERY = 200, 1000, 250  # episodes
 MAX_OF_PROMPT = 2
 RETRIES = 30  # an episode may be in a process that others crash again and again
 RUN_SEED = 5
@@ -80,6 +80,13 @@ class ChaoticEngine:
     def wake(self) -> None:
         """The poll never waits for long."""
 
+    def update(self) -> None:
+        """Serve the next version."""
+        self.policy_version += 1
+
+    def kill(self) -> None:
+        raise NotImplementedError("there is no process")
+
     def _stopped(self, request: GenerationRequest, is_early: bool) -> Completion:
         done = request.prefix.num_tokens if request.prefix is not None else 0
         end = self.draw.randrange(done, TURN_TOKENS) if is_early else TURN_TOKENS
@@ -96,6 +103,34 @@ class ChaoticEngine:
             (VersionRange(0, end - done, self.policy_version),),
         )
         return rest if request.prefix is None else behind_prefix(request, rest)
+
+
+class ChaosEngine(RolloutEngine, Protocol):
+    """What samples the turns."""
+
+    num_sampled: int  # tokens
+
+    def wake(self) -> None:
+        """End the wait of a poll."""
+
+    def update(self) -> None:
+        """Serve the next version. No request runs."""
+
+    def kill(self) -> None:
+        """Kill a process of it."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Episodes between two events of a kind."""
+
+    updates: int = 200
+    resumes: int = 1000
+    kills: int = 250
+    server_kills: int = 10**9
+
+
+USUAL = Every()
 
 
 class CountingPool:
@@ -136,8 +171,8 @@ class CountingPool:
 class Chaos:
     """A collection of every prompt, with its faults."""
 
-    def __init__(self, num_episodes: int, turns: TurnTemplate, marks: Path) -> None:
-        self._turns = turns
+    def __init__(self, num_episodes: int, turns: TurnTemplate, marks: Path, inner: ChaosEngine, every: Every) -> None:
+        self._turns, self._every = turns, every
         self._draw = random.Random(0)
         begin = ({"role": "user", "content": "Begin."},)
         self.prompts = {
@@ -147,7 +182,7 @@ class Chaos:
             )
             for index in range(num_episodes // GROUP_SIZE + NUM_BROKEN)
         }  # fmt: skip
-        self.inner = ChaoticEngine(turns.stop_token_ids[0])
+        self.inner = inner
         self.counts: Counter[str] = Counter()
         self.trained: Counter[str] = Counter()  # keyed by prompt
         self.longest_s = 0.0
@@ -157,12 +192,13 @@ class Chaos:
     def _open(self) -> None:
         place = f"{faulty_environment.__file__}:Faulty"
         limits = {"reset_seconds": STEP_SECONDS, "step_seconds": STEP_SECONDS, "memory_limit_mb": 1024}
-        self.pool = CountingPool(WorkerPool(WorkerSettings("environment", place, num_processes=4, **limits)))
-        settings = EpisodeSettings(
-            100_000, 1000, max_turns=2 * faulty_environment.TURNS, max_environments=64, retries=RETRIES,
-            order="arrival", parser="none",
+        settings = WorkerSettings("environment", place, num_processes=4, **limits)
+        self.pool = CountingPool(WorkerPool(settings, self.inner.wake))
+        limits_of_episodes = EpisodeSettings(
+            100_000, 1000, max_turns=2 * faulty_environment.TURNS, max_turn_tokens=TURN_TOKENS, max_environments=64,
+            retries=RETRIES, order="arrival", parser="none", on_cut="observe",
         )  # fmt: skip
-        self.engine = EpisodeEngine(self.inner, self.pool, self._turns, settings)
+        self.engine = EpisodeEngine(self.inner, self.pool, self._turns, limits_of_episodes)
         scorer = SampleScorer(
             EnvironmentRewards(RewardConfig(verifier="environment")), self._turns.template.tokenizer.decode
         )
@@ -181,10 +217,10 @@ class Chaos:
         while True:
             batch = self.collector.collect(GROUPS, between_polls=self._between_polls)
             self._check(batch)
-            self.inner.policy_version += 1
+            self.inner.update()
             if batch.should_stop:
                 return
-            if self._has_passed("resumes", RESUME_EVERY, sum(self.trained.values()) * GROUP_SIZE):
+            if self._has_passed("resumes", self._every.resumes, sum(self.trained.values()) * GROUP_SIZE):
                 self._resume()
 
     def close(self) -> None:
@@ -194,10 +230,12 @@ class Chaos:
     def _between_polls(self) -> None:
         assert self.collector.accounting().is_balanced and self.engine.accounting().is_balanced
         ended = self._num_ended + sum(self.engine.accounting().ended.values())
-        if self._has_passed("updates", UPDATE_EVERY, ended):
+        if self._has_passed("updates", self._every.updates, ended):
             self.collector.hold()
-        if self._has_passed("kills_from_outside", KILL_EVERY, ended) and (workers := self.pool.pool.processes()):
+        if self._has_passed("kills_from_outside", self._every.kills, ended) and (workers := self.pool.pool.processes()):
             os.kill(self._draw.choice(workers), signal.SIGKILL)
+        if self._has_passed("server_kills", self._every.server_kills, ended):
+            self.inner.kill()
 
     def _has_passed(self, name: str, every: int, count: int) -> bool:
         if count < (self.counts[name] + 1) * every:
@@ -236,8 +274,16 @@ class Chaos:
                 self.counts["trained_tokens"] += sample.completion.num_sampled
 
 
-def play_chaos(num_episodes: int, turns: TurnTemplate) -> dict[str, Any]:
-    """Play and check; return the figures. AssertionError names the first deviation."""
+def play_chaos(
+    num_episodes: int,
+    turns: TurnTemplate,
+    engine: Callable[[Path], AbstractContextManager[ChaosEngine]] | None = None,
+    every: Every = USUAL,
+) -> dict[str, Any]:
+    """Play and check; return the figures. AssertionError names the first deviation.
+
+    `engine` opens what samples the turns, and may write to the directory it is given; None: `ChaoticEngine`.
+    """
     started, old = time.perf_counter(), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="episode-chaos-") as directory:
         scratch, marks = Path(directory) / "scratch", Path(directory) / "marks"
@@ -246,11 +292,12 @@ def play_chaos(num_episodes: int, turns: TurnTemplate) -> dict[str, Any]:
         tempfile.tempdir = str(scratch)
         descriptors, children = len(os.listdir("/proc/self/fd")), set(descendants(os.getpid()))
         try:
-            chaos = Chaos(num_episodes, turns, marks)
-            try:
-                chaos.play()
-            finally:
-                chaos.close()
+            with engine(Path(directory)) if engine else nullcontext(ChaoticEngine(turns.stop_token_ids[0])) as inner:
+                chaos = Chaos(num_episodes, turns, marks, inner, every)
+                try:
+                    chaos.play()
+                finally:
+                    chaos.close()
         finally:
             tempfile.tempdir = old
         faults = Counter(path.suffix[1:] for path in marks.iterdir())

@@ -1,7 +1,9 @@
 """Cost of episodes: worker processes, the episode engine, and a simulated rollout engine.
 
     python benchmarks/episodes.py [--json] [--tiny]
+    python benchmarks/episodes.py --engine-python .venv-sglang/bin/python [--json] [--tiny]    on a stock SGLang server
     python benchmarks/episodes.py --chaos [--episodes N] [--json]    accounting, replies and leftovers under faults
+    python benchmarks/episodes.py --chaos --engine-python PATH       the same on a stock SGLang server that is killed, too
 
 Environments wait for a log-normal time in each step, as tools do; they run in real worker processes. The simulated engine has
 slots, and a turn takes one for a fixed time.
@@ -13,10 +15,18 @@ processor time of this process (the engine's and the pool's threads) a turn, the
 what the program waits for an answer that is there at once, the way to this process and back included; 8 programs at a time.
 `open_bytes_per_episode`: resident memory of this process for an open episode of eight turns of 1,024 tokens, less 8 bytes a token (its id and log-prob);
 `open_poll_ms`: median time of a poll with 16,384 open episodes of which none has an answer.
+
+With a server (SmolLM2-135M-Instruct): `engine_busy`: share of the time with at least one turn that is ready or being sampled in
+which the server's scheduler runs or waits for a core; a turn is ready once the answer of its environment is here.
+`cached_share`: share of the tokens of contexts from the second turn on that the server had in its cache; `cached_share_with_update`
+with an update that empties it once half of the turns are sampled. `endpoint_vs_direct`: tokens a second of turns that programs
+ask the endpoint for / those of the same prompts submitted to the engine. `agents_wait_ratio`: seconds that the program that waited
+longest waited for its turns / those of the one that waited least.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import heapq
 import itertools
@@ -36,6 +46,8 @@ import episode_chaos
 import numpy as np
 import options
 import psutil
+import served_chaos
+import served_episodes
 import waiting_environment
 
 from megatron_dapo.config.loader import load_config
@@ -273,10 +285,23 @@ def main() -> None:
     """Print the figures."""
     parser = options.parser(__doc__, "48 episodes whose tools wait 20 ms")
     parser.add_argument("--chaos", action="store_true", help="play episodes under injected faults, and check every one")
-    parser.add_argument("--episodes", type=int, default=5000, help="number of episodes of --chaos")
+    parser.add_argument("--episodes", type=int, help="number of episodes of --chaos, 5000 or with a server 300")
+    parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang: measure a server and nothing else")
+    parser.add_argument("--parts", default="turns,endpoint", help="what to measure of a server, separated by commas")
     arguments = parser.parse_args()
+    if arguments.chaos and arguments.engine_python is not None:
+        every = served_chaos.TINY_EVERY if arguments.tiny else served_chaos.EVERY
+        count = served_chaos.TINY_EPISODES if arguments.tiny else arguments.episodes or served_chaos.NUM_EPISODES
+        engine = functools.partial(served_chaos.killed_server, arguments.engine_python)
+        options.show(episode_chaos.play_chaos(count, quickstart_turns(), engine, every), arguments)
+        return
+    if arguments.engine_python is not None:
+        served = served_episodes.TINY if arguments.tiny else served_episodes.FULL
+        options.show(served_episodes.measure_served(served, arguments.engine_python, arguments.parts.split(",")), arguments)
+        return
     if arguments.chaos:
-        options.show(episode_chaos.play_chaos(200 if arguments.tiny else arguments.episodes, quickstart_turns()), arguments)
+        count = 200 if arguments.tiny else arguments.episodes or 5000
+        options.show(episode_chaos.play_chaos(count, quickstart_turns()), arguments)
         return
     size = TINY if arguments.tiny else FULL
     result: dict[str, Any] = {"size": vars(size), **play(size, quickstart_turns())}

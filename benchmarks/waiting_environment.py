@@ -22,7 +22,7 @@ class Waiting(Environment):
 
     def reset(self, task, seed):
         self._waits, self._turns = waits(task, seed), 0
-        return "Begin."
+        return "Begin." if "begin" not in task else task["begin"]
 
     def step(self, turn):
         time.sleep(next(self._waits))

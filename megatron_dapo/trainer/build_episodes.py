@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import prompt_template
 from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.data.template_proof import TemplateProof, prove_template
-from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.data.turns import ROLES, TurnTemplate
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
@@ -37,7 +37,7 @@ def episode_engine(config: Config, proof: TemplateProof | None, engine: Engine) 
         return
     # An environment's answer ends a server engine's wait; the embedded engine does not wait.
     wake = getattr(engine, "wake", lambda: None)
-    with WorkerPool(worker_settings(config), wake) as pool:
+    with WorkerPool(worker_settings(config, proof.turns.roles), wake) as pool:
         check_tool_role(config, proof, pool.hello)
         yield cast(Engine, EpisodeEngine(engine, pool, proof.turns, episode_settings(config)))
 
@@ -69,7 +69,7 @@ def check_tool_role(config: Config, proof: TemplateProof, hello: Mapping[str, An
             f'"{roles[0]}" in the class and name the tools in the prompt, or choose a model whose template has tools'
         )
     if config.environment.agent:
-        logger.warning("%s: an agent that sends the result of a tool ends the run; choose another model for it", refused)
+        logger.warning("%s: an agent's request with the result of a tool is answered with 400; choose another model for it", refused)
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
@@ -94,13 +94,16 @@ def episode_settings(config: Config) -> EpisodeSettings:
     )
 
 
-def worker_settings(config: Config) -> WorkerSettings:
-    """Return what runs in the environments' worker processes, and its limits."""
+def worker_settings(config: Config, roles: Sequence[str] = ROLES) -> WorkerSettings:
+    """Return what runs in the environments' worker processes, and its limits.
+
+    `roles`: of messages that may follow an answer, which the chat template decides.
+    """
     environment = config.environment
     return WorkerSettings(
         kind="environment" if environment.path else "function" if environment.function else "command",
         place=environment.path or environment.function,
-        command=_agents_command(config) if environment.agent else environment.command,
+        command=_agents_command(config, roles) if environment.agent else environment.command,
         python=environment.python,
         num_processes=environment.processes or max(1, (os.cpu_count() or 1) // 2),
         episodes_per_process=environment.episodes_per_process,
@@ -117,7 +120,7 @@ def worker_settings(config: Config) -> WorkerSettings:
     )
 
 
-def _agents_command(config: Config) -> tuple[str, ...]:
+def _agents_command(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
     """Return the command of a worker whose episodes are programs of environment.agent."""
     environment, first = config.environment, config.environment.agent[0]
     if first == "python":
@@ -128,6 +131,7 @@ def _agents_command(config: Config) -> tuple[str, ...]:
         "top_p": config.rollout.top_p,
         "other_sampling": environment.other_sampling,
         "max_branches": environment.max_branches,
+        "roles": roles,
         "template": {
             "path": str(config.model.path.absolute()),
             "trust_remote_code": config.model.trust_remote_code,

@@ -45,6 +45,12 @@ BENCHMARKS: dict[str, Check] = {
     "episodes.py --chaos": lambda r: (
         r["episodes"] == 200 and sum(r["faults"].values()) > 10 and not any({**r["deviations"], **r["leftovers"]}.values())
     ),
+    f"episodes.py --engine-python {ENGINE_PYTHON}": lambda r: (
+        (r["turns"], r["agents"]) == (18, 4) and 0 < r["cached_share_with_update"] < r["cached_share"] and r["endpoint_vs_direct"] > 0
+    ),
+    f"episodes.py --chaos --engine-python {ENGINE_PYTHON}": lambda r: (
+        r["episodes"] == 32 and r["server_kills"] > 0 and not any({**r["deviations"], **r["leftovers"]}.values())
+    ),
     "length_bias.py": lambda r: r["length_bias"] <= 0.02 and r["discarded_share"] <= 0.05 and r["throughput"] > 1.5,
     "asynchrony.py": lambda r: 0 < r["published_max_error"] < 0.5 and len(r["published"]) == 7,
     "prompt_filter.py": lambda r: r["saved"] > 0 and r["precision"] > 0.7 and r["calibration_error"] < 0.2,

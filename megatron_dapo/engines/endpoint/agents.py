@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from aiohttp import web
 
 from megatron_dapo.data.template import Messages
-from megatron_dapo.data.turns import TurnTemplate
+from megatron_dapo.data.turns import ROLES, TurnTemplate
 from megatron_dapo.engines.endpoint.context import num_context_tokens, read_turn_template
 from megatron_dapo.engines.endpoint.format import ChatAnswer
 from megatron_dapo.engines.endpoint.server import ChatEndpoint, EpisodeOver
@@ -60,6 +60,7 @@ class _AgentWorker:
             SamplingParams(temperature=settings["temperature"], top_p=settings["top_p"]),
             on_other_sampling=settings["other_sampling"],
             max_branches=settings["max_branches"],
+            roles=tuple(settings.get("roles", ROLES)),
         )
         self._settings = settings
         self._turns: asyncio.Future[TurnTemplate] | None = None  # read for the first program that counts tokens
@@ -123,6 +124,9 @@ class _AgentWorker:
         turns = await asyncio.shield(self._turns)
         return num_context_tokens(turns, [_with_arguments(one) for one in messages], tools, after, begins_episode)
 
+    def num_refused(self, key: str) -> int:
+        return self._endpoint.num_refused(key)
+
     def lose(self, session: str, reason: str) -> None:
         """See `TurnSource`."""
         if session in self._agents:
@@ -156,6 +160,8 @@ class _Agent:
             result = {"lost": f"environment.agent: {command[0]}: {error.strerror}"}
         self._kill_descendants()
         self.ended.set()
+        if not self._is_killed and (num_refused := self._worker.num_refused(self.key)):
+            result["figures"] = {"requests_refused": num_refused}
         if not self._is_killed:
             await self._say({"lost": self._lost} if self._lost else result, is_last=True)
 

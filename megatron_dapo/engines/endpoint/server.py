@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from megatron_dapo.data.template import Messages
+from megatron_dapo.data.turns import ROLES
 from megatron_dapo.engines.endpoint import chat, messages, responses
 from megatron_dapo.engines.endpoint.format import MODEL, APIFormat, ChatAnswer, ChatRequest, Sampling
 from megatron_dapo.engines.endpoint.tree import ConversationTree, Match, RequestError, ServedTurn, TooManyBranches
@@ -65,6 +66,7 @@ class Session:
     tree: ConversationTree
     answers: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)  # given, or being sampled
     ignored: set[str] = field(default_factory=set)  # what clients requested and did not get
+    num_refused: int = 0  # requests for a turn with status 400
     # Turns of Responses by their id, each with the number of its first messages that are instructions.
     responses: dict[str, tuple[ServedTurn, int]] = field(default_factory=dict)
 
@@ -97,16 +99,23 @@ class ChatEndpoint:
         on_other_sampling: Sampling = "refuse",
         match: Match = "loose",
         max_branches: int = 16,
+        roles: Sequence[str] = ROLES,
     ) -> None:
+        """`roles`: of messages that may follow an answer."""
         self._source, self._sampling, self._on_other_sampling = source, sampling, on_other_sampling
-        self._match, self._max_branches = match, max_branches
+        self._match, self._max_branches, self._roles = match, max_branches, roles
         self._sessions: dict[str, Session] = {}  # keyed by API key
 
     def open(self, name: str) -> str:
         """Begin a session and return its API key."""
         key = f"episode-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = Session(name, ConversationTree(match=self._match, max_streams=self._max_branches))
+        tree = ConversationTree(match=self._match, max_streams=self._max_branches, roles=self._roles)
+        self._sessions[key] = Session(name, tree)
         return key
+
+    def num_refused(self, key: str) -> int:
+        """Return how many requests of an open session were answered with 400."""
+        return self._sessions[key].num_refused
 
     async def end(self, key: str) -> Session:
         """End a session: its key is unknown from now on, and turns that are being sampled are given up."""
@@ -139,7 +148,15 @@ class ChatEndpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _turn(self, http: web.Request) -> web.StreamResponse:
-        session, body = self._session_of(http), await _json_of(http)
+        session = self._session_of(http)
+        try:
+            return await self._turn_of(session, http)
+        except RequestError:
+            session.num_refused += 1
+            raise
+
+    async def _turn_of(self, session: Session, http: web.Request) -> web.StreamResponse:
+        body = await _json_of(http)
         request, ignored = _FORMATS[http.path].parse(body, self._sampling, self._on_other_sampling)
         session.ignored.update(ignored)
         request, after = session.continued(request)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_dapo.data.template import Messages
+from megatron_dapo.data.turns import ROLES
 
 Match = Literal["strict", "loose"]
 
@@ -71,8 +72,9 @@ class _Place:
 class ConversationTree:
     """Turns of one episode, by the conversations that led to them."""
 
-    def __init__(self, *, match: Match = "loose", max_streams: int = 16) -> None:
-        self._canonical = _CANONICAL[match]
+    def __init__(self, *, match: Match = "loose", max_streams: int = 16, roles: Sequence[str] = ROLES) -> None:
+        """`roles`: of messages that may follow an answer."""
+        self._canonical, self._roles = _CANONICAL[match], roles
         self._max_streams = max_streams
         self._roots: dict[str, _Place] = {}  # keyed by the canonical form of the tools, which are in the context too
         # Turns that have no answer yet, with the messages that they answer.
@@ -97,9 +99,10 @@ class ConversationTree:
         _check(messages)
         root = self._roots.setdefault(_json(list(tools)), _Place())
         place, parent, start = self._last_served(root, messages, after)
-        others = {message["role"] for message in messages[start:]} - {"user", "tool"}
+        others = {message["role"] for message in messages[start:]}.difference(self._roles)
         if parent is not None and others:
-            raise RequestError(f"a message of the role {others.pop()} cannot follow an answer; use user or tool")
+            allowed = " or ".join(self._roles)
+            raise RequestError(f"a message of the role {others.pop()} cannot follow an answer of this model; use {allowed}")
         reason = "" if parent is not None or not self.turns else self._drift(root, messages)
         for message in messages[start:]:
             place = place.next.setdefault(self._canonical(message), _Place())

@@ -61,7 +61,7 @@ def test_results_of_tools_need_a_role_that_the_template_has(tmp_path, caplog):
     assert not caplog.records
     config = make('environment.agent=["python"]')
     check_tool_role(config, template_proof(config, inputs("gemma3", tmp_path)), {"ready": "python", "tools": []})
-    assert "an agent that sends the result of a tool ends the run" in caplog.text
+    assert "an agent's request with the result of a tool is answered with 400" in caplog.text
 
 
 def test_every_key_of_the_section_is_used():
@@ -108,6 +108,7 @@ def test_an_agent_s_command_runs_in_a_worker_of_the_trainer_s_interpreter(tmp_pa
         "top_p": config.rollout.top_p,
         "other_sampling": "ignore",
         "max_branches": 16,
+        "roles": ["user", "tool"],
         "template": {"path": "/model", "trust_remote_code": False, "name": "chat", "options": {}, "history": "refuse"},
     }
     assert episode_settings(config).on_cut == "observe"

@@ -36,6 +36,12 @@ if kind == "parallel":
         choices = list(threads.map(lambda index: ask([{"role": "user", "content": str(index)}]), range(count)))
     print(json.dumps({"reward": 1, "parts": {", ".join(choice["message"]["content"] for choice in choices): 1}}))
     sys.exit()
+if kind == "result of a tool":
+    messages += [ask(messages)["message"]]
+    refused = ask([*messages, {"role": "tool", "content": "3"}])["refused"]
+    ask([*messages, {"role": "user", "content": refused}])
+    print("true")
+    sys.exit()
 tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 choice = ask(messages, tools=tools, max_tokens=7)
 if kind == "leaves":

@@ -23,11 +23,15 @@ AGENT = Path(__file__).with_name("agent.py")
 BUSY_S = 60.0  # what a busy machine may take
 
 
+def make_pool(**more: object) -> WorkerPool:
+    settings = {"command": [sys.executable, str(AGENT)], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 3}
+    command = (sys.executable, "-m", AGENTS, json.dumps({**settings, **more}))
+    return WorkerPool(WorkerSettings("command", command=command, step_seconds=BUSY_S, reset_seconds=BUSY_S))
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    settings = {"command": [sys.executable, str(AGENT)], "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 3}
-    command = (sys.executable, "-m", AGENTS, json.dumps(settings))
-    with WorkerPool(WorkerSettings("command", command=command, step_seconds=BUSY_S, reset_seconds=BUSY_S)) as pool:
+    with make_pool() as pool:
         yield pool
     assert not agents()
 
@@ -44,6 +48,20 @@ def agents() -> list[str]:
         with suppress(psutil.Error):
             commands += [" ".join(process.cmdline())] if process.status() != "zombie" else []
     return [command for command in commands if command.endswith("agent.py") or command.startswith("sleep")]
+
+
+def test_a_message_without_a_place_in_the_template_is_refused_and_counted() -> None:
+    """The program reads why, and goes on; nothing else comes to an end."""
+    with make_pool(roles=["user"]) as pool:
+        pool.start("e", Task({"kind": "result of a tool"}, seed=5))
+        next_reply(pool)
+        pool.act("e", Action("a call", (), "stop"))
+        (said,) = next_reply(pool).messages
+        assert said["content"] == "a message of the role tool cannot follow an answer of this model; use user"
+        pool.act("e", Action("done", (), "stop"))
+        last = next_reply(pool)
+        assert last.done and last.is_correct and dict(last.figures) == {"requests_refused": 1}
+        pool.end("e")
 
 
 def test_a_program_plays_an_episode_and_says_its_reward(pool: WorkerPool) -> None:
